@@ -57,6 +57,7 @@ ARROWS = [
     "report",
     "onnx_ops goals",
     "torch onnx",
+    "jobs",
     "commands common contrib shares",
     "cli one_call",
     "__main__",

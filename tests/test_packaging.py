@@ -36,6 +36,7 @@ EXTRAS_OF = {
     "onnx/passes/slim.py": {"onnx", "slim"},
     "onnx/algorithms/rounding/": {"onnx", "torch"},  # AdaRound and AdaQuant are trained by torch
     "commands/": {"torch", "onnx"},
+    "jobs/": {"torch", "onnx"},
 }
 IMPORTED_AS = {"pyyaml": "yaml", "pillow": "PIL", "protobuf": "google", "onnx-ir": "onnx_ir"}
 COME_WITH_OTHERS = {

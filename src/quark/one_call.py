@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quark.errors import ConfigError
+from quark.errors import ConfigError, QuarkError
 
 IN_MEMORY = "transformers"
 """The goal of a module that stays in memory: every scheme computes there."""
@@ -26,6 +28,7 @@ def quantize(
     exclude: Sequence[str] = (),
     samples: int | None = None,
     overwrite: bool = False,
+    **options: Any,
 ) -> Any:
     """Quantize a model with what its goal asks for.
 
@@ -45,6 +48,8 @@ def quantize(
         exclude: Patterns of layers or nodes that stay in float.
         samples: Most calibration samples.
         overwrite: Replace the output.
+        options: Of a path, every other option of `quark quantize`, by the name of its field in `quark.jobs.JobRequest`:
+            `device="cuda"`, `kv_cache="fp8"`, `layer=("*.down_proj=int8_wo",)`.
 
     Returns:
         The quantized module, or the path of what was made.
@@ -56,39 +61,96 @@ def quantize(
         >>> model = quark.quantize(model, "int4")
         >>> quark.quantize("./llama", goal="llama.cpp", output="llama.gguf")
     """
-    from quark.goals import choose
+    words = (algorithm,) if isinstance(algorithm, str) else None if algorithm is None else tuple(algorithm)
+    with _spelled():
+        if not isinstance(model, (str, os.PathLike)):
+            return _module(model, scheme, data, goal, output, bits, effort, words, list(exclude), overwrite, options)
+        is_path = isinstance(data, (str, os.PathLike))
+        said = {
+            "goal": goal, "scheme": scheme, "bits": bits, "effort": effort, "algorithm": words, "samples": samples,
+            "exclude": tuple(exclude) or None, "calib": Path(data) if is_path else None,
+            "output": None if output is None else os.fspath(output), "force": overwrite or None,
+        }  # fmt: skip
+        return _path(Path(model), said, options, None if is_path else data)
 
-    words = [algorithm] if isinstance(algorithm, str) else algorithm
-    named = scheme if scheme or goal or bits else _scheme_of(model, data is not None)
-    path = Path(model) if isinstance(model, (str, os.PathLike)) else None
-    onnx = path is not None and path.suffix.lower() == ".onnx"
-    chosen = choose(
-        goal or ("onnxruntime" if onnx else IN_MEMORY), onnx, scheme=named, bits=bits, effort=effort,
-        algorithms=words, has_data=data is not None,
-    )  # fmt: skip
-    if path is None:
-        return _module(model, chosen, data, output, list(exclude), overwrite)
-    if output is None:
-        raise ConfigError(f"quantize({str(path)!r}) needs output=, the folder or file to make.")
-    from quark.commands.goals import quantize_path
 
-    return quantize_path(path, chosen, data, os.fspath(output), list(exclude), samples, overwrite, words, bits)
+def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: Any) -> Path:
+    """Quantize a folder or an ONNX file; return what a program opens."""
+    from quark.jobs import FileJob, request_of, resolve
+    from quark.jobs.request import is_onnx
+
+    if said["output"] is None:
+        raise ConfigError(f"quantize({str(model)!r}) needs output=, the folder or file to make.")
+    twice = sorted({*options} & {*said})
+    if twice:
+        raise ConfigError(f"{', '.join(twice)}: said twice. Possible: data= for calib, overwrite= for force.")
+    said["goal"] = said["goal"] or ("onnxruntime" if is_onnx(model) else IN_MEMORY)
+    if data is not None and not is_onnx(model):
+        raise ConfigError(
+            f"data of a folder are a path, got {type(data).__name__}. Possible: the path of a text, a folder or an "
+            ".npz file, or the model itself with batches."
+        )
+    job = resolve(request_of(model, {**said, **options}), data)
+    if isinstance(job, FileJob):
+        from quark.jobs.run_file import run_file
+
+        return run_file(job).made
+    from quark.jobs.run_folder import run_folder
+
+    return run_folder(job).made
+
+
+@contextmanager
+def _spelled() -> Iterator[None]:
+    """Within: errors name keywords, in the place of options of the command line."""
+    try:
+        yield
+    except QuarkError as error:
+        error.args = tuple(re.sub(r"--([a-z][a-z-]*)", _keyword, str(part)) for part in error.args)
+        raise
+
+
+def _keyword(flag: re.Match[str]) -> str:
+    """The keyword of an option."""
+    names = {"for": "goal", "calib": "data", "force": "overwrite", "format": "export_format"}
+    return f"{names.get(flag[1], flag[1].replace('-', '_'))}="
 
 
 def _scheme_of(model: Any, has_data: bool) -> str | None:
     """8 bits for a module that transformers does not know: groups of 128 do not divide a convolution's channels."""
     named = getattr(getattr(model, "config", None), "model_type", None) is not None
-    if named or isinstance(model, (str, os.PathLike)):
+    if named:
         return None
     return "int8" if has_data else "int8_wo"
 
 
-def _module(model: Any, chosen: Any, data: Any, output: Any, exclude: list[str], overwrite: bool) -> Any:
-    from quark.commands.options.words import torch_algorithms
+def _module(
+    model: Any,
+    scheme: str | None,
+    data: Any,
+    goal: str | None,
+    output: Any,
+    bits: float | None,
+    effort: str | None,
+    words: tuple[str, ...] | None,
+    exclude: list[str],
+    overwrite: bool,
+    options: Mapping[str, Any],
+) -> Any:
+    """Quantize a module, in place."""
+    from quark.goals import choose
     from quark.goals.facts import MIX_NAMES
+    from quark.jobs.words import torch_algorithms
     from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors, gguf_config
+    from quark.torch.config.llm_template import default_exclusions
     from quark.torch.plan import divides
 
+    if options:
+        raise ConfigError(f"{', '.join(options)}: of a folder or a file only. Possible: its path, or quark.torch.")
+    chosen = choose(
+        goal or IN_MEMORY, False, scheme=scheme if scheme or goal or bits else _scheme_of(model, data is not None),
+        bits=bits, effort=effort, algorithms=words, has_data=data is not None,
+    )  # fmt: skip
     if chosen.mixed is not None:
         raise ConfigError(
             "A budget for a module: a mix is chosen for a folder. Possible: its path, or "
@@ -103,8 +165,8 @@ def _module(model: Any, chosen: Any, data: Any, output: Any, exclude: list[str],
     if chosen.scheme in MIX_NAMES:
         config = gguf_config(model, chosen.scheme, algorithms, exclude)
     else:
-        template = LLMTemplate.get(getattr(getattr(model, "config", None), "model_type", None) or "auto")
-        kept = [*template.exclude_layers_name, *exclude]
+        kind = getattr(getattr(model, "config", None), "model_type", None) or "auto"
+        template, kept = LLMTemplate.get(kind), [*default_exclusions(kind), *exclude]
         chosen = chosen.fitted(lambda name: divides(template.get_config(name, exclude_layers=kept), model))
         config = template.get_config(chosen.scheme, algorithms, exclude_layers=kept)
     quantizer = ModelQuantizer(config)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from quark.commands.folders.bit_budget import asked_budget, bytes_of, size_within
 from quark.errors import ConfigError
 from quark.goals import GOALS
+from quark.jobs.folders.bit_budget import asked_budget, bytes_of, size_within
 from quark.torch import LLMTemplate
 from quark.torch.bit_budget.measure import FITS_ALL, mixed_format, settings_of_folder
 from quark.torch.bit_budget.sensitivity import SensitivityTable

@@ -129,7 +129,7 @@ def test_quantize_with_calibration_text(places: dict[str, Path], tmp_path: Path)
 def test_streaming_writes_the_same_files(
     places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quark.commands.folders import flows
+    from quark.jobs.folders import flows
 
     line = ("quantize", places["llama"], "--scheme", "int8", "--calib", places["text"])
     assert quark(*line, "-o", tmp_path / "memory").code == 0
@@ -148,7 +148,7 @@ def test_what_needs_no_data_goes_from_file_to_file(
     places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files are those of a model in memory, which is built only where it has to be."""
-    from quark.commands.folders import flows
+    from quark.jobs.folders import flows
 
     ways = []
     in_memory = flows._in_memory
@@ -204,7 +204,7 @@ def test_force_replaces_the_output(places: dict[str, Path], tmp_path: Path) -> N
 def test_evaluate_compares_models_and_layers(places: dict[str, Path]) -> None:
     from transformers import AutoTokenizer
 
-    from quark.commands.folders.models import load_model
+    from quark.jobs.folders.models import load_model
     from quark.torch.llm.text import perplexity, token_windows
 
     line = "evaluate {llama} {quantized} --text {text} --length 64 --windows 3 --layers 2"

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from quark.commands.folders.export import Export
 from quark.errors import OutputExistsError
+from quark.jobs.folders.export import Export
 from quark.torch.formats import FORMATS
 from tests.commands.program import quark
 from tests.models.architectures import SETTINGS
@@ -174,7 +174,7 @@ def test_a_file_may_be_written_beside_the_data(form: str, tmp_path: Path) -> Non
 FRESH = """
 import sys
 from pathlib import Path
-from quark.commands.folders.models import load_model
+from quark.jobs.folders.models import load_model
 assert "quark.torch.writers.safetensors" not in sys.modules
 model = load_model(Path(sys.argv[1]))
 model.save_pretrained(sys.argv[2])

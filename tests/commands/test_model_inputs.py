@@ -15,9 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-from quark.commands.folders.model_inputs import ModelInputs
 from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.image_files import open_image
+from quark.jobs.folders.model_inputs import ModelInputs
 from quark.torch.model.model_folder import load_config, model_class
 from tests.models.model_folders import DATA, model_folder
 from tests.models.torch_zoo import TEXT
@@ -94,7 +94,7 @@ def test_images_and_audio_go_through_the_processor_of_the_folder(folders: dict[s
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_pcm_of_any_width_is_the_same_sound(width: int, folders: dict[str, Path], tmp_path: Path) -> None:
-    from quark.commands.folders.model_inputs import _open_audio
+    from quark.jobs.folders.model_inputs import _open_audio
 
     wanted = np.sin(np.arange(800) / 9) * 0.5
     scaled = np.round(wanted * (1 << (8 * width - 1))).astype("<i4")

@@ -16,7 +16,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from quark.commands.onnx_files.quantize import CPU_TARGET
+from quark.jobs.run_file import CPU_TARGET
 from quark.onnx import ModelQuantizer, PathDataReader, QConfig
 from quark.onnx.evaluation.compare_models import compare_models
 from quark.onnx.evaluation.ort_fusion import inspect_fusion

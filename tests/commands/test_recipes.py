@@ -20,10 +20,12 @@ import quark as quark_package
 from quark.command_line import program
 from quark.commands.evaluate import evaluate
 from quark.commands.quantize import quantize
-from quark.commands.recipes.recipe import NAMES, NOT_IN_A_RECIPE, RECIPE, data_digest, option_words
-from quark.commands.recipes.recipe_file import LARGEST
-from quark.commands.recipes.recipe_schema import recipe_model
 from quark.goals.efforts import DEFAULT_TEXT
+from quark.jobs.options import key_of
+from quark.jobs.recipes.recipe import RECIPE, data_digest, said_by
+from quark.jobs.recipes.recipe_file import LARGEST
+from quark.jobs.recipes.recipe_schema import recipe_model
+from quark.jobs.request import options_of
 from tests.commands.program import quark
 from tests.models.onnx_zoo import cnn, images
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama
@@ -199,16 +201,17 @@ def test_a_recipe_of_an_onnx_file_makes_it_again_and_lies_beside_nothing(tmp_pat
 # The keys. -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_option_of_quantize_is_a_key() -> None:
-    options = [param.name for param in typer.main.get_command(program(quantize)).params]  # type: ignore[attr-defined]
-    schema = recipe_model(quantize, evaluate).model_json_schema()
+def test_every_field_of_a_request_is_an_option_and_a_key() -> None:
+    options = {param.name for param in typer.main.get_command(program(quantize)).params}  # type: ignore[attr-defined]
+    assert options == {"model", *options_of()}
+    schema = recipe_model(evaluate).model_json_schema()
     keys = set(schema["properties"]) | {
         f"{section.lower()}.{key}" for section, inner in schema["$defs"].items() for key in inner["properties"]
     }
-    for option in {*options} - {"help", *NOT_IN_A_RECIPE}:
-        assert NAMES.get(option, option) in keys, option
-    assert not {"force", "trust_remote_code", "output.force"} & keys
-    assert set(NAMES) <= set(options)
+    for name, each in options_of().items():
+        assert key_of(each) is None or key_of(each) in keys, name
+    unsaid = {name for name, each in options_of().items() if key_of(each) is None}
+    assert unsaid == {"force", "trust_remote_code", "write_recipe"} and not unsaid & keys
 
 
 def test_the_schema_is_printed_and_says_what_the_help_says() -> None:
@@ -219,11 +222,11 @@ def test_the_schema_is_printed_and_says_what_the_help_says() -> None:
 
 
 def test_parameters_of_algorithms_come_back_as_they_were() -> None:
-    command = typer.main.get_command(program(quantize))
     item: dict[str, Any] = {"gptq": {"a": True, "b": [1, 2.5], "c": "x,y", "d": None}}
-    (word,) = option_words(command, {"algorithm": [item]})
-    assert word == '--algorithm=gptq:a=true,b=[1, 2.5],c="x,y",d=null'
-    assert option_words(command, {"stream": False, "force": False, "report": None}) == ["--no-stream"]
+    assert said_by({"algorithm": [item]}) == {"algorithm": ('gptq:a=true,b=[1, 2.5],c="x,y",d=null',)}
+    assert said_by({"stream": False, "calib": "x", "layer": {"*.a": "int8"}, "mean": 0.5}) == {
+        "stream": False, "calib": Path("x"), "layer": ("*.a=int8",), "mean": "0.5",
+    }  # fmt: skip
 
 
 # Bad input. ----------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ import onnx
 import pytest
 import torch
 
-from quark.commands.folders.models import load_model
 from quark.commands.folders.report import input_range
 from quark.core.metrics import kl, kl_by_row
+from quark.jobs.folders.models import load_model
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.llm.text import token_windows
 from tests.commands.program import Done, quark

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quark import command_line
-from quark.commands.options.processes import refuse_processes, together
 from quark.errors import NotSupportedError
+from quark.jobs.processes import refuse_processes, together
 
 MODEL = Path("examples/models/language_model").resolve()
 TEXT = Path("examples/models/text/calibration.txt").resolve()

@@ -113,10 +113,10 @@ def preload() -> None:
     import transformers
 
     import quark.commands.folders.evaluate
-    import quark.commands.folders.model_inputs
-    import quark.commands.folders.quantize
     import quark.commands.inspect
-    import quark.commands.onnx_files.quantize
+    import quark.jobs.folders.model_inputs
+    import quark.jobs.folders.schemes
+    import quark.jobs.run_file
     import quark.onnx.quantizer
     import quark.torch.checkpoint.importer
     import quark.torch.flows.from_disk

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from quark.commands.options.words import (
+from quark.core.schemes import SCHEMES
+from quark.errors import CalibrationError, ConfigError, NotSupportedError
+from quark.goals import EFFORTS, GOALS, choose
+from quark.goals.efforts import steps_for
+from quark.goals.facts import FACTS, MIX_NAMES, ONNX_FILE, Answer
+from quark.jobs.words import (
     FILE_FORMS,
     FOLDER_FORMS,
     each_algorithm,
@@ -14,11 +19,6 @@ from quark.commands.options.words import (
     scheme_names,
     torch_algorithms,
 )
-from quark.core.schemes import SCHEMES
-from quark.errors import CalibrationError, ConfigError, NotSupportedError
-from quark.goals import EFFORTS, GOALS, choose
-from quark.goals.efforts import steps_for
-from quark.goals.facts import FACTS, MIX_NAMES, ONNX_FILE, Answer
 from quark.onnx.config.preset_rows import ROWS
 from quark.onnx.operators.targets import TARGETS
 from quark.torch.algorithms import ALGORITHMS

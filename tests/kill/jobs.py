@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx
 
-from quark.commands.onnx_files.quantize import named_config
+from quark.jobs.run_file import named_config
 from quark.onnx import ModelQuantizer as OnnxQuantizer
 from quark.torch import LLMTemplate, ModelQuantizer
 from tests.commands.program import quark

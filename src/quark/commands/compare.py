@@ -8,21 +8,23 @@ from typing import Annotated
 import typer
 
 from quark.commands.evaluate import Length, Samples, Threads, Windows
-from quark.commands.options.kinds import check_options, is_onnx, require, require_model
-from quark.commands.options.log_file import LogFileOption, check_log_file, say_first
-from quark.commands.options.words import check_words, members, scheme_names, usage
-from quark.commands.quantize import (
+from quark.commands.options.kinds import check_options, require, require_model
+from quark.commands.options.log_file import check_log_file, say_first
+from quark.commands.options.shared import (
     BatchSize,
     Device,
     Dtype,
     KeepUnexpected,
+    LogFileOption,
     Mean,
-    Model,
     ReportFile,
     Std,
     TrustRemoteCode,
 )
+from quark.commands.quantize import Model
 from quark.errors import UsageError
+from quark.jobs.request import is_onnx
+from quark.jobs.words import check_words, members, scheme_names, usage
 from quark.progress import log_to
 from quark.report.page import check_page
 
@@ -72,7 +74,7 @@ def compare(
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
     if is_onnx(model):
         from quark.commands.onnx_files.compare import compare_presets
-        from quark.commands.onnx_files.quantize import calibration_reader
+        from quark.jobs.run_file import calibration_reader
 
         readers = [calibration_reader(model, each, batch_size, mean, std) for each in (calib, measured)]
         reader = require(readers[1], "--data", model)

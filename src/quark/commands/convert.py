@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from quark.command_line import results
-from quark.commands.options.log_file import LogFileOption, check_log_file, say_first
+from quark.commands.options.log_file import check_log_file, say_first
+from quark.commands.options.shared import LogFileOption
 from quark.errors import CalibrationError, ConfigError
 from quark.files import require_config, require_regular
 from quark.progress import log_to
@@ -39,9 +40,9 @@ def convert(
     (require_regular if model.suffix == GGUF_SUFFIX else require_config)(model)
     say_first("Converting", model, requantize, output=output)
     # The flow imports torch: when it runs, so that --help is instant.
-    from quark.commands.folders.export import ONNX, Export
-    from quark.commands.options.processes import refuse_processes
     from quark.files import temporary_folder
+    from quark.jobs.folders.export import ONNX, Export
+    from quark.jobs.processes import refuse_processes
 
     refuse_processes("quark convert")
     if format == ONNX:
@@ -61,7 +62,7 @@ def convert(
 
 def _load(model: Path, scratch: Path) -> tuple[Any, Path]:
     """The model, and the folder with its tokenizer."""
-    from quark.commands.folders.models import load_model
+    from quark.jobs.folders.models import load_model
     from quark.torch.model.model_folder import read_config
     from quark.torch.writers.gguf.model_of_file import model_of_gguf
 
@@ -75,8 +76,8 @@ def _load(model: Path, scratch: Path) -> tuple[Any, Path]:
 
 def _requantized(model: Any, scheme: str, form: str) -> Any:
     """The model with its values rounded to another scheme; what was float before stays so, unless a mix has a type."""
-    from quark.commands.folders.quantize import is_mix, scheme_config
     from quark.core.schemes import scheme_of
+    from quark.jobs.folders.schemes import is_mix, scheme_config
     from quark.torch import ModelQuantizer, gguf_config
     from quark.torch.checkpoint.dequantize import dequantize_layers
 

@@ -7,10 +7,21 @@ from typing import Annotated
 
 import typer
 
-from quark.commands.options.kinds import check_options, folder_option, is_onnx, onnx_option, require
-from quark.commands.options.log_file import LogFileOption, check_log_file, say_first
-from quark.commands.quantize import BatchSize, Device, Dtype, KeepUnexpected, Mean, ReportFile, Std, TrustRemoteCode
+from quark.commands.options.kinds import check_options, folder_option, onnx_option, require
+from quark.commands.options.log_file import check_log_file, say_first
+from quark.commands.options.shared import (
+    BatchSize,
+    Device,
+    Dtype,
+    KeepUnexpected,
+    LogFileOption,
+    Mean,
+    ReportFile,
+    Std,
+    TrustRemoteCode,
+)
 from quark.errors import ConfigError
+from quark.jobs.request import is_onnx
 from quark.progress import log_to
 from quark.report.page import check_page
 
@@ -67,7 +78,7 @@ def evaluate(
     # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
     if is_onnx(float_model):
         from quark.commands.onnx_files.evaluate import evaluate_onnx
-        from quark.commands.onnx_files.quantize import calibration_reader
+        from quark.jobs.run_file import calibration_reader
 
         reader = calibration_reader(float_model, require(data, "--data", float_model), batch_size, mean, std)
         reader = require(reader, "--data", float_model)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from quark.command_line import new_table, results
-from quark.commands.options.words import FILE_FORMS, FOLDER_FORMS
 from quark.commands.results.counted import counted
 from quark.goals.facts import FACTS, Answer
+from quark.jobs.words import FILE_FORMS, FOLDER_FORMS
 
 
 def formats() -> None:

@@ -11,8 +11,9 @@ import typer
 from rich.table import Table
 
 from quark.command_line import Results, new_table, results
-from quark.commands.options.kinds import check_options, is_onnx, onnx_option
+from quark.commands.options.kinds import check_options, onnx_option
 from quark.errors import ConfigError, FormatError
+from quark.jobs.request import is_onnx
 from quark.json_objects import plain_json
 
 if TYPE_CHECKING:

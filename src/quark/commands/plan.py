@@ -3,62 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from quark.command_line import results
-from quark.commands.folders.bit_budget import (
-    BITS_HELP,
-    CANDIDATES_HELP,
-    SENSITIVITY_HELP,
-    SIZE_HELP,
-    asked_budget,
-    choice_table,
-    choose_for_budget,
-)
-from quark.commands.folders.calibration import Calibration, LengthOption, PackingOption, SeedOption
-from quark.commands.goals import (
-    EffortOption,
-    GoalOption,
-    asked_choice,
-    choice_rows,
-    fitted_choice,
-    onnx_config,
-    serve_line,
-)
-from quark.commands.options.kinds import check_options, folder_option, is_onnx, require, require_model
-from quark.commands.options.log_file import LogFileOption, check_log_file, say_first
-from quark.commands.options.words import check_words, layer_schemes, torch_algorithms, usage
+from quark.commands.options.kinds import require_model
+from quark.commands.options.log_file import check_log_file, say_first
+from quark.commands.options.of_request import option_for, said_on, takes
+from quark.commands.results.goals import choice_rows, serve_line
 from quark.errors import UsageError
+from quark.jobs import FileJob, FolderJob, request_of, resolve
+from quark.jobs.request import is_onnx
+from quark.jobs.words import usage
 from quark.progress import log_to
 
+PLANNED = (
+    "goal", "effort", "calib", "samples", "exclude", "log_file", "length", "packing", "seed", "scheme", "bits", "size",
+    "candidates", "sensitivity", "layer", "device",
+)  # fmt: skip
+"""The options of a request that say what would be done."""
+MODEL_HELP = "Folder of a Hugging Face model (config.json is enough), or an ONNX file."
+SCHEME_HELP = "A scheme or a configuration; `quark schemes` lists them."
 
+
+@takes(PLANNED)
 def plan(
     context: typer.Context,
-    model: Annotated[
-        Path,
-        typer.Argument(help="Folder of a Hugging Face model (config.json is enough), or an ONNX file."),
-    ],
-    goal: GoalOption = None,
-    effort: EffortOption = None,
+    model: Annotated[Path, typer.Argument(help=MODEL_HELP)],
     scheme: Annotated[
-        str | None,
-        typer.Option("--scheme", "--config", help="A scheme or a configuration; `quark schemes` lists them."),
+        str | None, option_for("scheme", "--scheme", "--config", help=SCHEME_HELP, rich_help_panel=None)
     ] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Pattern of layers to keep in float; repeatable.")] = None,
-    layer: Annotated[list[str] | None, folder_option(help="PATTERN=SCHEME for some layers; repeatable.")] = None,
-    bits: Annotated[float | None, typer.Option(min=0, help=BITS_HELP)] = None,
-    size: Annotated[str | None, typer.Option(help=SIZE_HELP)] = None,
-    candidates: Annotated[list[str] | None, typer.Option(help=CANDIDATES_HELP)] = None,
-    sensitivity: Annotated[Path | None, typer.Option(help=SENSITIVITY_HELP)] = None,
-    calib: Annotated[Path | None, typer.Option(help="Calibration data, as `quark quantize` takes them.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Most samples of --calib. Default 128.")] = None,
-    length: LengthOption = None,
-    packing: PackingOption = None,
-    seed: SeedOption = None,
-    log_file: LogFileOption = None,
-    device: Annotated[str, folder_option(help="Where --bits and --size measure: cpu, cuda ...")] = "cpu",
+    **options: Any,
 ) -> None:
     """Show what a scheme, or a budget, would do to a model, and the size it would have.
 
@@ -73,74 +49,67 @@ def plan(
     Example: quark plan ./llama --bits 4.25 --calib heldout.txt --sensitivity llama.json
     """
     # Before the libraries load: a wrong path or word is answered at once.
-    onnx = is_onnx(model)
-    check_options(context, model)
-    if onnx and goal is None and (bits, size, candidates, sensitivity) != (None,) * 4:
-        raise UsageError(
-            "Of an ONNX file a configuration says the bits. Possible: --config NAME, or --for GOAL --bits N."
-        )
+    said = said_on(context)
+    if is_onnx(model) and "goal" not in said:
+        if {"bits", "size", "candidates", "sensitivity"} & {*said}:
+            raise UsageError(
+                "Of an ONNX file a configuration says the bits. Possible: --config NAME, or --for GOAL --bits N."
+            )
+        said = {"config" if name == "scheme" else name: value for name, value in said.items()}
+    request = request_of(model, said)
     require_model(model)
-    check_log_file(log_file, str(model), [calib, sensitivity])
+    check_log_file(request.log_file, str(model), [request.calib, said.get("sensitivity")])
     with usage():
-        if goal is None and not onnx:
-            check_words([scheme, *layer_schemes(layer)])
-        choice = asked_choice(
-            goal, effort, model, onnx, scheme=scheme, bits=bits, size=size, form=None, algorithms=None,
-            has_data=calib is not None, candidates=candidates, sensitivity=sensitivity,
-        )  # fmt: skip
-    amount = f"{bits:g} bits" if bits is not None else size
-    say_first("Planning", model, scheme or amount, f"for {goal}" if goal else None)
-    console = results()
-    if choice is not None and not onnx:
-        choice = fitted_choice(choice, model, exclude, layer)
-    if choice is not None:
-        console.print(choice_rows(choice))
-    if onnx:
-        from quark.commands.onnx_files.plan import plan_file
+        job = resolve(request)
+    amount = f"{request.bits:g} bits" if request.bits is not None else said.get("size")
+    goal = f"for {request.goal}" if request.goal else None
+    say_first("Planning", model, scheme or amount, goal)
+    with log_to(request.log_file):
+        _plan_file(job) if isinstance(job, FileJob) else _plan_folder(job)
 
-        plan_file(model, onnx_config(choice) if choice else scheme, calib is not None, exclude)
-        if choice is not None:
-            console.print(serve_line(choice, "OUT.onnx"), highlight=False, soft_wrap=True)
-        return
+
+def _plan_file(job: FileJob) -> None:
+    from quark.commands.onnx_files.plan import plan_file
+
+    request, console = job.request, results()
+    if job.choice is not None:
+        console.print(choice_rows(job.choice))
+    plan_file(request.model, job.config, request.calib is not None, list(request.exclude or ()))
+    if job.choice is not None:
+        console.print(serve_line(job.choice, "OUT.onnx"), highlight=False, soft_wrap=True)
+
+
+def _plan_folder(job: FolderJob) -> None:
     # The flow imports torch: after the arguments are parsed, so that --help is instant.
-    from quark.commands.folders.models import inputs_of, load_meta_model
-    from quark.commands.folders.quantize import budget_base, config_of, config_of_choice, scheme_config, with_default
+    from quark.commands.results.choice import choice_table
+    from quark.jobs.configure_folder import configure
+    from quark.jobs.folders.bit_budget import choose_for_budget
+    from quark.jobs.folders.models import inputs_of, load_meta_model
     from quark.torch.checkpoint.shards import predicted_bytes
     from quark.torch.flows.check_plan import check_plan
     from quark.torch.flows.predicted_size import planned
 
-    calibration = Calibration(calib, samples, length, packing, seed)
-    form, budget = choice.form if choice else "quark", None
-    if choice is None:
-        budget = asked_budget(model, scheme, bits, size, candidates, sensitivity)
-    elif choice.mixed is not None:
-        budget = asked_budget(model, None, bits, size, list(choice.mixed), sensitivity, form, choice.goal)
-    if budget is not None:
-        config = budget_base(budget, exclude, layer)
-    elif choice is not None:
-        algorithms = torch_algorithms(choice.algorithms) or None
-        config = config_of(model, choice.scheme, form, exclude, layer, algorithms)
-    else:
-        config = scheme_config(require(scheme, "--scheme or --for", model), exclude, layer)
-    named = None if budget else choice.scheme if choice else scheme
-    calibration = with_default(calibration, named, layer, [], config, budget)
-    if budget is not None:
-        with log_to(log_file):
-            table, chosen = choose_for_budget(model, budget, config, calibration, device)
-        config = config_of_choice(model, budget, table, chosen, config, layer)
-        console.print(choice_table(table, chosen))
-    meta = load_meta_model(model)
+    request, console = job.request, results()
+    configured = configure(job)
+    config, calibration = configured.config, configured.calibration
+    if configured.choice is not None:
+        console.print(choice_rows(configured.choice))
+    if configured.budget is not None:
+        found = choose_for_budget(request.model, configured.budget, config, calibration, request.device)
+        config = configured.completed(*found)
+        console.print(choice_table(*found))
+    meta = load_meta_model(request.model)
     before = predicted_bytes(meta, None)
-    made, after = planned(meta, config, form)
+    made, after = planned(meta, config, job.form)
     layers = made.table(meta)
-    check_plan(meta, config, made, form)
+    check_plan(meta, config, made, job.form)
     console.print(layers)
     console.print(f"size: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})", highlight=False)
-    inputs = inputs_of(model, meta)
+    inputs = inputs_of(request.model, meta)
     if calibration.is_default and not inputs.reads_text:
         console.print("data: needed, and not given (--calib)", highlight=False)
-    elif budget is None and (data := calibration.samples_of(inputs)) is not None:
+    elif configured.budget is None and (data := calibration.samples_of(inputs)) is not None:
         console.print(f"data: {calibration.described(data)}", highlight=False, soft_wrap=True)
-    if choice is not None:
-        out = "OUT.gguf" if form == "gguf" else "OUT/quark_model.onnx" if form == "onnx" else "OUT"
-        console.print(serve_line(choice, out), highlight=False, soft_wrap=True)
+    if configured.choice is not None:
+        out = {"gguf": "OUT.gguf", "onnx": "OUT/quark_model.onnx"}.get(job.form, "OUT")
+        console.print(serve_line(configured.choice, out), highlight=False, soft_wrap=True)

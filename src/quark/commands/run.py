@@ -12,10 +12,14 @@ import typer
 from quark.__version__ import __version__
 from quark.command_line import program
 from quark.commands.evaluate import evaluate
-from quark.commands.quantize import quantize
-from quark.commands.recipes.recipe import NAMES, Recipe, data_digest, model_digest, option_words
+from quark.commands.options.of_request import said_on
+from quark.commands.quantize import quantize, quantize_as
 from quark.errors import CalibrationError, ConfigError, FormatError, UsageError
 from quark.goals.efforts import DEFAULT_TEXT
+from quark.jobs import request_of
+from quark.jobs.options import key_of
+from quark.jobs.recipes.recipe import data_digest, model_digest, said_by
+from quark.jobs.request import options_of
 from quark.log import logger
 from quark.report.page import check_page
 
@@ -27,9 +31,9 @@ ONE_OF = ("scheme", "bits", "size")
 
 def _print_schema(asked: bool) -> None:
     if asked:
-        from quark.commands.recipes.recipe_schema import recipe_model  # pydantic is slow to import
+        from quark.jobs.recipes.recipe_schema import recipe_model  # pydantic is slow to import
 
-        typer.echo(json.dumps(recipe_model(quantize, evaluate).model_json_schema(), indent=2))
+        typer.echo(json.dumps(recipe_model(evaluate).model_json_schema(), indent=2))
         raise typer.Exit
 
 
@@ -50,38 +54,45 @@ def run(
 
     Example: quark run ./llama-uint4/quark_recipe.yaml --scheme int8 --samples 8 -o ./llama-int8
     """
-    from quark.commands.recipes.recipe_file import read_recipe
-    from quark.commands.recipes.recipe_schema import checked_recipe, recipe_model  # pydantic is slow to import
+    from quark.jobs.recipes.recipe_file import read_recipe
+    from quark.jobs.recipes.recipe_schema import checked_recipe, recipe_model  # pydantic is slow to import
 
-    content = checked_recipe(read_recipe(recipe), recipe, recipe_model(quantize, evaluate))
+    content = checked_recipe(read_recipe(recipe), recipe, recipe_model(evaluate))
+    # A model and an output have to be there.
     command: Any = typer.main.get_command(program(quantize))
-    words = list(overrides or [])
-    # Alone first: what is wrong with these words is said before anything is read. A model and
-    # an output have to be there.
-    with command.make_context("quark run", ["MODEL", "--output=", *words]) as context:
-        replaced = {name: value for name, value in Recipe.given(context).options.items() if value != ""}
+    with command.make_context("quark run", ["MODEL", "--output=", *(overrides or ())]) as context:
+        replaced = {name: value for name, value in said_on(context).items() if (name, value) != ("output", "")}
     options = _options(content)
     kept = {
         name: value
         for name, value in options.items()
         if name not in replaced and not (name in ONE_OF and set(ONE_OF) & set(replaced))
     }
-    if "output" not in {**kept, **replaced}:
+    said = said_by(kept) | replaced
+    if "output" not in said:
         raise UsageError(f"{recipe} does not say where the output goes. Possible: -o PATH.")
     source = model or Path(content["model"])
     _check_inputs(recipe, content.get("made_with") or {}, None if model else source, kept, replaced)
     evaluation = content.get("evaluation")
     if evaluation is not None:
         _check_evaluation(evaluation, source)
-    output = replaced.get("output", kept.get("output"))
-    with command.make_context("quark run", [*option_words(command, kept), *words, "--", str(source)]) as context:
-        command.invoke(context)
+    quantize_as(request_of(source, said))
     if evaluation is not None:
         second: Any = typer.main.get_command(program(evaluate))
-        with second.make_context(
-            "quark run", [*option_words(second, evaluation), "--", str(source), output]
-        ) as context:
+        words = [*_words(second, evaluation), "--", str(source), said["output"]]
+        with second.make_context("quark run", words) as context:
             second.invoke(context)
+
+
+def _words(command: Any, options: Mapping[str, Any]) -> list[str]:
+    """Options as words of a command line."""
+    words: list[str] = []
+    for param in command.params:
+        value = options.get(param.name)
+        if param.param_type_name == "option" and value is not None:
+            flag = max(param.opts, key=len)
+            words += [flag] * bool(value) if isinstance(value, bool) else [f"{flag}={value}"]
+    return words
 
 
 def _options(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +100,7 @@ def _options(content: Mapping[str, Any]) -> dict[str, Any]:
     flat = {key: value for key, value in content.items() if not isinstance(value, dict) or key == "layers"}
     for section in ("data", "output"):
         flat |= {f"{section}.{key}": value for key, value in content.get(section, {}).items()}
-    names = {key: name for name, key in NAMES.items()}
+    names = {key_of(each): name for name, each in options_of().items()}
     return {names.get(key, key): value for key, value in flat.items() if key not in ("recipe", "model")}
 
 

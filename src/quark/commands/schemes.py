@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from quark.command_line import Results, new_table, results
-from quark.commands.goals import facts_table
-from quark.commands.options.words import usage
+from quark.commands.results.goals import facts_table
 from quark.core.schemes import SCHEMES
 from quark.errors import MissingDependencyError
 from quark.goals import GOALS
+from quark.jobs.words import usage
 
 
 def schemes(

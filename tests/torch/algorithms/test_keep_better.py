@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from quark.commands.options.words import torch_algorithms
+from quark.jobs.words import torch_algorithms
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms import ALGORITHMS, Algorithm, Block
 from quark.torch.algorithms.input_group import InputGroup

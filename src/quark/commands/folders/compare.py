@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from quark.commands.folders.calibration import Calibration
-from quark.commands.folders.export import GGUF
 from quark.commands.folders.measure import ALL, FolderComparison, compare
-from quark.commands.folders.models import inputs_of, load_meta_model, load_model
-from quark.commands.folders.quantize import config_of
 from quark.commands.results.compared import SchemeResult, show
 from quark.errors import QuarkError, one_line
+from quark.jobs.folders.calibration import Calibration
+from quark.jobs.folders.export import GGUF
+from quark.jobs.folders.models import inputs_of, load_meta_model, load_model
+from quark.jobs.folders.schemes import config_of
 from quark.log import severity
 from quark.progress import progress
 from quark.torch import ModelQuantizer

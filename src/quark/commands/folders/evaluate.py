@@ -31,7 +31,7 @@ def evaluate_folders(
 ) -> None:
     """Compare outputs, perplexity, size, latency and the damage of each layer."""
     # The flow imports torch: when it runs, so that --help is instant.
-    from quark.commands.folders.models import inputs_of, load_model
+    from quark.jobs.folders.models import inputs_of, load_model
     from quark.torch.layers.replace import quantized_layers
     from quark.torch.model.model_folder import read_config
 

@@ -85,7 +85,7 @@ def measure_folders(
     float_model: Path, quantized: Path, before: Any, after: Any, batches: Sequence[Any]
 ) -> MeasuredFolders:
     """Run the models of two folders on the batches. Raises ConfigError where their outputs have other shapes."""
-    from quark.commands.folders.models import folder_bytes  # imports torch and transformers: after --help
+    from quark.jobs.folders.models import folder_bytes  # imports torch and transformers: after --help
 
     found = compare(before, after, batches)
     size = quantized.stat().st_size if quantized.is_file() else folder_bytes(quantized)

@@ -37,8 +37,8 @@ def page_of_folder(
     if page is None or calib is None:
         return
     from quark.commands.folders.measure import measure_folders
-    from quark.commands.folders.models import inputs_of, load_model
     from quark.commands.folders.report import folder_sections
+    from quark.jobs.folders.models import inputs_of, load_model
     from quark.torch.writers.model_card import add_figures
 
     before, after = (load_model(folder, **load) for folder in (model, output))

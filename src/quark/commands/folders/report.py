@@ -25,7 +25,7 @@ from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.batches import forward_batch, input_device
 
 if TYPE_CHECKING:
-    from quark.commands.folders.model_inputs import ModelInputs
+    from quark.jobs.folders.model_inputs import ModelInputs
 
 MOST_HISTOGRAMS, MOST_TOKENS, CONTEXT = 6, 20, 12
 HUGE = 1e30

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quark.commands.onnx_files.quantize import named_config
-from quark.commands.options.words import members
 from quark.commands.results.compared import SchemeResult, show
 from quark.errors import QuarkError, one_line
+from quark.jobs.run_file import named_config
+from quark.jobs.words import members
 from quark.log import severity
 from quark.onnx import ModelQuantizer, PathDataReader
 from quark.onnx.calibration.data.inputs import file_bytes

@@ -16,9 +16,9 @@ from pathlib import Path
 import onnx_ir as ir
 
 from quark.command_line import new_table, results
-from quark.commands.onnx_files.quantize import CPU_TARGET, default_config, named_config
 from quark.core.spec import TensorSpec
 from quark.errors import NothingToQuantizeError
+from quark.jobs.run_file import CPU_TARGET, default_config, named_config
 from quark.onnx import ModelQuantizer
 from quark.onnx.bodies.body_model import as_model, bodies_of
 from quark.onnx.calibration.data.inputs import file_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -11,32 +10,26 @@ import typer
 
 from quark.errors import UsageError
 from quark.files import require_config, require_regular
+from quark.jobs.options import FOR_FILES, FOR_FOLDERS
+from quark.jobs.request import is_onnx
 
 T = TypeVar("T")
-TORCH, ONNX = "For a folder (PyTorch)", "For an ONNX file"
-"""Panels of --help: an option in one of them belongs to that kind."""
-folder_option = partial(typer.Option, rich_help_panel=TORCH)
-onnx_option = partial(typer.Option, rich_help_panel=ONNX)
+folder_option = partial(typer.Option, rich_help_panel=FOR_FOLDERS)
+onnx_option = partial(typer.Option, rich_help_panel=FOR_FILES)
 
 
-def is_onnx(model: Path) -> bool:
-    """Whether the model is an ONNX file, by its name."""
-    return model.suffix.lower() == ".onnx"
-
-
-def check_options(context: typer.Context, model: Path, shared: Collection[str] = ()) -> None:
+def check_options(context: typer.Context, model: Path) -> None:
     """Raise UsageError when an option was given that belongs to the other kind of model.
 
     Args:
         context: What was given.
         model: The model.
-        shared: Names of options that this time say something of either kind.
     """
-    own, other = (ONNX, TORCH) if is_onnx(model) else (TORCH, ONNX)
+    own, other = (FOR_FILES, FOR_FOLDERS) if is_onnx(model) else (FOR_FOLDERS, FOR_FILES)
     panels = {param.name: getattr(param, "rich_help_panel", None) for param in context.command.params}
     for name, panel in panels.items():
         source = context.get_parameter_source(name or "")
-        if name not in shared and panel == other and source is not None and source.name == "COMMANDLINE":
+        if panel == other and source is not None and source.name == "COMMANDLINE":
             raise UsageError(
                 f"{_flag(name)} does not apply to {model}: it is {other[0].lower()}{other[1:]}. Possible here: "
                 f"{', '.join(_flag(n) for n, panel in panels.items() if panel == own)}."

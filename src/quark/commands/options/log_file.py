@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from quark.errors import OutputExistsError
 from quark.files import check_apart
 from quark.log import logger
 from quark.progress import check_log
-
-LogFileOption = Annotated[
-    Path | None,
-    typer.Option("--log-file", metavar="FILE", help="Write how far the work is as lines of JSON, behind older ones."),
-]
 
 
 def check_log_file(path: Path | None, output: str, read: Iterable[Path | None]) -> None:

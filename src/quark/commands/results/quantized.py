@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from pathlib import Path
 
 from quark.command_line import results
@@ -33,9 +32,9 @@ def check_report(page: Path | None, model: Path, output: str, calib: Path | None
     check_apart(page, output)
 
 
-def size_line(title: str, before: int, after: int, start: float, rest: str = "") -> str:
-    """What the command says at its end: bytes before and after, and the time since `start` of perf_counter."""
-    return f"{title}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {time.perf_counter() - start:.1f} s{rest}"
+def size_line(title: str, before: int, after: int, seconds: float, rest: str = "") -> str:
+    """What the command says at its end: bytes before and after, and the time it took."""
+    return f"{title}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {seconds:.1f} s{rest}"
 
 
 def say_how_to_evaluate(model: Path, made: Path | str, calib: Path | None) -> None:

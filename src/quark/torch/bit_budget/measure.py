@@ -27,7 +27,7 @@ from quark.torch.bit_budget.sweep import Sweep, Swept
 from quark.torch.calibration.distributed import world
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.config.config import QConfig
-from quark.torch.config.llm_template import LLMTemplate
+from quark.torch.config.llm_template import LLMTemplate, default_exclusions
 from quark.torch.flows.checkpoint_job import CheckpointJob
 from quark.torch.flows.from_disk import FromDisk
 from quark.torch.flows.resume import fingerprint_of_data, fingerprint_of_files, in_use
@@ -96,8 +96,8 @@ def measure_sensitivity(
         raise NotSupportedError(
             f"work={str(work)!r}: several processes keep what they measure in memory. Possible: none."
         )
-    excluded = [] if isinstance(rules, GgufRules) else LLMTemplate.get("auto").exclude_layers_name
-    given = config or LLMTemplate.get("auto").get_config(FITS_ALL, exclude_layers=list(excluded))
+    excluded = [] if isinstance(rules, GgufRules) else default_exclusions("auto")
+    given = config or LLMTemplate.get("auto").get_config(FITS_ALL, exclude_layers=excluded)
     base = replace(given, global_quant_config=_plan_scheme())
     in_memory = isinstance(model, nn.Module)
     batches = list(calibration_data(model, data) or ()) if isinstance(model, nn.Module) else list(data)

@@ -274,6 +274,12 @@ class LLMTemplate:
         return given.get(item) or self.algo_config.get(item) or with_shown(algo_config_by_name(item), self.model_type)
 
 
+def default_exclusions(model_type: str) -> list[str]:
+    """What stays in float where nothing else is said: the roles, or what a registered template of the type says."""
+    registered = LLMTemplate._registered.get(model_type)
+    return list(registered.exclude_layers_name if registered is not None else SELECTORS)
+
+
 _ARGUMENTS = (
     "kv_layers_name",
     "q_layer_name",

@@ -4,36 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from quark.commands.options.kinds import folder_option
 from quark.errors import CalibrationError, ConfigError
 from quark.goals.efforts import DEFAULT_TEXT
+from quark.jobs.request import LENGTH, SAMPLES, FolderRequest
 from quark.log import logger
 
 if TYPE_CHECKING:
-    from quark.commands.folders.model_inputs import ModelInputs
-
-SAMPLES, LENGTH = 128, 512
-"""Most samples, and tokens in one of text, where nothing else is asked for."""
-
-LengthOption = Annotated[
-    int | None, folder_option("--length", min=1, help=f"Tokens in a sample of --calib. Default {LENGTH}.")
-]
-PackingOption = Annotated[
-    bool | None,
-    folder_option(
-        "--packing/--no-packing",
-        help="Texts of --calib one after another, cut into windows (default), or a sample of each line or document.",
-    ),
-]
-SeedOption = Annotated[
-    int | None, folder_option("--seed", min=0, help="Take samples of all --calib by chance. Default: the first ones.")
-]
-SyntheticOption = Annotated[
-    int | None,
-    folder_option("--synthetic", min=1, help="Samples that the model itself writes, beside those of --calib."),
-]
+    from quark.jobs.folders.model_inputs import ModelInputs
 
 
 @dataclass(frozen=True)
@@ -54,6 +33,11 @@ class Calibration:
     packing: bool | None = None
     seed: int | None = None
     synthetic: int | None = None
+
+    @classmethod
+    def of(cls, request: FolderRequest) -> Calibration:
+        """What a request says."""
+        return cls(request.calib, request.samples, request.length, request.packing, request.seed, request.synthetic)
 
     @property
     def is_default(self) -> bool:

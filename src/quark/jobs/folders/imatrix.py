@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quark.errors import CalibrationError, ConfigError
 from quark.files import check_apart, check_file
+from quark.jobs.request import FolderRequest
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,12 @@ class Imatrices:
     saved: Path | None = None
     force: bool = False
 
-    def check(self, mixed: bool, calib: Path | None, algorithm: list[str] | None) -> None:
+    @classmethod
+    def of(cls, request: FolderRequest) -> Imatrices:
+        """What a request says."""
+        return cls(request.imatrix, request.save_imatrix, request.force)
+
+    def check(self, mixed: bool, calib: Path | None, algorithm: Sequence[str] | None) -> None:
         """Raise for options that do not go together, a file that cannot be read, or one that cannot be written."""
         from quark.torch.writers.gguf.imatrix import check_imatrix_name, read_imatrix
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quark.commands.options.words import FILE_FORMS
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.files import atomic_file, check_apart, check_file, check_folder
+from quark.jobs.words import FILE_FORMS
 
 GGUF, ONNX = FILES = FILE_FORMS
 
@@ -112,7 +112,7 @@ class Export:
 
     def write(self, model: Any, source: Path) -> int:
         """Write the model; return the bytes of its weights on disk."""
-        from quark.commands.folders.models import folder_bytes
+        from quark.jobs.folders.models import folder_bytes
         from quark.torch import export_gguf, export_safetensors
 
         if self.form == ONNX:

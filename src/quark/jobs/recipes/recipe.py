@@ -1,6 +1,6 @@
 """Recipes: what a command line says, as a file of YAML.
 
-The keys are the options of `quark quantize`, some of them in sections; `NAMES` says which are called otherwise. What is
+The keys are the options of a request, some of them in sections. What is
 made of a recipe can be made again: `made_with` holds the version, and digests of the model and the data.
 """
 
@@ -10,17 +10,17 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from quark.__version__ import __version__
-from quark.commands.options.words import split_algorithm
 from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.files import atomic_file, check_apart, check_file, digest_of, require_regular
+from quark.jobs.options import key_of, option_of
+from quark.jobs.request import JobRequest, options_of
+from quark.jobs.words import split_algorithm
 from quark.yaml_objects import write_yaml
 
 RECIPE = "quark_recipe.yaml"
@@ -28,24 +28,6 @@ RECIPE = "quark_recipe.yaml"
 FORMAT = 1
 """The version of the form of recipes, under the key `recipe`."""
 
-NAMES = {
-    "goal": "for",
-    "layer": "layers",
-    "algorithm": "algorithms",
-    "calib": "data.path",
-    **{
-        name: f"data.{name}"
-        for name in ("samples", "length", "packing", "seed", "synthetic", "batch_size", "mean", "std")
-    },
-    "output": "output.path",
-    "export_format": "output.format",
-    **{name: f"output.{name}" for name in ("weight_format", "pack_method", "max_shard_size", "report", "save_imatrix")},
-}
-"""Option of `quark quantize` -> its key, with a point between a section and what is in it; others keep their names."""
-NOT_IN_A_RECIPE = ("context", "force", "trust_remote_code", "write_recipe")
-"""What a file may not ask for: to replace what is there, or to run code that came with a model."""
-OUTSIDE = ("output", "report", "save_imatrix", "log_file", "stream")
-"""Where something goes, and how memory is used: it changes no byte, and is left out of the recipe in the folder."""
 WEIGHTS = (".json", ".safetensors", ".model", ".jinja", ".py")
 """Suffixes of the files of a model folder that decide what is made of it."""
 
@@ -55,21 +37,18 @@ class Recipe:
     """What was asked for.
 
     Attributes:
-        options: Name of a parameter of `quark quantize` -> its value, of those that were given.
-        read: Name of a parameter -> the file or folder that was read by it, where none was given.
+        options: Name of a field of the request -> its value, of those that were given.
+        read: Name of a field -> the file or folder that was read by it, where none was given.
     """
 
     options: Mapping[str, Any]
     read: Mapping[str, Path] = field(default_factory=dict)
 
     @classmethod
-    def given(cls, context: typer.Context) -> Recipe:
-        """The options that stand on a command line."""
-        sources = {name: context.get_parameter_source(name) for name in context.params}
-        named = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-        # In the order of the help: that of a command line is lost.
-        order = [param.name or "" for param in context.command.params]
-        return cls({name: context.params[name] for name in order if name in named - {*NOT_IN_A_RECIPE}})
+    def of(cls, request: JobRequest, read: Mapping[str, Path] | None = None) -> Recipe:
+        """What somebody said, and what was read where nobody said it."""
+        said = [name for name, each in options_of(type(request)).items() if name in request.said and key_of(each)]
+        return cls({"model": request.model, **{name: getattr(request, name) for name in said}}, read or {})
 
     def text(self, in_folder: bool = False) -> str:
         """The file.
@@ -81,9 +60,10 @@ class Recipe:
             CalibrationError, FormatError: The model or the data cannot be read.
         """
         content: dict[str, Any] = {"recipe": FORMAT}
+        known = options_of()
         for name, value in self.options.items():
-            if not (in_folder and name in OUTSIDE):
-                section, _, key = NAMES.get(name, name).rpartition(".")
+            if not in_folder or name == "model" or option_of(known[name]).changes_output:
+                section, _, key = (key_of(known[name]) or "" if name in known else name).rpartition(".")
                 (content.setdefault(section, {}) if section else content)[key] = _plain(name, value)
         content["made_with"] = {"quark": __version__, **self.digests}
         first = f"# quark run {RECIPE} -o OUTPUT makes it again.\n" if in_folder else ""
@@ -104,9 +84,9 @@ def check_recipe(file: Path | None, output: str, force: bool, *inputs: Path | No
         check_apart(file, output, *inputs)
 
 
-def save_recipe(file: Path | None, recipe: Recipe | None) -> None:
+def save_recipe(file: Path | None, recipe: Recipe) -> None:
     """Write the file of --write-recipe, if one is asked for; it replaces one that is there."""
-    if file is not None and recipe is not None:
+    if file is not None:
         with atomic_file(file) as temporary:
             temporary.write_text(recipe.text(), encoding="utf-8")
 
@@ -163,34 +143,26 @@ def _plain(name: str, value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def option_words(command: Any, options: Mapping[str, Any]) -> list[str]:
-    """A recipe's options as words of a command line.
-
-    Args:
-        command: The command, of typer.
-        options: Name of a parameter -> its value.
+def said_by(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a recipe as fields of a request: paths, and words of layers and of algorithms.
 
     Raises:
-        ConfigError: Parameters of an algorithm that a command line cannot say.
+        ConfigError: Parameters of an algorithm that its word cannot say.
     """
-    words: list[str] = []
-    for param in command.params:
-        if param.param_type_name != "option" or options.get(param.name) is None:
-            continue
-        flag, value = max(param.opts, key=len), options[param.name]
-        if isinstance(value, bool):
-            words += [flag] if value else param.secondary_opts[:1]
-        else:
-            words += [f"{flag}={item}" for item in _items(param.name, value)]
-    return words
+    known = options_of()
+    return {name: _as_field(name, known[name], value) for name, value in options.items()}
 
 
-def _items(name: str, value: Any) -> list[str]:
-    if isinstance(value, dict):
-        return [f"{pattern}={scheme}" for pattern, scheme in value.items()]
+def _as_field(name: str, each: Field[Any], value: Any) -> Any:
+    if name == "layer":
+        return tuple(f"{pattern}={scheme}" for pattern, scheme in value.items())
     if name == "algorithm":
-        return [_algorithm(item) for item in value]
-    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
+        return tuple(map(_algorithm, value))
+    if isinstance(value, list):
+        return tuple(map(str, value))
+    if "Path" in str(each.type):
+        return Path(value)
+    return str(value) if "str" in str(each.type) else value
 
 
 def _algorithm(item: str | dict[str, dict[str, Any]]) -> str:

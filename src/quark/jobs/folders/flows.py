@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quark.commands.folders.calibration import Calibration
-from quark.commands.folders.export import Export
 from quark.errors import ConfigError, FormatError, NotSupportedError
+from quark.jobs.folders.calibration import Calibration
+from quark.jobs.folders.export import Export
 from quark.log import logger
 from quark.memory_and_disk import available_memory
 
 if TYPE_CHECKING:
-    from quark.commands.folders.model_inputs import ModelInputs
+    from quark.jobs.folders.model_inputs import ModelInputs
 
 Samples = Callable[["ModelInputs"], list[Any] | None]
 """The calibration data for a model that takes these inputs."""
@@ -44,7 +44,7 @@ def write_folder(
     Returns:
         The bytes of its weights on disk, and the `quant_errors` of a model in memory.
     """
-    from quark.commands.folders.models import folder_bytes
+    from quark.jobs.folders.models import folder_bytes
 
     of_weights = stream is None and calibration == Calibration()
     if of_weights and _from_file_to_file(model, config, device, dtype, export, load):
@@ -73,7 +73,7 @@ def _in_memory(
     Returns:
         The bytes of its weights on disk, and its `quant_errors`.
     """
-    from quark.commands.folders.models import check_loading, inputs_of, load_model
+    from quark.jobs.folders.models import check_loading, inputs_of, load_model
     from quark.torch import ModelQuantizer
     from quark.torch.model.model_folder import read_config
 
@@ -99,7 +99,7 @@ def _from_file_to_file(
         Whether that was possible: where no data are needed, of a folder of float weights that is as it should be.
         Where it was not, nothing is left, and a model in memory does it, or says what is wrong.
     """
-    from quark.commands.folders.models import check_loading
+    from quark.jobs.folders.models import check_loading
     from quark.torch.flows.file2file import quantize_files
     from quark.torch.model.model_folder import read_config
 
@@ -119,7 +119,7 @@ def _from_file_to_file(
 
 def _streamed(model: Path, config: Any, samples: Samples, device: str, dtype: str, export: Export) -> int:
     """The same without a model in memory, whose errors are in the log only."""
-    from quark.commands.folders.models import folder_bytes, inputs_of, load_meta_model
+    from quark.jobs.folders.models import folder_bytes, inputs_of, load_meta_model
     from quark.torch.flows.from_disk import stream
 
     if dtype != "auto":
@@ -131,7 +131,7 @@ def _streamed(model: Path, config: Any, samples: Samples, device: str, dtype: st
 
 def _streams(stream: bool | None, export: Export, model: Path, load: Mapping[str, bool]) -> bool:
     """Whether to go block by block: where it is asked for, or memory is too small. Raises ConfigError."""
-    from quark.commands.folders.models import folder_bytes
+    from quark.jobs.folders.models import folder_bytes
     from quark.torch.calibration.distributed import from_first
 
     if export.form != STREAMED and stream:
@@ -181,7 +181,7 @@ def _preflight_data(
     """
     import torch
 
-    from quark.commands.folders.models import inputs_of, load_meta_model
+    from quark.jobs.folders.models import inputs_of, load_meta_model
     from quark.torch.algorithms import algorithms_of
     from quark.torch.checkpoint.shards import predicted_bytes
     from quark.torch.flows.check_plan import check_plan

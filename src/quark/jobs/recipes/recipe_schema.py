@@ -11,14 +11,16 @@ from typing import Annotated, Any, Union
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from quark.commands.recipes.recipe import FORMAT, NAMES, NOT_IN_A_RECIPE
 from quark.errors import ConfigError, did_you_mean
+from quark.jobs.options import key_of, option_of
+from quark.jobs.recipes.recipe import FORMAT
+from quark.jobs.request import FileRequest, FolderRequest, options_of
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 NUMBERS_TOO = ("mean", "std")
 """Texts of the command line that look like numbers in YAML."""
-OF_EVALUATE = (*NOT_IN_A_RECIPE, "float_model", "quantized", "text")
-"""What of `quark evaluate` is no key: what is evaluated, and the second name of the data."""
+NOT_OF_EVALUATE = ("context", "trust_remote_code", "float_model", "quantized", "text")
+"""What of `quark evaluate` is no key: what is evaluated, code that is run, and the second name of the data."""
 SECTIONS = {
     "data": "Calibration data, and how samples are taken.",
     "output": "What is written.",
@@ -28,17 +30,19 @@ SECTIONS = {
 
 
 @cache
-def recipe_model(quantize: Callable[..., Any], evaluate: Callable[..., Any]) -> type[BaseModel]:
+def recipe_model(evaluate: Callable[..., Any]) -> type[BaseModel]:
     """The class of a recipe.
 
     Args:
-        quantize, evaluate: The commands.
+        evaluate: The command that measures what was made.
     """
     fields: dict[str, dict[str, Any]] = {section: {} for section in ("", *SECTIONS)}
-    for name, field in _fields(quantize, NOT_IN_A_RECIPE).items():
-        section, _, key = NAMES.get(name, name).rpartition(".")
-        fields[section][key] = field
-    fields["evaluation"] = _fields(evaluate, OF_EVALUATE)
+    hints = typing.get_type_hints(FileRequest) | typing.get_type_hints(FolderRequest)
+    for name, each in options_of().items():
+        if (place := key_of(each)) is not None:
+            section, _, key = place.rpartition(".")
+            fields[section][key] = _field(name, hints[name], option_of(each).help, option_of(each).least)
+    fields["evaluation"] = _fields(evaluate, NOT_OF_EVALUATE)
     fields["made_with"] = {
         key: (str | None, Field(None, description=text))
         for key, text in {
@@ -57,17 +61,13 @@ def recipe_model(quantize: Callable[..., Any], evaluate: Callable[..., Any]) -> 
 
 def _fields(command: Callable[..., Any], without: tuple[str, ...]) -> dict[str, Any]:
     """A field of pydantic for each parameter of a command."""
-    return {
-        name: _field(name, *typing.get_args(hint))
-        for name, hint in typing.get_type_hints(command, include_extras=True).items()
-        if name not in (*without, "return")
-    }
+    hints = typing.get_type_hints(command, include_extras=True)
+    parts = {name: typing.get_args(hint) for name, hint in hints.items() if name not in (*without, "return")}
+    return {name: _field(name, kind, option.help, option.min) for name, (kind, option) in parts.items()}
 
 
-def _field(name: str, kind: Any, option: Any) -> tuple[Any, Any]:
-    bounds = {"ge": option.min} if option.min is not None else {}
-    plain = _in_yaml(name, kind)
-    return plain | None, Field(None, description=" ".join((option.help or "").split()), **bounds)
+def _field(name: str, kind: Any, meaning: str | None, least: float | None) -> tuple[Any, Any]:
+    return _in_yaml(name, kind) | None, Field(None, description=" ".join((meaning or "").split()), ge=least)
 
 
 def _in_yaml(name: str, kind: Any) -> Any:
@@ -80,7 +80,7 @@ def _in_yaml(name: str, kind: Any) -> Any:
     if typing.get_origin(kind) in (types.UnionType, Union):
         kind = next(part for part in typing.get_args(kind) if part is not type(None))
     text: Any = str | int | float if name in NUMBERS_TOO else str
-    if typing.get_origin(kind) is list:
+    if typing.get_origin(kind) in (list, tuple):
         return list[text]
     return text if kind in (str, Path) else kind
 

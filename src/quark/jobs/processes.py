@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quark.command_line import started_processes
-from quark.commands.options.words import FILE_FORMS
 from quark.errors import NotSupportedError
+from quark.jobs.words import FILE_FORMS
 
 
 def refuse_processes(what: str) -> None:

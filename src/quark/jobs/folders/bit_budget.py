@@ -10,25 +10,14 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from quark.command_line import new_table
-from quark.commands.folders.calibration import Calibration
 from quark.errors import CalibrationError, UsageError
 from quark.files import check_file
 from quark.goals.choice import may_be_fused
 from quark.goals.goal import RuntimeGoal
+from quark.jobs.folders.calibration import Calibration
 
 if TYPE_CHECKING:
     from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
-
-BITS_HELP = "In place of --scheme: bits for each weight, scales included; layers get schemes that lose least."
-SIZE_HELP = (
-    "In place of --scheme: size of all tensors, as in 2.1GB, or a share of the model's, as in 30%; a tokenizer, in "
-    "GGUF files too, comes on top. Layers get schemes that lose least."
-)
-CANDIDATES_HELP = "Schemes that --bits and --size choose from, with commas or repeated."
-SENSITIVITY_HELP = "File of what each layer loses: written, or read for another --bits or --size."
 
 SIZES = "Possible: 2.1GB, 800MB, 2GiB, 30%."
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
@@ -70,7 +59,7 @@ def asked_budget(
     scheme: str | None,
     bits: float | None,
     size: str | None,
-    candidates: list[str] | None,
+    candidates: Sequence[str] | None,
     sensitivity: Path | None,
     export_format: str = "quark",
     goal: RuntimeGoal | None = None,
@@ -111,7 +100,7 @@ def named_candidates(words: Sequence[str] | None) -> tuple[str, ...]:
 
 def size_within(text: str, model: Path) -> int:
     """The bytes of a size, or of a share such as 30% of the weight files of a folder. Raises UsageError."""
-    from quark.commands.folders.models import folder_bytes
+    from quark.jobs.folders.models import folder_bytes
 
     share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if not share:
@@ -161,7 +150,7 @@ def choose_for_budget(
 
 
 def _table(model: Path, budget: Budget, base: Any, calibration: Calibration, device: str) -> SensitivityTable:
-    from quark.commands.folders.models import inputs_of, load_meta_model
+    from quark.jobs.folders.models import inputs_of, load_meta_model
     from quark.torch.bit_budget.measure import measure_sensitivity, mixed_format, settings_of_folder
     from quark.torch.bit_budget.sensitivity import AskedBudget, SensitivityTable
 
@@ -185,22 +174,3 @@ def _table(model: Path, budget: Budget, base: Any, calibration: Calibration, dev
     if file is not None:
         table.save(file)
     return table
-
-
-def choice_table(table: SensitivityTable, choice: BudgetChoice) -> Table:
-    """What each group gets, and what one scheme for all would give."""
-    shown = new_table("layers", "scheme", "MB", "loss", title="Choice")
-    for group in table.groups:
-        name = choice.schemes[group.layers[0]]
-        leaves = [layer.rpartition(".")[2] for layer in group.layers]
-        more = f" ... {leaves[-1]}" if len(leaves) > 1 else ""
-        shown.add_row(f"{group.layers[0]}{more}", name, f"{group.sizes[name] / 1e6:.2f}", f"{group.losses[name]:.2e}")
-    shown.add_section()
-    for candidate in table.candidates:
-        uniform = table.uniform(candidate)
-        if uniform is not None:
-            shown.add_row(
-                "all", f"{candidate} ({uniform.bits:.3f} bits)", f"{uniform.size / 1e6:.2f}", f"{uniform.loss:.2e}"
-            )
-    shown.add_row("chosen", f"{choice.bits:.3f} bits", f"{choice.size / 1e6:.2f}", f"{choice.loss:.2e}")
-    return shown

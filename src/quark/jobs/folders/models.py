@@ -12,8 +12,8 @@ from quark.loading import without_collection
 with without_collection():
     import torch
 
-from quark.commands.folders.model_inputs import ModelInputs
 from quark.errors import ConfigError, FormatError, did_you_mean
+from quark.jobs.folders.model_inputs import ModelInputs
 from quark.torch import import_model_from_safetensors
 from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
 from quark.torch.llm.model_loading import DTYPES, FOREIGN

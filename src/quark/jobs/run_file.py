@@ -1,20 +1,21 @@
-"""`quark quantize` of an ONNX file."""
+"""Run: a job of an ONNX file."""
 
 from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quark.command_line import results
-from quark.commands.onnx_files.quantized_page import page_of_file
-from quark.commands.onnx_files.recover import QUICK, Recovering
-from quark.commands.results.quantized import say_how_to_evaluate, size_line
 from quark.errors import ConfigError, DamageError, NothingToQuantizeError, SlowerThanFloatError
 from quark.files import check_file
+from quark.goals.efforts import FAST
+from quark.jobs.recovering import QUICK, Recovering, asked, recovery_of
+from quark.jobs.request import FileRequest
+from quark.jobs.resolve import FileJob
+from quark.jobs.words import onnx_algorithms
 from quark.log import logger
 from quark.onnx import Config, ModelQuantizer, PathDataReader, get_default_config
 from quark.onnx.calibration.data.inputs import file_bytes
@@ -64,70 +65,83 @@ class Timing:
         return replace(settings, enabled=enabled, profile=profile, whole_file=self.whole_file)
 
 
-def quantize_onnx(
-    model: Path,
-    output: str,
-    config: str | None,
-    reader: PathDataReader | None,
-    samples: int | None,
-    exclude: list[str] | None,
-    target: str | None,
-    statistics: Path | None,
-    force: bool,
-    allow_noop: bool | None = None,
-    allow_damage: bool = False,
-    recovery: Recovering | None = None,
-    timing: Timing = Timing(),
-    algorithms: Sequence[Any] = (),
-    quick: bool = True,
-    page: Path | None = None,
-) -> None:
-    """Quantize, write, and say what it took; without `config` for this CPU, if `quick` with a minute of recovery."""
-    check_file(output, force)
+@dataclass(frozen=True)
+class FileResult:
+    """What was made of an ONNX file.
 
-    def settings_of(name: str, timing: Timing) -> ModelQuantizer:
-        quantizer = ModelQuantizer(named_config(name))
-        settings = lower(quantizer.config, tuple(algorithms)) if algorithms else quantizer.settings
-        specs, qdq, calibration = settings.specs, settings.qdq, settings.calibration
-        quantizer.settings = replace(
-            settings,
-            specs=replace(specs, exclude=(*specs.exclude, *map(as_scope, exclude or ()))),
-            qdq=replace(qdq, target=target or qdq.target, target_given=qdq.target_given or target is not None),
-            calibration=replace(
-                calibration,
-                samples=calibration.samples if samples is None else samples,
-                statistics=str(statistics) if statistics else calibration.statistics,
-            ),
-            measurement=timing.apply(settings.measurement),
-            least_sqnr=None if allow_damage else LEAST,
-            allow_noop=settings.allow_noop if allow_noop is None else allow_noop,
-            overwrite=force,
-        )
-        return quantizer
+    Attributes:
+        made: The file.
+        name: The configuration that it was.
+        written: What the best that a recovery found holds, for the end of a line; empty without one.
+        before, after: Bytes.
+        seconds: What it took.
+        reader: The calibration data; None without any.
+        recovery: What a recovery found; None without one.
+    """
 
-    name, start, before = config, time.perf_counter(), file_bytes(model)
+    made: Path
+    name: str
+    written: str
+    before: int
+    after: int
+    seconds: float
+    reader: Any
+    recovery: Recovery | None
+
+
+def run_file(job: FileJob) -> FileResult:
+    """Quantize an ONNX file, and write the result; without a configuration for this CPU.
+
+    Raises:
+        QuarkError: What is asked for does not go together, or does not fit the model; what the flow raises.
+    """
+    request = job.request
+    reader = job.data if job.data is not None else calibration_reader(
+        request.model, request.calib, request.batch_size, request.mean, request.std
+    )  # fmt: skip
+    recovery = asked(request)
+    if job.choice is not None:
+        recovery = recovery or recovery_of(job.choice.effort, reader is not None)
+    timing = Timing(request.measure, request.profile)
+    check_file(request.output, request.force)
+    name, target, start, before = job.config, job.target, time.perf_counter(), file_bytes(request.model)
     if name is None:
         target = target or CPU_TARGET
         name = default_config(reader is not None, target)
-        recovery, timing = _by_default(reader, target, recovery, timing, quick)
+        quick = reader is not None and (job.choice is None or job.choice.effort != FAST)
+        # Without a configuration kernels are timed, and where there are data a quick recovery is run.
+        recovery, timing = recovery or (QUICK if quick else None), timing.by_default(target)
     others: dict[str, ModelQuantizer] = {}
-    if config is None:
+    if job.config is None:
         untimed = replace(timing, profile=None)
         instead = (CPU_DYNAMIC, CPU_WEIGHTS) if name == CPU else (CPU_WEIGHTS,)
-        others = {other: settings_of(other, untimed) for other in instead}
-    name, written, found = _or_others(name, settings_of(name, timing), others, model, output, reader, recovery)
-    results().print(size_line(name, before, file_bytes(Path(output)), start, written), highlight=False)
-    say_how_to_evaluate(model, output, getattr(reader, "path", None))
-    if page is not None and reader is not None:
-        page_of_file(page, model, Path(output), reader, samples, f"Quantized by {name}{written}.", found)
+        others = {other: _quantizer(request, other, target, untimed) for other in instead}
+    first = _quantizer(request, name, target, timing)
+    name, written, found = _or_others(name, first, others, request.model, request.output, reader, recovery)
+    made, seconds = Path(request.output), time.perf_counter() - start
+    return FileResult(made, name, written, before, file_bytes(made), seconds, reader, found)
 
 
-def _by_default(
-    reader: PathDataReader | None, target: str, recovery: Recovering | None, timing: Timing, quick: bool
-) -> tuple[Recovering | None, Timing]:
-    """What is done without a config: kernels are timed, and where there are data a quick recovery is run."""
-    quick = quick and reader is not None
-    return recovery or (QUICK if quick else None), timing.by_default(target)
+def _quantizer(request: FileRequest, name: str, target: str | None, timing: Timing) -> ModelQuantizer:
+    """The quantizer of a configuration, with what the request says beside it."""
+    quantizer, algorithms = ModelQuantizer(named_config(name)), onnx_algorithms(request.algorithm)
+    settings = lower(quantizer.config, tuple(algorithms)) if algorithms else quantizer.settings
+    specs, qdq, calibration = settings.specs, settings.qdq, settings.calibration
+    quantizer.settings = replace(
+        settings,
+        specs=replace(specs, exclude=(*specs.exclude, *map(as_scope, request.exclude or ()))),
+        qdq=replace(qdq, target=target or qdq.target, target_given=qdq.target_given or target is not None),
+        calibration=replace(
+            calibration,
+            samples=calibration.samples if request.samples is None else request.samples,
+            statistics=str(request.statistics) if request.statistics else calibration.statistics,
+        ),
+        measurement=timing.apply(settings.measurement),
+        least_sqnr=None if request.allow_damage else LEAST,
+        allow_noop=settings.allow_noop if request.allow_noop is None else request.allow_noop,
+        overwrite=request.force,
+    )
+    return quantizer
 
 
 def _or_others(

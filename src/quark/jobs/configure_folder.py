@@ -1,0 +1,195 @@
+"""Configure: the config of a job of a folder, and what data it needs.
+
+`quark plan` shows it, and `quark quantize` runs it. Reads config.json and the shapes of the weights; a budget is chosen
+later, of a table or of measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from quark.errors import ConfigError, NotSupportedError, UsageError
+from quark.goals import GoalChoice
+from quark.jobs.choose import fitted_choice
+from quark.jobs.folders.bit_budget import Budget, asked_budget
+from quark.jobs.folders.calibration import Calibration
+from quark.jobs.folders.export import GGUF
+from quark.jobs.folders.imatrix import Imatrices
+from quark.jobs.folders.schemes import is_mix, mix_config, scheme_config
+from quark.jobs.resolve import FolderJob
+from quark.jobs.words import torch_algorithms
+
+if TYPE_CHECKING:
+    from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
+
+MIX_ALGORITHM = "qronos"
+"""What rounds a mix of block types where there is calibration data, and neither a goal nor --algorithm."""
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A job with all that is known before weights are read.
+
+    Attributes:
+        job: The job.
+        choice: What its goal chooses for the layers of this model; None without a goal.
+        scheme: Of all layers; None with a budget.
+        budget: In place of a scheme.
+        algorithms: Names, and configs of those with parameters.
+        config: A `quark.torch.QConfig`; with a budget the one that its choice completes.
+        calibration: The data, or the text of the package where something needs them.
+    """
+
+    job: FolderJob
+    choice: GoalChoice | None
+    scheme: str | None
+    budget: Budget | None
+    algorithms: Sequence[Any]
+    config: Any
+    calibration: Calibration
+
+    @property
+    def title(self) -> str:
+        """What the layers get, in a word."""
+        return self.budget.named() if self.budget is not None else self.scheme or ""
+
+    @property
+    def schemes(self) -> list[str]:
+        """The names of schemes that are asked for; block types of GGUF files are none."""
+        named = self.budget.candidates if self.budget is not None else (self.scheme or "",)
+        layers = [item.rpartition("=")[2] for item in self.job.request.layer or ()]
+        return [*([] if _in_file(self.scheme, self.budget, self.job.form) else named), *layers]
+
+    def completed(self, table: SensitivityTable, choice: BudgetChoice) -> Any:
+        """The config of what a budget chose, with the algorithms of `config`."""
+        request = self.job.request
+        if self.job.form == GGUF:
+            return mix_config(
+                request.model, choice.schemes, self.config.exclude, request.layer, self.config.algo_config,
+                imatrix=request.imatrix,
+            )  # fmt: skip
+        return table.config(choice, self.config)
+
+
+def configure(job: FolderJob) -> Configured:
+    """What is done for a job of a folder.
+
+    Raises:
+        QuarkError: What is asked for does not go together, or does not fit the model.
+    """
+    request, choice, form = job.request, job.choice, job.form
+    choice = fitted_choice(choice, request) if choice is not None else None
+    budget = _budget_of(job, choice)
+    scheme = None if budget is not None else choice.scheme if choice is not None else request.scheme
+    if scheme is None and budget is None:
+        raise UsageError(f"Missing option --scheme or --for, which {request.model} needs.")
+    inside = [request.kv_cache, request.attention]
+    if budget is not None:
+        _refuse_beside_budget(budget, inside, request.load)
+    mixed = _in_file(scheme, budget, form)
+    asked = choice.algorithms if choice is not None else request.algorithm
+    if asked is None and mixed and request.calib is not None:
+        asked = (MIX_ALGORITHM,)
+    algorithms = torch_algorithms(asked)
+    Imatrices.of(request).check(mixed, request.calib, choice.algorithms if choice is not None else request.algorithm)
+    config = _config(job, scheme, budget, algorithms or None)
+    calibration = with_default(Calibration.of(request), scheme, request.layer, inside, config, budget)
+    return Configured(job, choice, scheme, budget, algorithms, config, calibration)
+
+
+def _budget_of(job: FolderJob, choice: GoalChoice | None) -> Budget | None:
+    request = job.request
+    if choice is None:
+        return asked_budget(
+            request.model, request.scheme, request.bits, request.size, request.candidates, request.sensitivity, job.form
+        )
+    if choice.mixed is None:
+        return None
+    return asked_budget(
+        request.model, None, request.bits, request.size, choice.mixed, request.sensitivity, job.form, choice.goal
+    )
+
+
+def _in_file(scheme: str | None, budget: Budget | None, form: str) -> bool:
+    """Whether the layers get block types of a GGUF file, which are no schemes."""
+    return is_mix(scheme, form) if scheme is not None else budget is not None and form == GGUF
+
+
+def _config(job: FolderJob, scheme: str | None, budget: Budget | None, algorithms: list[Any] | None) -> Any:
+    # The flow imports torch: when it runs, so that --help is instant.
+    from quark.torch.bit_budget.measure import FITS_ALL
+    from quark.torch.model.model_folder import read_config
+
+    request = job.request
+    stored = read_config(request.model)
+    if scheme is None:
+        # What it says of all layers is replaced.
+        config = scheme_config(FITS_ALL, request.exclude, request.layer, algorithms=algorithms)
+        # GGUF files hold the head in a block type too, which templates leave in float.
+        return replace(config, exclude=list(request.exclude or ())) if job.form == GGUF else config
+    if is_mix(scheme, job.form):
+        if request.kv_cache or request.attention:
+            raise ConfigError(f"--kv-cache and --attention do not apply to --scheme {scheme}: GGUF files hold weights.")
+        return mix_config(
+            request.model, scheme, request.exclude, request.layer, algorithms, request.trust_remote_code,
+            request.imatrix,
+        )  # fmt: skip
+    kind = stored["model_type"] if request.kv_cache or request.attention else "auto"
+    return scheme_config(scheme, request.exclude, request.layer, kind, request.kv_cache, request.attention, algorithms)
+
+
+def _refuse_beside_budget(budget: Budget, inside: list[str | None], load: dict[str, bool]) -> None:
+    """Raise for options under which a budget cannot be kept, or layers not be measured."""
+    if any(inside):
+        raise NotSupportedError(
+            f"{budget.named()} chooses the schemes of weights; --kv-cache and --attention give layers schemes of their "
+            "own. Possible: --scheme and --layer."
+        )
+    if any(load.values()):
+        given = ", ".join(f"--{name.replace('_', '-')}" for name, value in load.items() if value)
+        raise ConfigError(
+            f"{given} with {budget.named()}: block by block, a class of transformers is needed that holds all."
+        )
+
+
+def with_default(
+    calibration: Calibration,
+    scheme: str | None,
+    layers: Sequence[str] | None,
+    inside: Sequence[str | None],
+    config: Any,
+    budget: Budget | None = None,
+) -> Calibration:
+    """The calibration data, or the text of the package where there are none and something needs them.
+
+    Args:
+        calibration: What is asked for.
+        scheme, layers, inside: Of all layers, of some, and of what is inside attention: names of schemes.
+        config: With the algorithms.
+        budget: That takes the place of the scheme.
+    """
+    why = _reason_for_data(scheme, layers, inside, config)
+    if why is None and budget is not None and budget.is_measured:
+        why = budget.named()
+    return calibration if why is None else calibration.or_default(why)
+
+
+def _reason_for_data(
+    scheme: str | None, layers: Sequence[str] | None, inside: Sequence[str | None], config: Any
+) -> str | None:
+    """What needs calibration data: a scheme with static activations, or an algorithm; None where nothing does."""
+    from quark.core.schemes import scheme_of
+    from quark.torch.algorithms import algorithms_of
+    from quark.torch.config.block_mixes import MIXES
+
+    names = (*filter(None, [scheme]), *(item.rpartition("=")[2] for item in layers or ()))
+    static = [name for name in names if name not in MIXES and scheme_of(name).needs_data] + [
+        name for name in inside if name
+    ]
+    if static:
+        return f"the scheme {static[0]!r}, which has static activation scales,"
+    algorithms = algorithms_of(config.algo_config or [])
+    reading = [algorithm.config.name for algorithm in algorithms if algorithm.reads_inputs or algorithm.learns]
+    return f"the algorithm {reading[0]!r}" if reading else None

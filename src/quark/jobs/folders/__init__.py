@@ -1,0 +1,1 @@
+"""Of model folders: data, budgets, the flows and the writing, as a request says them."""

@@ -1,0 +1,246 @@
+"""JobRequest: what was asked for, as one object: of the command line, of a recipe or of a Python call.
+
+A field is an option: its name here is the keyword of `quark.quantize`, and its help text stands here only. `said` names
+the fields that somebody gave; all others have their defaults.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from quark.errors import ConfigError, UsageError, did_you_mean
+from quark.goals import GOALS
+from quark.jobs.options import FOR_FILES, FOR_FOLDERS, flag_of, option
+
+SAMPLES, LENGTH = 128, 512
+"""Most calibration samples, and tokens in one of text, where nothing else is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """What may be asked for of either kind of model; see the help texts."""
+
+    model: Path
+    said: frozenset[str] = frozenset()
+
+    output: str = option("", "Folder or file to make.", "--output", "-o", metavar="PATH", key="output.path",
+                         changes_output=False)  # fmt: skip
+    goal: str | None = option(
+        None,
+        f"Program that is to run the result: {', '.join(GOALS)}. It chooses scheme and format.",
+        "--for",
+        key="for",
+    )
+    effort: str | None = option(
+        None, "With --for: fast, balanced (default with --calib) or best; which algorithms run, how long."
+    )
+    calib: Path | None = option(
+        None,
+        "Calibration data: text, JSON lines (.jsonl), datasets:NAME, a folder of images or audio, or arrays by name "
+        "(.npz). Without them language models get a text of the package.",
+        key="data.path",
+    )
+    samples: int | None = option(
+        None, f"Most samples of --calib. Default {SAMPLES}; ONNX: all.", least=1, key="data.samples"
+    )
+    exclude: tuple[str, ...] | None = option(None, "Pattern of layers or nodes to keep in float; repeatable.")
+    algorithm: tuple[str, ...] | None = option(
+        None,
+        "gptq, awq ..., or gptq:refine_passes=3,NAME=VALUE; `quark algorithms` lists them; repeatable.",
+        key="algorithms",
+    )
+    write_recipe: Path | None = option(
+        None, "Write what was asked for as a recipe, which `quark run` takes.", metavar="FILE", key=None
+    )
+    force: bool = option(False, "Replace the output.", "--force", key=None)
+    report: Path | None = option(
+        None, "Write a page (HTML) of what was found.", "--report", metavar="FILE", key="output.report",
+        changes_output=False,
+    )  # fmt: skip
+    log_file: Path | None = option(
+        None, "Write how far the work is as lines of JSON, behind older ones.", "--log-file", metavar="FILE",
+        changes_output=False,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderRequest(JobRequest):
+    """What may be asked for of a model folder."""
+
+    length: int | None = option(
+        None, f"Tokens in a sample of --calib. Default {LENGTH}.", "--length", least=1, key="data.length"
+    )
+    packing: bool | None = option(
+        None,
+        "Texts of --calib one after another, cut into windows (default), or a sample of each line or document.",
+        "--packing/--no-packing",
+        key="data.packing",
+    )
+    seed: int | None = option(
+        None, "Take samples of all --calib by chance. Default: the first ones.", "--seed", least=0, key="data.seed"
+    )
+    synthetic: int | None = option(
+        None, "Samples that the model itself writes, beside those of --calib.", "--synthetic", least=1,
+        key="data.synthetic",
+    )  # fmt: skip
+    scheme: str | None = option(None, "Name of a scheme; `quark schemes` lists them.")
+    bits: float | None = option(
+        None,
+        "In place of --scheme: bits for each weight, scales included; layers get schemes that lose least.",
+        least=0,
+    )
+    size: str | None = option(
+        None,
+        "In place of --scheme: size of all tensors, as in 2.1GB, or a share of the model's, as in 30%; a tokenizer, in "
+        "GGUF files too, comes on top. Layers get schemes that lose least.",
+    )
+    candidates: tuple[str, ...] | None = option(
+        None, "Schemes that --bits and --size choose from, with commas or repeated."
+    )
+    sensitivity: Path | None = option(
+        None, "File of what each layer loses: written, or read for another --bits or --size.", "--sensitivity"
+    )
+    layer: tuple[str, ...] | None = option(None, "PATTERN=SCHEME for some layers; repeatable.", key="layers")
+    imatrix: Path | None = option(None, "Importance matrix of llama.cpp, which weighs the errors of a GGUF mix.")
+    save_imatrix: Path | None = option(
+        None, "Write the importance matrix of --calib: NAME.gguf, or the older NAME.dat.", key="output.save_imatrix",
+        changes_output=False,
+    )  # fmt: skip
+    kv_cache: str | None = option(None, "Quantize the key and value cache: fp8, int8, fp8_per_head, int8_per_head.")
+    attention: str | None = option(None, "Quantize queries and attention probabilities: fp8.")
+    device: str = option("cpu", "cpu, cuda, cuda:1 ...")
+    dtype: str = option("auto", "Compute in float32, float16, bfloat16; auto: as stored.")
+    export_format: str | None = option(
+        None,
+        "quark (default), awq, gptq, fp8, compressed-tensors; gguf, onnx (a file). Default for -o X.gguf: gguf.",
+        "--export-format",
+        "--format",
+        key="output.format",
+    )
+    weight_format: str = option("real_quantized", "real_quantized or fake_quantized.", key="output.weight_format")
+    pack_method: str = option("reorder", "Order of 4-bit codes: reorder or order.", key="output.pack_method")
+    max_shard_size: str = option("5GB", "Largest safetensors file.", key="output.max_shard_size")
+    stream: bool | None = option(
+        None,
+        "Load, quantize and write one block at a time; a killed run goes on. Default: where memory is too small, and "
+        "tensor by tensor where no data are needed.",
+        changes_output=False,
+    )
+    trust_remote_code: bool = option(
+        False, "Run the code that the folder brings along.", "--trust-remote-code", key=None
+    )
+    keep_unexpected: bool = option(
+        False,
+        "Accept tensors that the class of the model does not use; they are copied as they are.",
+        "--keep-unexpected",
+    )
+
+    @property
+    def load(self) -> dict[str, bool]:
+        """The options of `load_model` that accept more than it does by itself."""
+        return {"trust_remote_code": self.trust_remote_code, "keep_unexpected": self.keep_unexpected}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRequest(JobRequest):
+    """What may be asked for of an ONNX file."""
+
+    # With a goal these say of either kind of model what it is to be.
+    scheme: str | None = option(None, "With --for: a configuration, or a family of them.")
+    bits: float | None = option(None, "With --for: bits of a weight.", least=0)
+
+    config: str | None = option(
+        None,
+        "Named configuration: A8W8, XINT8 ... Default: for ONNX Runtime on this CPU, the best found in a minute.",
+    )
+    target: str | None = option(
+        None,
+        "Layout to write: npu, ort_x64, ort_arm64, openvino, generic. --for chooses it, and the configuration too.",
+    )
+    statistics: Path | None = option(None, "File of calibration statistics, written or reused.")
+    batch_size: int | None = option(None, "Rows of --calib in a sample.", least=1, key="data.batch_size")
+    mean: str | None = option(None, "Of images: (image / 255 - mean) / std, as in 0.5 or 0.4,0.5,0.6.", key="data.mean")
+    std: str | None = option(None, "Of images, with --mean.", key="data.std")
+    allow_noop: bool | None = option(
+        None,
+        "Whether an algorithm that finds nothing to do is a warning (default) or an error.",
+        "--allow-noop/--no-allow-noop",
+    )
+    allow_damage: bool = option(False, "Write a model that lost its outputs on calibration samples.", "--allow-damage")
+    recover: bool = option(
+        False, "Try other ranges and algorithms; keep what helps on samples that are held out.", "--recover"
+    )
+    budget: str | None = option(None, "Time for --recover: 90s, 10m (default), 1h ...")
+    metric: str | None = option(None, "Of --recover: sqnr (default), psnr, cosine or l2.")
+    reach: float | None = option(None, "Of --recover: the metric that is enough, as in 30 (dB of sqnr).")
+    measure: bool | None = option(
+        None,
+        "Time the kernels of this processor, and leave in float what is faster so; for --target ort_x64.",
+        "--measure/--no-measure",
+    )
+    profile: Path | None = option(None, "File of these times, written or reused; with --measure.")
+    allow_wider: bool = option(False, "Of --recover: more bits than the config asks for.", "--allow-wider")
+
+
+WITH_A_GOAL = ("scheme", "bits")
+"""Fields that are of an ONNX file only beside a goal."""
+
+
+def is_onnx(model: Path) -> bool:
+    """Whether the model is an ONNX file, by its name."""
+    return model.suffix.lower() == ".onnx"
+
+
+def options_of(kind: type[JobRequest] | None = None) -> dict[str, Field[Any]]:
+    """The fields that are options by their names, in the order of the help; of both kinds where none is named."""
+    found: dict[str, Field[Any]] = {}
+    for one in (kind,) if kind is not None else (FolderRequest, FileRequest):
+        for each in fields(one):
+            if "option" in each.metadata:
+                found.setdefault(each.name, each)
+    return found
+
+
+def panel_of(name: str) -> str | None:
+    """To which kind of model an option belongs; None: to both."""
+    if name in {each.name for each in fields(JobRequest)}:
+        return None
+    return FOR_FOLDERS if name in options_of(FolderRequest) else FOR_FILES
+
+
+def request_of(model: str | os.PathLike[str], given: Mapping[str, Any]) -> FolderRequest | FileRequest:
+    """The request for a model, of the kind that its path says.
+
+    Args:
+        model: A folder, or an ONNX file.
+        given: Name of a field -> what was said. None says nothing.
+
+    Raises:
+        ConfigError: There is no such field.
+        UsageError: The field is of the other kind of model.
+    """
+    path = Path(model)
+    kind = FileRequest if is_onnx(path) else FolderRequest
+    own, known = options_of(kind), options_of()
+    said = {name: _as_field(value) for name, value in given.items() if value is not None}
+    for name in said:
+        if name not in known:
+            raise ConfigError(f"There is no option {name!r}. {did_you_mean(name, known)}")
+    of_file = [] if kind is FolderRequest or "goal" in said else [name for name in WITH_A_GOAL if name in said]
+    for name in [name for name in known if name in said and (name not in own or name in of_file)]:
+        panel = panel_of(name) or ""
+        mine = FOR_FILES if kind is FileRequest else FOR_FOLDERS
+        raise UsageError(
+            f"{flag_of(known[name])} does not apply to {path}: it is {panel[0].lower()}{panel[1:]}. Possible here: "
+            f"{', '.join(flag_of(each) for each in known.values() if panel_of(each.name) == mine)}."
+        )
+    return kind(model=path, said=frozenset(said), **said)
+
+
+def _as_field(value: Any) -> Any:
+    """A value as a field holds it: what cannot be changed."""
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,93 @@
+"""Resolve: what is done for a request, as far as its words say it: at once, and before a library is loaded.
+
+`quark plan` stops behind it and behind `folders.configure`; everything else runs what comes out of the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quark.errors import OutputError
+from quark.goals import GoalChoice
+from quark.goals.facts import ONNX_FILE
+from quark.goals.goal import GOALS
+from quark.jobs.choose import chosen
+from quark.jobs.request import FileRequest, FolderRequest
+from quark.jobs.words import FILE_FORMS, check_words, layer_schemes
+from quark.log import logger
+
+GGUF = FILE_FORMS[0]
+
+
+@dataclass(frozen=True)
+class FolderJob:
+    """What is done for a folder.
+
+    Attributes:
+        request: What was asked for.
+        choice: What its goal chose; None without a goal.
+        form: How it is written: a value of --export-format.
+    """
+
+    request: FolderRequest
+    choice: GoalChoice | None
+    form: str
+
+
+@dataclass(frozen=True)
+class FileJob:
+    """What is done for an ONNX file.
+
+    Attributes:
+        request: What was asked for.
+        choice: What its goal chose; None without a goal.
+        config: Name of a configuration; None: the flow finds one for this processor.
+        target: A value of --target; None as the configuration says.
+        data: Calibration data that are no path: a reader, feeds or arrays.
+    """
+
+    request: FileRequest
+    choice: GoalChoice | None
+    config: str | None
+    target: str | None
+    data: Any = None
+    form: str = ONNX_FILE
+
+
+def resolve(request: FolderRequest | FileRequest, data: Any = None) -> FolderJob | FileJob:
+    """What is done for a request.
+
+    Args:
+        request: What was asked for.
+        data: Calibration data that are no path.
+
+    Raises:
+        QuarkError: A word is unknown, words do not go together, or the program of a goal is not known to take it.
+    """
+    if "output" in request.said and not request.output:
+        raise OutputError("--output '' is no path. Possible: the name of a folder, or of a file for an ONNX model.")
+    if isinstance(request, FolderRequest) and request.goal is None:
+        words = [request.scheme, *layer_schemes(request.layer)]
+        check_words(words, request.export_format, request.algorithm, request.dtype)
+    choice = chosen(request, request.calib is not None or data is not None)
+    if isinstance(request, FileRequest):
+        target = choice.target_with(request.target) if choice is not None else request.target
+        _say(choice)
+        return FileJob(request, choice, _config_name(request, choice), target, data)
+    _say(choice)
+    named = GGUF if Path(request.output).suffix == f".{GGUF}" else "quark"
+    return FolderJob(request, choice, choice.form if choice is not None else request.export_format or named)
+
+
+def _say(choice: GoalChoice | None) -> None:
+    if choice is not None:
+        logger.info("For %s: %s as %s, because: %s.", choice.goal.program, *choice.summary())
+
+
+def _config_name(request: FileRequest, choice: GoalChoice | None) -> str | None:
+    """The configuration of an ONNX file; None where the flow finds it itself, which it does for this processor."""
+    if choice is None:
+        return request.config
+    return None if choice.goal is GOALS["onnxruntime"] and not choice.given else choice.scheme

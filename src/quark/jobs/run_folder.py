@@ -1,0 +1,97 @@
+"""Run: a job of a folder. A model of transformers in, a quantized one out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quark.goals.efforts import DEFAULT_TEXT
+from quark.jobs.configure_folder import Configured, configure
+from quark.jobs.folders.bit_budget import choose_for_budget
+from quark.jobs.folders.calibration import Calibration
+from quark.jobs.folders.export import Export
+from quark.jobs.folders.flows import write_folder
+from quark.jobs.folders.imatrix import Imatrices
+from quark.jobs.recipes.recipe import RECIPE, Recipe
+from quark.jobs.request import FolderRequest
+from quark.jobs.resolve import FolderJob
+
+if TYPE_CHECKING:
+    from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
+
+
+@dataclass(frozen=True)
+class FolderResult:
+    """What was made of a folder.
+
+    Attributes:
+        made: What a program opens.
+        before, after: Bytes of the weights.
+        seconds: What it took.
+        configured: How it was made.
+        budget: What a budget chose, and the table behind it; None without one.
+        errors: The `quant_errors` of a model in memory.
+        recipe: What makes it again.
+    """
+
+    made: Path
+    before: int
+    after: int
+    seconds: float
+    configured: Configured
+    budget: tuple[SensitivityTable, BudgetChoice] | None
+    errors: list[Any]
+    recipe: Recipe
+
+
+def run_folder(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] | None = None) -> FolderResult:
+    """Quantize a folder, and write the result.
+
+    Args:
+        job: What is done.
+        show: Is told what a budget chose, before anything is quantized by it.
+
+    Raises:
+        QuarkError: See `configure`, and what the flow raises.
+    """
+    # The flow imports torch: when it runs, so that --help is instant.
+    from quark.jobs.folders.models import folder_bytes
+
+    request = job.request
+    export = export_of(job)
+    export.check_output(request.model, request.calib)  # before the model is looked at
+    configured = configure(job)
+    export.check(request.model, configured.schemes)
+    start, before, chosen = time.perf_counter(), folder_bytes(request.model), None
+    config = configured.config
+    if configured.budget is not None:
+        chosen = choose_for_budget(request.model, configured.budget, config, configured.calibration, request.device)
+        if show is not None:
+            show(*chosen)
+        config = configured.completed(*chosen)
+    recipe = _recipe_of(request, configured.calibration)
+    export = replace(export, attachments={RECIPE: recipe.text(in_folder=True)})
+    after, errors = write_folder(
+        request.model, config, configured.calibration, request.device, request.dtype, export, request.stream,
+        request.load, partial(Imatrices.of(request).save, calib=request.calib),
+    )  # fmt: skip
+    seconds = time.perf_counter() - start
+    return FolderResult(export.made(request.model), before, after, seconds, configured, chosen, errors, recipe)
+
+
+def export_of(job: FolderJob) -> Export:
+    """Where and how the result of a job is written."""
+    request = job.request
+    return Export(
+        Path(request.output), job.form, request.weight_format, request.pack_method, request.max_shard_size,
+        request.force,
+    )  # fmt: skip
+
+
+def _recipe_of(request: FolderRequest, calibration: Calibration) -> Recipe:
+    """The recipe, with the data that are read where none were given."""
+    return Recipe.of(request, {"calib": DEFAULT_TEXT} if calibration.is_default else {})
