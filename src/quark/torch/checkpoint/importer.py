@@ -26,7 +26,7 @@ from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import fill_buffers, saved_dtype
 from quark.torch.model.model_folder import as_format_error, load_config, model_class, read_config
-from quark.torch.model.published_names import published_names
+from quark.torch.model.published_names import layers_in_model
 from quark.torch.model.tied_weights import tying_configs
 
 
@@ -80,7 +80,7 @@ def import_model_from_safetensors(
 
 def _resolved(form: FolderFormat, stored: dict[str, Any], files: list[Path], model: nn.Module) -> Stored:
     """The config of a checkpoint. In formats of other programs the tensors say which layers are quantized."""
-    present, publish = layers_in(read_names(files), form.marker), published_names(model)
+    present, find = layers_in(read_names(files), form.marker), layers_in_model(model)
     try:
         result = form.read(stored, present, model)
     except (TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
@@ -90,7 +90,8 @@ def _resolved(form: FolderFormat, stored: dict[str, Any], files: list[Path], mod
     if not form.marker:
         return result
     candidates = [name for name, module in model.named_modules() if layer_class(module)]
-    absent = [name for name in candidates if name not in present and publish(name) not in present]
+    here = present | set(map(find, present))
+    absent = [name for name in candidates if name not in here]
     return replace(result, config=replace(result.config, exclude=absent))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from quark.core.patterns import first_match, matches_any
 from quark.torch.config.config import QConfig
-from quark.torch.model.published_names import names_in
+from quark.torch.model.published_names import layers_in_model
 
 
 def config_for(model: Any, config: QConfig, stored: Iterable[str]) -> QConfig:
@@ -43,9 +43,9 @@ def config_for(model: Any, config: QConfig, stored: Iterable[str]) -> QConfig:
 
 def _layers(model: Any, stored: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Each layer of the files, and its name in the model."""
-    find = names_in(model)
+    find = layers_in_model(model)
     for layer in dict.fromkeys(name.rpartition(".")[0] for name in stored):
-        yield layer, find(f"{layer}.weight").removesuffix(".weight")
+        yield layer, find(layer)
 
 
 def _excludes(exclude: Iterable[str], layer: str) -> bool:

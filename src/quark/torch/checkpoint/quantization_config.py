@@ -12,9 +12,13 @@ from quark.core.spec import LayerSpec
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, Folder
+from quark.torch.formats.other_classes import names_elsewhere
+from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention.cache_rules import feeds_cache
 from quark.torch.layers.low_rank import branches, record_branches
 from quark.torch.layers.online_rotation import record_rotations, rotated_inputs
+from quark.torch.model.passes import UnfusedExperts
+from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
 from quark.torch.model.published_names import published_names
 from quark.torch.plan import Plan
 
@@ -26,6 +30,7 @@ def folder_of(
     weight_format: str = REAL_QUANTIZED,
     pack_method: str = "reorder",
     beside: Iterable[str] = (),
+    everywhere: bool = False,
 ) -> Folder:
     """What a `quantization_config` says of a model that was quantized by this plan.
 
@@ -34,6 +39,8 @@ def folder_of(
         weight_format, pack_method: As for `export_safetensors`.
         beside: Names of float tensors that lie in the files and are in no layer of the model: those of the layers that
             predict further tokens (mtp.*), for one.
+        everywhere: Also name layers as other classes that load the folder call them: for readers that know the names
+            of the model alone that they build.
     """
     specs, cache = {}, {}
     for name, spec in plan.layers.items():
@@ -43,23 +50,45 @@ def folder_of(
         if spec != LayerSpec():
             specs[name] = spec
     publish = published_names(model)
+    elsewhere = names_elsewhere(model) if everywhere else lambda layer: ()
+
+    def forms(name: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((name, publish(name), *elsewhere(publish(name)))))
+
     # Readers take classes derived from Linear for quantized too (the output projection of torch's own attention).
     linear = (name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in plan.layers)
     unnamed = dict.fromkeys((*plan.to_exclude, *linear))
-    published = {name: publish(name) for name in (*specs, *cache)}
+    beside = [form for name in _layers_of(beside) for form in (name, *elsewhere(name))]
+    fused = (layer for name, leaves in fused_blocks(model).items() for layer in layer_names(model, name, leaves))
     return Folder(
         specs,
-        # As the module and as checkpoints call them.
-        list(dict.fromkeys((*(form for name in unnamed for form in (name, publish(name))), *_layers_of(beside)))),
+        list(dict.fromkeys((*(form for name in unnamed for form in forms(name)), *beside))),
         config,
         record_branches(record_rotations(config.to_dict(), model), model),
         rotated_inputs(model),
         tuple(name for name, _ in branches(model)),
         cache,
-        published,
+        {name: forms(name) for name in (*specs, *cache)},
+        _experts(model),
+        tuple(map(publish, fused)),
         pack_method,
         weight_format,
     )
+
+
+def _experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The blocks of experts that were taken apart, and the layers in them, quantized or not."""
+    blocks = [name for name, module in model.named_modules() if isinstance(module, UnfusedExperts)]
+    return {
+        block: tuple(
+            f"{block}.{leaf}" for leaf, layer in model.get_submodule(block).named_modules() if _is_layer(layer)
+        )
+        for block in blocks
+    }
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, QuantLayer))
 
 
 def _layers_of(tensors: Iterable[str]) -> list[str]:

@@ -92,7 +92,7 @@ class AwqFormat(FolderFormat):
             "quant_method": "awq",
             "bits": 4,
             "group_size": weight.granularity.size,
-            "modules_to_not_convert": folder.ignored_layers or None,
+            "modules_to_not_convert": _not_converted(folder) or None,
             "version": "gemm",
             # Always true: the kernels subtract qzeros, which the symmetric codes have too.
             "zero_point": True,
@@ -121,3 +121,14 @@ class AwqFormat(FolderFormat):
 
     def received(self, stored: str, tensor: torch.Tensor) -> Named | None:
         return renamed(stored, SOURCES), tensor
+
+
+def _not_converted(folder: Folder) -> list[str]:
+    """The layers in float, without what other classes call them where that stands in the name of a quantized one.
+
+    Readers look for parts of names.
+    """
+    names = folder.ignored_layers
+    quantized = [form for forms in folder.names.values() for form in forms]
+    tails = {name.split(".", count)[-1] for name in names for count in range(1, name.count(".") + 1)}
+    return [name for name in names if name not in tails or not any(name in layer for layer in quantized)]

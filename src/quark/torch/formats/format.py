@@ -37,7 +37,10 @@ class Folder:
         rotated: Name of each layer whose input is rotated -> the size of Sylvester's matrix; None: by another one.
         branched: Names of the layers with a low-rank branch.
         cache_specs: Name of each layer whose output is the KV cache -> what is quantized there.
-        published: Name of each of these layers -> its name in a checkpoint.
+        names: Name of each of these layers -> all names by which readers know it: the module's own, that in
+            checkpoints, and where it is asked for those in other classes that load the folder.
+        experts: Name of each block of experts that were taken apart -> names of their layers.
+        float_experts: Names, in checkpoints, of the layers of experts that stay in float, in one tensor.
         pack_method, weight_format: The options of the export.
     """
 
@@ -48,7 +51,9 @@ class Folder:
     rotated: Mapping[str, int | None] = field(default_factory=dict)
     branched: tuple[str, ...] = ()
     cache_specs: Mapping[str, LayerSpec] = field(default_factory=dict)
-    published: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    float_experts: tuple[str, ...] = ()
     pack_method: str = "reorder"
     weight_format: str = "real_quantized"
 

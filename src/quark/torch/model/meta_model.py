@@ -57,7 +57,7 @@ def build_skeleton(
     chosen = model_class(folder, config, trust_remote_code)
     with as_format_error(folder):
         dtype = config.dtype or stored_dtype
-        model = _without_weights(chosen, config, dtype)
+        model = empty_model(chosen, config, dtype)
         if model.can_generate() and hasattr(model, "adjust_generation_fn"):  # SpeechT5 has a generate of its own
             model.adjust_generation_fn(**_LOCAL, pretrained_model_name_or_path=str(folder))
     _keep_wide(model, model._get_dtype_plan(dtype))
@@ -69,10 +69,11 @@ def empty_twin(model: Any) -> Any:
     """A float model of the class and config of a transformers model, on the meta device: what a loader begins with."""
     config = copy.deepcopy(model.config)
     config.__dict__.pop("quantization_config", None)
-    return _without_weights(type(model), config, model.dtype)
+    return empty_model(type(model), config, model.dtype)
 
 
-def _without_weights(chosen: Any, config: Any, dtype: torch.dtype) -> Any:
+def empty_model(chosen: Any, config: Any, dtype: torch.dtype) -> Any:
+    """A model of a class of transformers on the meta device."""
     with torch.device("meta"):
         model = chosen._from_config(config, dtype=dtype)
     _empty(model)

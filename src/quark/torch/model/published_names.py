@@ -142,6 +142,12 @@ def names_in(model: Any) -> Callable[[str], str]:
     return find
 
 
+def layers_in_model(model: Any) -> Callable[[str], str]:
+    """The function from the name of a layer in a checkpoint to that in a model; see `names_in`."""
+    find = names_in(model)
+    return lambda layer: find(f"{layer}.weight").removesuffix(".weight")
+
+
 def merged_names(model: nn.Module, names: Iterable[str], stored: Mapping[str, str] | None = None) -> set[str]:
     """The names of a module's tensors that transformers merges with others when it loads a checkpoint.
 

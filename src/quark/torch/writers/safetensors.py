@@ -86,7 +86,8 @@ def export_safetensors(
     source = source_folder(model)
     dropped = _dropped_entries(model, source)
     beside = [name for name, _, _ in dropped]
-    form, content = FORMATS[custom_mode], folder_of(model, config, plan, weight_format, pack_method, beside)
+    form = FORMATS[custom_mode]
+    content = folder_of(model, config, plan, weight_format, pack_method, beside, everywhere=not form.own_loader)
     form.check(dict(model.named_modules()), content)
     plain = stored_plain(model, source, narrow=not config.algo_config)
     items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, form, plain=plain))

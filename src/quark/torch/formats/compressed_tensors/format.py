@@ -23,6 +23,7 @@ from quark.errors import FormatError
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.compressed_tensors.args import CACHE, FORMATS_OF_FLOATS, read_args, refuse_args, write_args
+from quark.torch.formats.compressed_tensors.experts import check_experts, group_targets, ignored_experts
 from quark.torch.formats.compressed_tensors.layout import CompressedTensorsLayout, signed
 from quark.torch.formats.compressed_tensors.transforms import (
     STORED,
@@ -46,6 +47,7 @@ from quark.torch.formats.format import (
 from quark.torch.formats.layout import Layout
 from quark.torch.layers.online_rotation import BUFFER
 from quark.torch.model.passes.conv1d import is_conv1d
+from quark.torch.model.published_names import layers_in_model
 
 GLOBAL_SCALES = {"weight_scale_2": "weight_global_scale", "input_scale_2": "input_global_scale"}
 FORMS = (
@@ -75,6 +77,7 @@ class CompressedTensorsFormat(FolderFormat):
 
     def check(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
         super().check(layers, folder)
+        check_experts(folder)
         for name, spec in folder.specs.items():
             require_whole_groups(self.name, name, layers[name], spec)
 
@@ -89,9 +92,10 @@ class CompressedTensorsFormat(FolderFormat):
     def describe(self, folder: Folder) -> dict[str, Any]:
         groups: dict[LayerSpec, list[str]] = {}
         for name, spec in folder.specs.items():
-            groups.setdefault(spec, []).extend(dict.fromkeys((name, folder.published.get(name, name))))
+            groups.setdefault(spec, []).append(name)
         entries = {
-            f"group_{i}": _group(s, ["Linear"] if len(groups) == 1 else n) for i, (s, n) in enumerate(groups.items())
+            f"group_{i}": _group(s, ["Linear"] if len(groups) == 1 else group_targets(names, folder))
+            for i, (s, names) in enumerate(groups.items())
         }
         kinds = {entry["format"] for entry in entries.values()}
         return {
@@ -99,10 +103,10 @@ class CompressedTensorsFormat(FolderFormat):
             "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": entries,
-            "ignore": folder.ignored_layers,
+            "ignore": [*folder.ignored_layers, *ignored_experts(folder)],
             "kv_cache_scheme": write_args(folder.cache, "output") if folder.cache else None,
             "global_compression_ratio": None,
-            **write_transforms(folder.rotated, folder.published),
+            **write_transforms(folder.rotated, folder.names),
             **({"export": {POST_ROPE: folder.config.kv_cache_post_rope}} if folder.cache else {}),
         }
 
@@ -121,7 +125,8 @@ class CompressedTensorsFormat(FolderFormat):
         if len(used) == 1:
             config = QConfig(global_quant_config=configs[used[0]])
         else:
-            by_name = {name: configs[key] for name, key in chosen.items()}
+            find = layers_in_model(model)
+            by_name = {find(name): configs[key] for name, key in chosen.items()}
             config = QConfig(global_quant_config=config_of_layer(LayerSpec()), layer_quant_config=by_name)
         linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
         rotation = read_transforms(stored, linear)

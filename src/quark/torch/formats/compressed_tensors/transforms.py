@@ -43,12 +43,17 @@ def refuse_rotations(layers: Mapping[str, nn.Module], rotated: Mapping[str, int 
             )
 
 
-def write_transforms(rotated: Mapping[str, int | None], published: Mapping[str, str]) -> dict[str, Any]:
-    """The `transform_config` entry; nothing where no input is rotated."""
+def write_transforms(rotated: Mapping[str, int | None], known_as: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """The `transform_config` entry; nothing where no input is rotated.
+
+    Args:
+        rotated: Name of a layer -> the size of its matrix.
+        known_as: Name of a layer -> all names by which readers know it.
+    """
     if not rotated:
         return {}
     sizes = list(dict.fromkeys(rotated.values()))
-    names = list(dict.fromkeys(form for name in rotated for form in (name, published.get(name, name))))
+    names = list(dict.fromkeys(form for name in rotated for form in known_as.get(name, (name,))))
     applied = {"targets": names, "location": "input", "inverse": False, "ignore": []}
     group = {"type": "hadamard", "head_dim": sizes[0] if len(sizes) == 1 else None, "apply": [applied]}
     return {"transform_config": {"config_groups": {GROUP: group}}}
