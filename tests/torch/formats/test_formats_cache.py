@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from quark.errors import NotSupportedError
+from quark.errors import FormatError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors, import_model_from_safetensors
 from tests.models.checkpoints import logits, stored
+from tests.models.families import family
 from tests.models.torch_zoo import LANGUAGE_MODEL, tiny_llama, token_batches
 
 
 def cached(scheme: str, cache: str = "fp8", post_rope: bool = False, **options: Any) -> Any:
-    from dataclasses import replace
-
     config = LLMTemplate.get("llama").get_config(scheme, kv_cache_scheme=cache, **options)
     config = replace(config, kv_cache_post_rope=post_rope)
     quantizer = ModelQuantizer(config)
@@ -42,6 +43,54 @@ def test_each_head_has_a_scale_that_transformers_computes_with(cache: str, tmp_p
     assert torch.equal(logits(import_model_from_safetensors(tiny_llama(seed=9), folder)), logits(model))
     one = cached("int4_wo_32", cache.partition("_")[0], post_rope=True)
     assert not torch.equal(logits(one), logits(model))
+
+
+def joint(name: str, scheme: str, cache: str = "fp8", **options: Any) -> Any:
+    config = LLMTemplate.get(name).get_config(scheme, kv_cache_scheme=cache)
+    model = ModelQuantizer(replace(config, **options)).quantize_model(family(name), token_batches())
+    return ModelQuantizer.freeze(model)
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme", "cache"),
+    [("compressed-tensors", "int4_wo_32", "fp8")]
+    + [
+        pytest.param(*row, marks=pytest.mark.slow)
+        for row in (("fp8", "fp8", "fp8"), ("compressed-tensors", "fp8", "int8_per_head"))
+    ],
+)
+def test_one_layer_for_keys_and_values_has_both_names(form: str, scheme: str, cache: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = joint("phi3", scheme, cache)
+    folder = export_safetensors(model, tmp_path / "out", form)
+    tensors, _ = stored(folder)
+    scale = model.model.layers[0].self_attn.qkv_proj.output_quantizer.scale
+    for part in "kv":
+        assert torch.equal(tensors[f"model.layers.0.self_attn.{part}_scale"].reshape(scale.shape), scale)
+    assert torch.equal(logits(import_model_from_safetensors(family("phi3", 9), folder)), logits(model))
+    if form == "compressed-tensors":
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder)), logits(model))
+    tensors["model.layers.0.self_attn.v_scale"] *= 2
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=r"v_scale differs from the scale of keys, and .*qkv_proj makes both"):
+        import_model_from_safetensors(family("phi3", 9), folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "options"),
+    [
+        ("deepseek_v3", "latent attention, to which vLLM gives no scale", {}),
+        pytest.param("gpt2", r"vLLM takes attn\.k_scale for a name inside", {}, marks=pytest.mark.slow),
+        pytest.param("phi3", "which is no k_proj or v_proj", {"kv_cache_post_rope": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_cache_whose_scale_nobody_would_find_is_refused(
+    name: str, why: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = joint(name, "fp8", exclude=["*"], **options)
+    with pytest.raises(NotSupportedError, match=f"compressed-tensors format has no place for scales of .*{why}"):
+        export_safetensors(model, tmp_path / "out", "compressed-tensors")
 
 
 @pytest.mark.parametrize("post_rope", [False, True])

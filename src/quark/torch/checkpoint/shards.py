@@ -24,8 +24,11 @@ from quark.progress import progress
 from quark.torch.checkpoint.loading import StoredTensor, empty_activation, empty_scale, float_dtype, stored_like
 from quark.torch.checkpoint.safetensors_file import ByteRange, TensorFile, create_file, write_tensor
 from quark.torch.formats import FORMATS, FolderFormat, Format
+from quark.torch.formats.format import OF_VALUES
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.layers import ROLES, QuantLayer
+from quark.torch.layers.attention.cache_view import CacheQuantize
+from quark.torch.layers.attention.heads import holds
 from quark.torch.layers.attention.probabilities import attention_quantizers
 from quark.torch.layers.base import EXTRA_SUFFIXES
 from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
@@ -161,6 +164,8 @@ def _activation_entries(name: str, layer: QuantLayer, form: Format) -> Iterator[
         else:
             assert quantizer.params is not None
             tensors = _stored_as(empty_activation(layer, role, layout), layout, quantizer.params)
+        if form.cache_apart and isinstance(quantizer, CacheQuantize) and holds(name) == "kv":
+            tensors = {**tensors, OF_VALUES: tensors["scale"].clone()}
         yield _entry(f"{name}.{role}", tensors)
 
 

@@ -18,6 +18,7 @@ from quark.torch.checkpoint.source import check_finite
 from quark.torch.formats import Format
 from quark.torch.formats.layout import Tensors
 from quark.torch.layers import ROLES
+from quark.torch.layers.attention.heads import holds
 from quark.torch.layers.attention.probabilities import attention_quantizers
 from quark.torch.layers.base import EXTRA_SUFFIXES
 from quark.torch.layers.fake_quant import FakeQuantize
@@ -26,6 +27,7 @@ from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.published_names import dropped_names, names_in, published_names
 
 HALF = (torch.float16, torch.bfloat16)
+CACHE_SCALE = ".output_quantizer.scale"
 RECOMPUTED = ("rotary_emb.inv_freq", "position_ids")
 """Endings of tensors that old checkpoints hold and models compute."""
 
@@ -63,6 +65,13 @@ def stored_tensors(
         if name is None:
             left.append(stored)
             continue
+        if name in loaded and name.endswith(CACHE_SCALE):
+            if not torch.equal(loaded[name], _as_wanted(name, received[1], own[name])):
+                raise FormatError(
+                    f"{stored} differs from the scale of keys, and {name.removesuffix(CACHE_SCALE)} makes both: they "
+                    "have one scale here."
+                )
+            continue
         if name in loaded:
             raise FormatError(f"{stored} comes twice in the checkpoint, under two names.")
         loaded[name] = _as_wanted(name, received[1], own[name])
@@ -80,6 +89,12 @@ def _finder(model: nn.Module, own: Mapping[str, torch.Tensor]) -> Callable[[str]
     """
     publish, prefix, renamed = published_names(model), getattr(model, "base_model_prefix", ""), names_in(model)
     names = {name: name for name in own} | {publish(name): name for name in own}
+    # Keys and values that one layer makes have one scale, and other programs store one for each.
+    joint = {name: to for name, to in names.items() if name.endswith(CACHE_SCALE)}
+    for name, to in joint.items():
+        attention, _, leaf = name.removesuffix(CACHE_SCALE).rpartition(".")
+        if holds(leaf) == "kv":
+            names |= {f"{attention}.{part}_proj{CACHE_SCALE}": to for part in "kv"}
 
     def find(stored: str) -> str | None:
         around = (stored.removeprefix(f"{prefix}."), f"{prefix}.{stored}") if prefix else ()

@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 from quark.core.granularity import HEADS, PerBlock, PerGroup
+from quark.core.patterns import matches_any
 from quark.core.schemes import SCHEMES, scheme_of
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError, NotSupportedError, ShapeError
+from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.layout import Layout
+from quark.torch.layers.attention.heads import holds, is_latent
 
 if TYPE_CHECKING:
     from quark.torch.config.config import QConfig
@@ -23,6 +26,10 @@ if TYPE_CHECKING:
 Named = tuple[str, torch.Tensor]
 KV_SCALES = {"k_proj": "k_scale", "v_proj": "v_scale"}
 """Leaf of a projection whose output is the cache -> name of its scale beside it, as vLLM reads it."""
+INNER = "attn"
+"""What vLLM puts behind the name of an attention module, unless it is called so."""
+OF_VALUES = "scale_of_values"
+"""The scale of values once more, of a layer that makes keys and values under one."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +111,13 @@ class Format(ABC):
         name: Name of the format.
         cache: Element types of a KV cache whose scales have a place.
         cache_heads: Whether a KV cache may have a scale for each head.
+        cache_apart: Whether keys and values have a scale each, where one layer makes both under one.
     """
 
     name: ClassVar[str]
     cache: ClassVar[tuple[str, ...]] = ()
     cache_heads: ClassVar[bool] = False
+    cache_apart: ClassVar[bool] = False
 
     @abstractmethod
     def refusal(self, spec: LayerSpec) -> str | None:
@@ -160,14 +169,9 @@ class Format(ABC):
                 f"The {self.name} format has no place for low-rank branches ({folder.branched[0]}, of SVDQuant). "
                 "Possible: the quark format, or another algorithm."
             )
-        unnamed = [name for name in folder.cache_specs if name.rpartition(".")[2] not in KV_SCALES]
-        probabilities = folder.config.softmax_quant_spec is not None
-        if unnamed or probabilities:
-            what = (
-                "attention probabilities"
-                if probabilities
-                else f"the cache of {unnamed[0]}, which is no k_proj or v_proj"
-            )
+        unnamed = (why for name in folder.cache_specs if (why := _unnamed(layers, name, folder.config)))
+        what = "attention probabilities" if folder.config.softmax_quant_spec is not None else next(unnamed, None)
+        if what:
             raise NotSupportedError(
                 f"The {self.name} format has no place for scales of {what}. Possible: the quark format."
             )
@@ -298,11 +302,31 @@ def renamed(name: str, leaves: Mapping[str, str]) -> str:
     return f"{parent}.{leaves[leaf]}" if leaf in leaves else name
 
 
+def _unnamed(layers: Mapping[str, nn.Module], name: str, config: QConfig) -> str | None:
+    """What of the cache that a layer feeds has no name in the formats of other programs; None where it has one."""
+    parent, _, leaf = name.rpartition(".")
+    if leaf in KV_SCALES:
+        return None
+    if holds(leaf) != "kv" or not config.kv_cache_post_rope:
+        return f"the cache of {name}, which is no k_proj or v_proj"
+    if is_latent(layers[parent], leaf):
+        return f"the cache of {name}: latent attention, to which vLLM gives no scale in this format"
+    if parent.rpartition(".")[2] == INNER and leaf != "qkv_proj":  # transformers knows attention by that
+        return f"the cache of {name}: vLLM takes {INNER}.k_scale for a name inside its own attention"
+    return None
+
+
 def kv_name(source: str, suffix: str) -> str | None:
-    """`attn.k_proj.output` and `scale` give `attn.k_scale`; None for other tensors."""
+    """`attn.k_proj.output` and `scale` give `attn.k_scale`; None for other tensors.
+
+    Of a layer that makes both, such as qkv_proj, `scale` gives `attn.k_scale`, and OF_VALUES `attn.v_scale`.
+    """
     parent, _, role = source.rpartition(".")
     attention, _, leaf = parent.rpartition(".")
-    return f"{attention}.{KV_SCALES[leaf]}" if (role, suffix) == ("output", "scale") and leaf in KV_SCALES else None
+    if role != "output" or suffix not in ("scale", OF_VALUES):
+        return None
+    part = "v" if suffix == OF_VALUES else "k" if leaf not in KV_SCALES and holds(leaf) == "kv" else leaf[0]
+    return f"{attention}.{part}_scale" if leaf in KV_SCALES or holds(leaf) == "kv" else None
 
 
 def kv_source(stored: str) -> str | None:
@@ -315,15 +339,24 @@ def kv_source(stored: str) -> str | None:
 POST_ROPE = "kv_cache_post_rope"
 
 
-def with_cache(config: QConfig, cache: TensorSpec | None, stored: dict[str, Any]) -> QConfig:
+def with_cache(config: QConfig, cache: TensorSpec | None, stored: dict[str, Any], model: nn.Module) -> QConfig:
     """A config whose KV cache is quantized by `cache`; our `export` entry says where, if there is one. Other programs
     scale what they store.
+
+    Args:
+        config: Of the weights and inputs.
+        cache: From the folder; None: the cache is not quantized.
+        stored: The `quantization_config`.
+        model: Its layers that make keys and values are `k_proj` and `v_proj`, or those of its template.
     """
     if cache is None:
         return config
+    patterns = [f"*{name}" for name in KV_SCALES]
+    if not any(matches_any(name, patterns) for name, _ in model.named_modules()):
+        patterns = LLMTemplate.get(str(getattr(getattr(model, "config", None), "model_type", ""))).kv_layers_name
     layer = config_of_layer(LayerSpec(output=cache))
     post_rope = bool((stored.get("export") or {}).get(POST_ROPE, True))
-    return replace(config, kv_cache_quant_config={f"*{n}": layer for n in KV_SCALES}, kv_cache_post_rope=post_rope)
+    return replace(config, kv_cache_quant_config=dict.fromkeys(patterns, layer), kv_cache_post_rope=post_rope)
 
 
 def require(stored: dict[str, Any], key: str, quantizer: str) -> Any:

@@ -55,6 +55,7 @@ class Fp8Format(FolderFormat):
     name = "fp8"
     layout = Fp8Layout
     cache = ("fp8_e4m3",)
+    cache_apart = True
     marker = (".weight_scale", f".{TILE_SCALE}")
 
     def refusal(self, spec: LayerSpec) -> str | None:
@@ -96,7 +97,7 @@ class Fp8Format(FolderFormat):
         scheme = stored.get("activation_scheme")
         live = replace(weight, granularity=_input_split(weight), dynamic=scheme == "dynamic") if scheme else None
         config = QConfig(global_quant_config=config_of_layer(LayerSpec(weight=weight, input=live)))
-        return Stored(with_cache(config, TensorSpec(E4M3) if stored.get("kv_cache_scheme") else None, stored))
+        return Stored(with_cache(config, TensorSpec(E4M3) if stored.get("kv_cache_scheme") else None, stored, model))
 
     def stored_name(self, source: str, suffix: str, spec: LayerSpec | None) -> str:
         name = super().stored_name(source, suffix, spec)

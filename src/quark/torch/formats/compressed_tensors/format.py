@@ -65,6 +65,7 @@ class CompressedTensorsFormat(FolderFormat):
     layout = CompressedTensorsLayout
     cache = ("fp8_e4m3", "int8")
     cache_heads = True
+    cache_apart = True
     marker = (".weight_scale",)
 
     def refusal(self, spec: LayerSpec) -> str | None:
@@ -132,7 +133,7 @@ class CompressedTensorsFormat(FolderFormat):
         rotation = read_transforms(stored, linear)
         config = replace(config, algo_config=[rotation] if rotation else None)
         cache = stored.get("kv_cache_scheme")
-        return Stored(with_cache(config, read_args(cache, CACHE) if cache else None, stored))
+        return Stored(with_cache(config, read_args(cache, CACHE) if cache else None, stored, model))
 
     def stored_name(self, source: str, suffix: str, spec: LayerSpec | None) -> str:
         name = super().stored_name(source, suffix, spec)

@@ -22,6 +22,18 @@ def holds(name: str) -> str:
     return "kv" if key == value else "k" if key else "v"
 
 
+def is_latent(owner: nn.Module, name: str, config: Any = None) -> bool:
+    """Whether a layer makes keys and values of what another layer of its module made: a cache holds what it reads.
+
+    Args:
+        owner: The attention module.
+        name: Of the layer, in the module.
+        config: Of the text model, where the module has none.
+    """
+    width = _first(("hidden_size",), getattr(owner, "config", None) or config, owner)
+    return holds(name.partition(".")[0]) == "kv" and getattr(owner.get_submodule(name), "in_features", None) != width
+
+
 def stored_heads(owner: nn.Module, name: str, config: Any) -> int | None:
     """How many heads a cache stores of what a layer makes; None where the module does not say it.
 
@@ -32,10 +44,10 @@ def stored_heads(owner: nn.Module, name: str, config: Any) -> int | None:
     """
     config = getattr(owner, "config", None) or config
     layer, parts = owner.get_submodule(name), holds(name.partition(".")[0])
-    rows, width = (getattr(layer, side, 0) for side in ("out_features", "in_features"))
+    rows = getattr(layer, "out_features", 0)
     queries, size = _first(QUERIES, owner, config), _head_size(owner, config)
-    if not rows or size is None or (parts == "kv" and width != getattr(config, "hidden_size", width)):
-        return None  # latent attention: a cache holds what the layer reads
+    if not rows or size is None or is_latent(owner, name, config):
+        return None
     if parts == "v":
         size = _first(("v_head_dim",), owner) or size
     # Configs may have a number of heads that the class does not read; what fits the layer is meant.
