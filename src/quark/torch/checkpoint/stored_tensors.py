@@ -18,6 +18,7 @@ from quark.torch.checkpoint.source import check_finite
 from quark.torch.formats import Format
 from quark.torch.formats.layout import Tensors
 from quark.torch.layers import ROLES
+from quark.torch.layers.attention.cache_view import CacheQuantize
 from quark.torch.layers.attention.heads import holds
 from quark.torch.layers.attention.probabilities import attention_quantizers
 from quark.torch.layers.base import EXTRA_SUFFIXES
@@ -54,7 +55,8 @@ def stored_tensors(
             stores, or is a scale or zero point that cannot be one. Names it.
     """
     own = dict(model.state_dict(keep_vars=True))
-    find = _finder(model, own)
+    joint = _joint_scales(model, own)
+    find = _finder(model, own, joint)
     loaded: dict[str, torch.Tensor] = {}
     left: list[str] = []
     for stored, held in tensors:
@@ -65,7 +67,7 @@ def stored_tensors(
         if name is None:
             left.append(stored)
             continue
-        if name in loaded and name.endswith(CACHE_SCALE):
+        if name in loaded and name in joint.values():
             if not torch.equal(loaded[name], _as_wanted(name, received[1], own[name])):
                 raise FormatError(
                     f"{stored} differs from the scale of keys, and {name.removesuffix(CACHE_SCALE)} makes both: they "
@@ -83,18 +85,24 @@ def stored_tensors(
     return loaded
 
 
-def _finder(model: nn.Module, own: Mapping[str, torch.Tensor]) -> Callable[[str], str | None]:
+def _joint_scales(model: nn.Module, own: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Names that the scales of keys and of values would have -> that of the one scale of the layer that makes both."""
+    joint: dict[str, str] = {}
+    for name in (name for name in own if name.endswith(CACHE_SCALE)):
+        attention, _, leaf = name.removesuffix(CACHE_SCALE).rpartition(".")
+        if holds(leaf) == "kv" and isinstance(model.get_submodule(name.rpartition(".")[0]), CacheQuantize):
+            joint |= {f"{attention}.{part}_proj{CACHE_SCALE}": name for part in "kv"}
+    return joint
+
+
+def _finder(model: nn.Module, own: Mapping[str, torch.Tensor], joint: Mapping[str, str]) -> Callable[[str], str | None]:
     """The function from a name in the file to one in the model: its own or its published one, with or without the
     prefix by which transformers tells a model with a head from one without, or that of a composite around it.
     """
     publish, prefix, renamed = published_names(model), getattr(model, "base_model_prefix", ""), names_in(model)
     names = {name: name for name in own} | {publish(name): name for name in own}
-    # Keys and values that one layer makes have one scale, and other programs store one for each.
-    joint = {name: to for name, to in names.items() if name.endswith(CACHE_SCALE)}
-    for name, to in joint.items():
-        attention, _, leaf = name.removesuffix(CACHE_SCALE).rpartition(".")
-        if holds(leaf) == "kv":
-            names |= {f"{attention}.{part}_proj{CACHE_SCALE}": to for part in "kv"}
+    # Other programs store a scale of keys and one of values, whichever layer makes them.
+    names |= {form: to for name, to in joint.items() for form in (name, publish(name))}
 
     def find(stored: str) -> str | None:
         around = (stored.removeprefix(f"{prefix}."), f"{prefix}.{stored}") if prefix else ()
