@@ -24,6 +24,7 @@ settings.load_profile("quark")
 OVER_REGISTRIES = (
     "contracts/test_attention_masks.py",
     "contracts/test_device_maps.py",
+    "contracts/test_fused_layers.py",
     "contracts/test_gpu.py",
     "contracts/test_kv_cache.py",
     "contracts/test_observers.py",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.errors import ConfigError, QuarkError
+from quark.log import severity
 
 IN_MEMORY = "transformers"
 """The goal of a module that stays in memory: every scheme computes there."""
@@ -169,6 +170,7 @@ def _module(
         template, kept = LLMTemplate.get(kind), [*default_exclusions(kind), *exclude]
         chosen = chosen.fitted(lambda name: divides(template.get_config(name, exclude_layers=kept), model))
         config = template.get_config(chosen.scheme, algorithms, exclude_layers=kept)
+        _check_loading(model, config, chosen)
     quantizer = ModelQuantizer(config)
     made = quantizer.freeze(quantizer.quantize_model(model, data))
     if output is None:
@@ -179,3 +181,17 @@ def _module(
     else:
         export_safetensors(made, path, chosen.form, overwrite=overwrite)
     return made
+
+
+def _check_loading(model: Any, config: Any, chosen: Any) -> None:
+    """Raise NotSupportedError for a model of transformers of which the program would not load the folder."""
+    from quark.torch.flows.check_plan import check_goal
+    from quark.torch.flows.predicted_size import planned
+    from quark.torch.model.meta_model import empty_twin
+    from quark.torch.model.published_names import is_transformers_model
+
+    if chosen.goal.fuses and is_transformers_model(model):
+        twin = empty_twin(model)
+        with severity(3):  # what a plan says is said when it is carried out
+            plan = planned(twin, config, chosen.form)[0]
+        check_goal(twin, plan, chosen.goal)

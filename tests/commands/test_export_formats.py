@@ -101,6 +101,15 @@ REFUSED = {
         ("--scheme", "q4_k_m", "--export-format", "gguf", "--kv-cache", "fp8"),
         "--kv-cache and --attention do not apply",
     ),
+    "one of a matrix in float for vLLM": (
+        ("--for", "vllm", "--scheme", "int8_dynamic", "--exclude", "*.0.self_attn.q_proj"),
+        "vLLM makes one layer (qkv_proj) of several that get different schemes here, and refuses such a folder: in "
+        "model.layers.0.self_attn, q_proj: float; k_proj, v_proj: weight: int8",
+    ),
+    "a scheme of one of a matrix in a budget for SGLang": (
+        ("--for", "sglang", "--bits", "6", "--layer", "*.up_proj=int8_dynamic"),
+        "SGLang makes one layer (gate_up_proj)",
+    ),
     "a misspelled format": (("--scheme", "int8_wo", "--export-format", "compressed_tensors"), "'compressed-tensors'"),
 }
 

@@ -59,8 +59,7 @@ class RuntimeGoal:
         extra: Pip packages that the program needs to read such a file.
         cache: Schemes of a cache of keys and values whose scales it reads.
         bfloat16: Types of models, by their config.json, that it does not run in float16.
-        fuses: Whether it makes one matrix of layers that read one tensor (query, key and value; gate and up), so that
-            a mix must have one scheme for them.
+        fuses: Whether it makes one layer of several (`quark.goals.fused_layers`), which must have one scheme then.
     """
 
     name: str

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from quark.errors import ConfigError, NotSupportedError, UsageError
+from quark.errors import ConfigError, NotSupportedError, QuarkError, UsageError
 from quark.goals import GoalChoice
+from quark.goals.goal import RuntimeGoal
 from quark.jobs.choose import fitted_choice
 from quark.jobs.folders.bit_budget import Budget, asked_budget
 from quark.jobs.folders.calibration import Calibration
@@ -20,6 +21,7 @@ from quark.jobs.folders.imatrix import Imatrices
 from quark.jobs.folders.schemes import is_mix, mix_config, scheme_config
 from quark.jobs.resolve import FolderJob
 from quark.jobs.words import torch_algorithms
+from quark.log import severity
 
 if TYPE_CHECKING:
     from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
@@ -95,6 +97,8 @@ def configure(job: FolderJob) -> Configured:
     algorithms = torch_algorithms(asked)
     Imatrices.of(request).check(mixed, request.calib, choice.algorithms if choice is not None else request.algorithm)
     config = _config(job, scheme, budget, algorithms or None)
+    if choice is not None and choice.goal.fuses:
+        _check_loading(job, choice.goal, config)
     calibration = with_default(Calibration.of(request), scheme, request.layer, inside, config, budget)
     return Configured(job, choice, scheme, budget, algorithms, config, calibration)
 
@@ -138,6 +142,21 @@ def _config(job: FolderJob, scheme: str | None, budget: Budget | None, algorithm
         )  # fmt: skip
     kind = stored["model_type"] if request.kv_cache or request.attention else "auto"
     return scheme_config(scheme, request.exclude, request.layer, kind, request.kv_cache, request.attention, algorithms)
+
+
+def _check_loading(job: FolderJob, goal: RuntimeGoal, config: Any) -> None:
+    """Raise NotSupportedError for a plan whose result the program of a goal would not load."""
+    from quark.jobs.folders.models import load_meta_model
+    from quark.torch.flows.check_plan import check_goal
+    from quark.torch.flows.predicted_size import planned
+
+    meta = load_meta_model(job.request.model, job.request.trust_remote_code)
+    try:
+        with severity(3):  # what a plan says is said when it is carried out
+            made, _ = planned(meta, config, job.form)
+    except QuarkError:  # which the work itself meets, or does not: of a checkpoint in FP8 there is no plan
+        return
+    check_goal(meta, made, goal)
 
 
 def _refuse_beside_budget(budget: Budget, inside: list[str | None], load: dict[str, bool]) -> None:

@@ -17,12 +17,12 @@ from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger, severity
 from quark.profiler import ProfileStep, profile_scope
 from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
-from quark.torch.calibration.experts import sibling_groups
 from quark.torch.checkpoint.held_layers import held_layers, with_held
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.config.tensor.enums import QuantFlow, QuantizationMode
 from quark.torch.flows.file2file import quantize_files
+from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.graph.quantize import freeze_graph, quantize_graph
 from quark.torch.kernels.native import RuntimeOptions, check_runtime_options, enable_native_inference
 from quark.torch.layers import QuantLayer

@@ -1,7 +1,4 @@
-"""Layers that runtimes may need alike: those that read one tensor (q/k/v, gate/up), and all experts of a mixture.
-
-vLLM and SGLang fuse the matrices of such layers into one, which has one type of codes; transformers keeps them apart.
-"""
+"""Layers that runtimes may need alike: those that a server makes one of, found as the blocks of a model run."""
 
 from __future__ import annotations
 
@@ -11,10 +8,13 @@ from torch import nn
 
 from quark.torch.algorithms.layer_inputs import input_groups
 from quark.torch.calibration.experts import EXPERT
+from quark.torch.formats.fused_groups import by_table, mixtures_of
 from quark.torch.model.blocks import Call
 
 
-def alike_in_block(name: str, block: nn.Module, layers: Collection[str], call: Call) -> list[list[str]]:
+def alike_in_block(
+    name: str, block: nn.Module, layers: Collection[str], call: Call, known_as: Collection[str] = ()
+) -> list[list[str]]:
     """The layers of a block in groups.
 
     Args:
@@ -22,27 +22,25 @@ def alike_in_block(name: str, block: nn.Module, layers: Collection[str], call: C
         block: With weights, and its hooks as they are.
         layers: Full names of the layers to group.
         call: Of the block.
+        known_as: The architectures of the model.
 
     Returns:
-        Full names. A layer that this call does not reach is a group of its own.
+        Full names. A layer that is made one with no other is a group of its own, and so is one whose name no table
+        knows, and which this call does not reach.
     """
-    mixtures = alike_experts(layers)
+    mixtures = list(mixtures_of(layers).values())
     experts = {layer for group in mixtures for layer in group}
     prefix = f"{name}."
-    single = [layer.removeprefix(prefix) for layer in layers if layer.startswith(prefix) and layer not in experts]
-    groups = [[prefix + leaf for leaf in group] for group in input_groups(block, single, call)]
-    reached = {layer for group in groups for layer in group}
-    return [*groups, *([prefix + leaf] for leaf in single if prefix + leaf not in reached), *mixtures]
-
-
-def alike_experts(layers: Collection[str]) -> list[list[str]]:
-    """The layers of each mixture of experts, by their names."""
-    mixtures: dict[str, list[str]] = {}
-    for layer in layers:
-        expert = EXPERT.fullmatch(layer)
-        if expert:
-            mixtures.setdefault(expert["block"], []).append(layer)
-    return list(mixtures.values())
+    single = [layer for layer in layers if layer.startswith(prefix) and layer not in experts]
+    known, unknown = by_table(single, known_as)
+    groups = [list(group.layers) for group in known]
+    for module, leaves in unknown:
+        inside = [f"{module}.{leaf}".removeprefix(prefix) for leaf in leaves]
+        groups += [[prefix + leaf for leaf in group] for group in input_groups(block, inside, call)]
+    grouped = {layer for group in groups for layer in group}
+    groups += [[layer] for layer in single if layer not in grouped]
+    order = {layer: index for index, layer in enumerate(single)}
+    return [*sorted(groups, key=lambda group: order[group[0]]), *mixtures]
 
 
 def is_mixture(layers: Sequence[str]) -> bool:

@@ -19,9 +19,10 @@ from quark.torch.algorithms.block_loop import is_inside
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.score_passes import TAIL, ScorePasses, without_gradients
 from quark.torch.algorithms.tape import Tape
-from quark.torch.bit_budget.groups import alike_experts, alike_in_block
+from quark.torch.bit_budget.groups import alike_in_block
 from quark.torch.bit_budget.moments import BatchedSums, Moments, collecting
 from quark.torch.calibration.distributed import from_first, part_of, shared_work, world
+from quark.torch.formats.fused_groups import architectures, mixtures_of
 from quark.torch.model.batches import calibration_step, evaluating, input_device, to_device
 from quark.torch.model.blocks import WHOLE, BlockOutput, Call, find_blocks, passing_through
 
@@ -100,7 +101,7 @@ class Sweep(ScorePasses):
             return {"losses": losses, "groups": [[name] for name in losses]}
         module = self.model.get_submodule(block)
         with torch.no_grad():
-            groups = from_first(alike_in_block(block, module, list(losses), call))
+            groups = from_first(alike_in_block(block, module, list(losses), call, architectures(self.model)))
         return {"losses": losses, "groups": groups}
 
     def _outside(self) -> list[str]:
@@ -147,7 +148,7 @@ class Sweep(ScorePasses):
         return sorted(found, key=str)
 
     def _losses(self, moments: Mapping[str, Moments], positions: int) -> dict[str, list[float | None]]:
-        experts = {layer for group in alike_experts(self.layers) for layer in group}
+        experts = {layer for group in mixtures_of(self.layers).values() for layer in group}
         for name, own in moments.items():
             # An expert that no token reaches loses nothing here; its mixture is chosen by those that are reached.
             if name not in experts and (own.count == 0 or not bool(own.scores.any())):

@@ -108,10 +108,3 @@ def require_tokens(quantizers: Mapping[str, FakeQuantize]) -> None:
         f"{', ...' if len(experts) > 5 else ''}. Possible: more calibration data, a dynamic or weight-only scheme, or "
         "sync_moe_expert_input_amax=True in the QConfig, which gives all experts of a block one input range."
     )
-
-
-def sibling_groups(model: nn.Module, groups: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """The groups of siblings that share a global scale, with the gate and up projections of experts (w1, w3) added."""
-    pairs = {m.names for m in model.modules() if isinstance(m, UnfusedExperts)} if groups else set()
-    added = [[gate, up] for gate, up, _ in pairs if gate is not None and not any(gate in group for group in groups)]
-    return [*groups, *sorted(added)]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
+from torch import nn
+
+from quark.core.spec import LayerSpec
+from quark.errors import NotSupportedError
+from quark.goals.goal import RuntimeGoal
 from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.shards import entries
 from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, Folder, FolderFormat, Format
+from quark.torch.formats.fused_groups import EXPERTS, FusedGroup, fused_groups
 from quark.torch.formats.readers import check_readers
 from quark.torch.plan import Plan
 from quark.torch.replace import replaced
@@ -40,3 +48,74 @@ def _with_algorithms(content: Folder, config: QConfig) -> Folder:
     algorithms, first = config.algo_config or [], next(iter(content.specs), "")
     branched = (first,) if any(isinstance(each, SVDQuantConfig) for each in algorithms) else ()
     return replace(content, branched=branched)
+
+
+SHOWN = 4
+"""How many names of a kind a message lists."""
+
+
+def check_goal(model: nn.Module, made: Plan, goal: RuntimeGoal) -> None:
+    """Raise NotSupportedError for a plan whose result a program would not load; names the layers.
+
+    Args:
+        model, made: As `split_said` takes them.
+        goal: The program.
+    """
+    said = split_said(model, made) if goal.fuses else None
+    if said is not None:
+        raise NotSupportedError(f"{goal.program} {said}")
+
+
+def split_said(model: nn.Module, made: Plan) -> str | None:
+    """What a server does with the result of a plan that gives what it makes one of different schemes; else None.
+
+    Args:
+        model: As the plan was made of it.
+        made: The plan.
+    """
+    split = split_groups(model, made)
+    if not split:
+        return None
+    group, parts = split[0]
+    module = _module(group)
+    has = "; ".join(f"{_listed(names, group)}: {spec}" for spec, names in parts.items())
+    more = f" (and {len(split) - 1} more)" if len(split) > 1 else ""
+    every = [f"{module}.*"] if group.fused == EXPERTS else [f"*.{name.rpartition('.')[2]}" for name in group.layers]
+    return (
+        f"makes one layer{f' ({group.fused})' if group.fused else ''} of several that get different schemes here, and "
+        f"refuses such a folder: in {module or 'the model'}, {has}{more}. Possible: one scheme for all of "
+        f"{' '.join(map(repr, every))}, or all of them excluded."
+    )
+
+
+def split_groups(model: nn.Module, made: Plan) -> list[tuple[FusedGroup, dict[LayerSpec, list[str]]]]:
+    """The groups of which a server makes one, and whose layers a plan gives different schemes.
+
+    Args:
+        model: As the plan was made of it.
+        made: The plan.
+
+    Returns:
+        Each with what its layers get -> those that get it; an empty spec for float. What is quantized of an output, the
+        cache of keys and values, is no part of it.
+    """
+    found = []
+    for group in fused_groups(model):
+        parts: dict[LayerSpec, list[str]] = defaultdict(list)
+        for name in group.layers:
+            parts[replace(made.layers.get(name, LayerSpec()), output=None)].append(name)
+        if len(parts) > 1:
+            found.append((group, dict(parts)))
+    return found
+
+
+def _module(group: FusedGroup) -> str:
+    """The module that holds all layers of a group."""
+    parts = [name.split(".")[:-1] for name in group.layers]
+    return ".".join(same[0] for same in takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False)))
+
+
+def _listed(names: list[str], group: FusedGroup) -> str:
+    """Some of the names, within their module."""
+    inside = [name.removeprefix(f"{_module(group)}.") for name in names]
+    return ", ".join(inside[:SHOWN]) + (f" and {len(inside) - SHOWN} more" if len(inside) > SHOWN else "")

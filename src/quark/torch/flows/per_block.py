@@ -39,8 +39,8 @@ from quark.torch.calibration.calibrate import (
     waiting_activations,
     waiting_ranges,
 )
-from quark.torch.calibration.experts import sibling_groups
 from quark.torch.config.config import QConfig
+from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import layer_quantizers, observing, quantizers_off
 from quark.torch.model.batches import evaluating

@@ -1,0 +1,185 @@
+"""Layers of a model that a server makes one of: one matrix of layers that read one tensor, one kernel of experts.
+
+vLLM and SGLang do; transformers keeps such layers apart. Which ones they are is said by a table of facts
+(`quark.goals.fused_layers`), by the names that the layers have. Of layers whose names it does not know, those of one
+module that read one tensor in a forward: so vLLM does it with models that it takes from transformers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.goals.fused_layers import fused_siblings
+from quark.torch.calibration.experts import EXPERT
+from quark.torch.config.selectors import routers
+from quark.torch.model.batches import evaluating, forward_batch
+from quark.torch.model.dataflow import Trace
+from quark.torch.model.meta_model import empty_twin
+from quark.torch.model.outside_reads import example
+from quark.torch.model.passes import UnfusedExperts
+from quark.torch.model.published_names import is_transformers_model
+from quark.torch.model.record_forward import record
+
+EXPERTS = "experts"
+"""What all layers of a mixture become."""
+
+
+@dataclass(frozen=True)
+class FusedGroup:
+    """Layers that a server makes one of.
+
+    Attributes:
+        layers: Full names, at least two.
+        fused: What they become, for messages: the name of the matrix, EXPERTS, or nothing where it has no name.
+    """
+
+    layers: tuple[str, ...]
+    fused: str
+
+
+Siblings = tuple[str, tuple[str, ...]]
+"""Full name of a module, and the last names of its linear layers."""
+
+
+def fused_groups(model: nn.Module) -> list[FusedGroup]:
+    """The layers of a model that must have one scheme: of each matrix, and all of a mixture of experts.
+
+    Args:
+        model: On any device, its experts taken apart where one of them is to be quantized; quantized layers are
+            linear layers, too.
+    """
+    mixtures = mixtures_of(_linears(model))
+    inside = {layer for layers in mixtures.values() for layer in layers}
+    matrices = [group for group in fused_matrices(model) if group.layers[0] not in inside]
+    return matrices + [FusedGroup(tuple(layers), EXPERTS) for layers in mixtures.values() if len(layers) > 1]
+
+
+def fused_matrices(model: nn.Module) -> list[FusedGroup]:
+    """The layers of a model, as `fused_groups` takes it, of which one matrix is made; gate and up of each expert."""
+    groups, unknown = by_table(_linears(model), architectures(model))
+    single = [(module, leaves) for module, leaves in unknown if EXPERT.fullmatch(f"{module}.x") is None]
+    for module, _ in unknown:
+        experts = model.get_submodule(module.rpartition(".")[0])
+        if isinstance(experts, UnfusedExperts) and experts.names[0] is not None:
+            groups.append(_group(module, [experts.names[0], experts.names[1]], "gate and up"))
+    return groups + (_by_dataflow(model, single) if single and is_transformers_model(model) else [])
+
+
+def mixtures_of(layers: Iterable[str]) -> dict[str, list[str]]:
+    """Name of each block of experts -> its layers, by their names."""
+    mixtures: dict[str, list[str]] = {}
+    for layer in layers:
+        expert = EXPERT.fullmatch(layer)
+        if expert:
+            mixtures.setdefault(expert["block"], []).append(layer)
+    return mixtures
+
+
+def by_table(layers: Iterable[str], known_as: Collection[str]) -> tuple[list[FusedGroup], list[Siblings]]:
+    """The groups that the table of facts names, and the modules with several layers of which it knows none.
+
+    Args:
+        layers: Full names of linear layers.
+        known_as: The architectures of the model.
+    """
+    modules: dict[str, list[str]] = defaultdict(list)
+    for layer in layers:
+        module, _, leaf = layer.rpartition(".")
+        modules[module].append(leaf)
+    groups, unknown, seen = [], [], {}
+    for module, leaves in modules.items():
+        key = (module.rpartition(".")[2], tuple(leaves))
+        if key not in seen:  # of a mixture there are thousands
+            seen[key] = fused_siblings(*key, known_as)
+        found = seen[key]
+        if found is None and len(leaves) > 1:
+            unknown.append((module, tuple(leaves)))
+        groups += [_group(module, members, row.fused) for row, members in found or () if row.fused]
+    return groups, unknown
+
+
+def architectures(model: Any) -> set[str]:
+    """What config.json calls the class of a model."""
+    config = getattr(model, "config", None)
+    return {type(model).__name__, *(getattr(config, "architectures", None) or ())}
+
+
+def sibling_groups(model: nn.Module, groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The groups of siblings that share a global scale, with those added that a server makes one matrix of.
+
+    Args:
+        model: As `fused_groups` takes it.
+        groups: Last names of siblings that share; none: nothing shares.
+
+    Returns:
+        Last names. Groups that have a name in common are one.
+    """
+    if not groups:
+        return []
+    shared: list[list[str]] = [list(group) for group in groups]
+    for leaves in dict.fromkeys(_leaves(group) for group in fused_matrices(model)):
+        common = [group for group in shared if not set(group).isdisjoint(leaves)]
+        rest = [group for group in shared if group not in common]
+        shared = [*rest, list(dict.fromkeys(name for group in [*common, leaves] for name in group))]
+    return shared
+
+
+def _group(module: str, leaves: Iterable[str], fused: str) -> FusedGroup:
+    prefix = f"{module}." if module else ""
+    return FusedGroup(tuple(prefix + leaf for leaf in leaves), fused)
+
+
+def _leaves(group: FusedGroup) -> tuple[str, ...]:
+    return tuple(layer.rpartition(".")[2] for layer in group.layers)
+
+
+def _linears(model: nn.Module) -> list[str]:
+    """Linear layers, without those that choose experts, which no server makes a part of another."""
+    apart = routers(model)
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in apart]
+
+
+def _by_dataflow(model: Any, modules: Collection[Siblings]) -> list[FusedGroup]:
+    """The layers of each module that read one tensor; of a module that no forward reaches, as in others of its class.
+
+    The forward runs on a model without weights, so that every flow, whatever holds its weights, gets the same.
+    """
+    twin, traces = None, []
+    with suppress(Exception):  # of a model that a dummy input does not suit, nothing is known
+        twin = empty_twin(model)
+        batch = example(twin)
+
+        def run() -> None:
+            with suppress(Exception):  # a mixture cannot route without values; what ran before it is known
+                forward_batch(twin, batch, torch.device("meta"))
+
+        with evaluating(twin):
+            traces.append(record(twin, run))
+    found = {siblings: _reading_one(traces[0], siblings) for siblings in modules} if traces else {}
+    kinds = {siblings: (type(model.get_submodule(siblings[0])), siblings[1]) for siblings in found}
+    forms: dict[Any, set[Any]] = defaultdict(set)
+    for siblings, parts in found.items():
+        if parts is not None:
+            forms[kinds[siblings]].add(parts)
+    groups = []
+    for siblings, parts in found.items():
+        alike = forms[kinds[siblings]]
+        form = parts if parts is not None else next(iter(alike)) if len(alike) == 1 else ()
+        groups += [_group(siblings[0], leaves, "") for leaves in form]
+    return groups
+
+
+def _reading_one(trace: Trace, siblings: Siblings) -> tuple[tuple[str, ...], ...] | None:
+    """The sets of siblings that read one tensor; None where the forward does not come to all of them."""
+    names = _group(*siblings, "").layers
+    if any(name not in trace.calls for name in names):
+        return None
+    groups = (dict.fromkeys(name.rpartition(".")[2] for name in group) for group in trace.groups(names))
+    return tuple(tuple(group) for group in groups if len(group) > 1)
