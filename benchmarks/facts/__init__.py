@@ -1,0 +1,1 @@
+"""Facts of programs, seen once more on this machine: python -m benchmarks.facts."""
