@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 
 import quark
@@ -30,15 +33,16 @@ HYBRID: dict[str, dict[str, Any]] = {
               "mamba_d_state": 16},
     "nemotron_h": {"hybrid_override_pattern": "M*-", "num_hidden_layers": 3, "mamba_num_heads": 4,
                    "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, "head_dim": 16},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16,
                      "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
                      "linear_num_value_heads": 4},
 }  # fmt: skip
-"""Families with state-space or linear attention layers: their sizes."""
+"""Families with state-space or linear attention layers, and experts under other names: their sizes."""
 EVERYDAY = ("deepseek_v3", "nemotron_h")
 FAMILIES = [
     pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.slow)
-    for name in ("llama", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2", *HYBRID)
+    for name in ("llama", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "gpt_oss", *HYBRID)
 ]
 
 
@@ -56,7 +60,8 @@ def float_folder(model_type: str, folder: Path) -> Path:
 
 def in_memory(source: Path, output: Path) -> None:
     quantizer = ModelQuantizer(LLMTemplate.get("auto").get_config(SCHEME))
-    export_safetensors(quantizer.freeze(quantizer.quantize_model(load_float_model(source))), output)
+    model = load_float_model(source, dequantize=True)
+    export_safetensors(quantizer.freeze(quantizer.quantize_model(model)), output)
 
 
 def from_disk(source: Path, output: Path) -> None:
@@ -116,3 +121,116 @@ def test_float_tensors_keep_their_types(model_type: str, tmp_path: Path) -> None
     assert len(wide) > 4
     for name in wide:
         assert torch.equal(tensors[name], stored[name]), name
+
+
+# Quantized sources. --------------------------------------------------------------------------------------------------
+
+Stored = dict[str, torch.Tensor]
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "int4": ("pack-quantized", {"num_bits": 4, "group_size": 32, "strategy": "group"}),
+    "int8": ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
+                                       "scale_dtype": "torch.float8_e4m3fn"}),
+    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32,
+                                       "scale_dtype": "torch.uint8"}),
+}  # fmt: skip
+"""Kind -> the format of compressed-tensors, and its arguments."""
+
+
+def fp8_blocks(x: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+    """Codes and scales of 128 x 128 tiles, the last ones cut; and what they stand for."""
+    rows, columns = x.shape
+    whole = torch.zeros(-(-rows // 128) * 128, -(-columns // 128) * 128)
+    whole[:rows, :columns] = x.float()
+    tiles = whole.reshape(whole.shape[0] // 128, 128, -1, 128)
+    scale = tiles.abs().amax((1, 3)) / 448
+    codes = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    value = (codes.float() * scale[:, None, :, None]).reshape(whole.shape)[:rows, :columns]
+    return {"weight": codes.reshape(whole.shape)[:rows, :columns], "weight_scale_inv": scale}, value
+
+
+def compressed(kind: str, x: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+    """What the library of the format makes of a weight, and what it reads back."""
+    form, arguments = COMPRESSED[kind]
+    args = QuantizationArgs(**arguments)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    blocks = x.float().reshape(x.shape[0], -1, args.group_size or x.shape[1])
+    low, high = blocks.amin(-1), blocks.amax(-1)
+    state = {"weight": x.float()}
+    if kind == "nvfp4":
+        state["weight_global_scale"] = generate_gparam(low.min().reshape(1), high.max().reshape(1))
+    scale, zero = calculate_qparams(low, high, args, global_scale=state.get("weight_global_scale"))
+    compressor = BaseCompressor.get_value_from_registry(form)
+    stored = compressor.compress(state | {"weight_scale": scale, "weight_zero_point": zero}, scheme)
+    return stored, compressor.decompress(stored, scheme)["weight"]
+
+
+def quantized_folder(kind: str, model_type: str, folder: Path) -> tuple[Path, Stored]:
+    """A folder whose projections are stored in codes, and the float weights that its library reads there."""
+    float_folder(model_type, folder)
+    tensors, values = load_file(folder / "model.safetensors"), {}
+    for name in [name for name, x in tensors.items() if x.ndim == 2 and "proj" in name]:
+        parts, values[name] = fp8_blocks(tensors[name]) if kind == "blocks" else compressed(kind, tensors[name])
+        parent = name.removesuffix(".weight")
+        del tensors[name]
+        tensors |= {f"{parent}.{part}": x.contiguous() for part, x in parts.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    said: dict[str, Any] = FP8
+    if kind != "blocks":
+        form, arguments = COMPRESSED[kind]
+        group = {"targets": ["Linear"], "weights": arguments, "format": form}
+        said = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": said}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, values
+
+
+SOURCES = [
+    pytest.param(kind, model_type, marks=() if (kind, model_type) == ("blocks", "deepseek_v3") else pytest.mark.slow)
+    for kind in ("blocks", *COMPRESSED)
+    for model_type in ("llama", "deepseek_v3", "minimax_m2")
+]
+
+
+@pytest.mark.parametrize(("kind", "model_type"), SOURCES)
+def test_quantized_sources(kind: str, model_type: str, tmp_path: Path) -> None:
+    source, values = quantized_folder(kind, model_type, tmp_path / "source")
+    loaded = load_float_model(source, dequantize=True)
+    own = loaded.state_dict()
+    assert sum(name in own for name in values) > 5
+    for name in [name for name in values if name in own]:
+        # Half a unit of bfloat16, twice: the library of compressed-tensors rounds FP4 to it by itself.
+        torch.testing.assert_close(own[name].float(), values[name].float(), rtol=2**-7, atol=0)
+    same_through_every_door(source, tmp_path)
+
+
+def mxfp4_experts(folder: Path) -> Stored:
+    """Put the experts of a GPT-OSS folder into blocks; return the float tensors that transformers reads there."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors, values = load_file(folder / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(2)
+    for name in [name for name, x in tensors.items() if x.ndim == 3]:
+        experts, rows, columns = tensors.pop(name).mT.shape
+        shape = (experts, rows, columns // 32, 16)
+        blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        exponents = torch.randint(118, 126, shape[:3], dtype=torch.uint8, generator=generator)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        values[name] = convert_moe_packed_tensors(blocks, exponents)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    said = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": said}
+    (folder / "config.json").write_text(json.dumps(config))
+    return values
+
+
+@pytest.mark.slow
+def test_mxfp4_of_gpt_oss(tmp_path: Path) -> None:
+    source = float_folder("gpt_oss", tmp_path / "source")
+    values = mxfp4_experts(source)
+    own = load_float_model(source, dequantize=True).state_dict()
+    for name, value in values.items():
+        assert torch.equal(own[name], value), name
+    same_through_every_door(source, tmp_path)

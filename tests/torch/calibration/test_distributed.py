@@ -33,7 +33,7 @@ from quark.torch.algorithms.rounding import gptq
 from quark.torch.bit_budget.measure import measure_sensitivity
 from quark.torch.calibration import distributed
 from quark.torch.calibration.distributed import processes
-from quark.torch.checkpoint.source import Source
+from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.algo_configs import (
     AlgoConfig,
     AutoRoundConfig,

@@ -17,7 +17,7 @@ from quark.core.spec import LayerSpec, spec
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.torch import ModelQuantizer, export_safetensors, import_model_from_safetensors, load_params, save_params
 from quark.torch.checkpoint import shards
-from quark.torch.checkpoint.source import check_finite
+from quark.torch.checkpoint.sources.source import check_finite
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from tests.models.checkpoints import change_config, frozen, logits

@@ -47,7 +47,7 @@ def compare_schemes(
     Raises:
         QuarkError: None of them can be used; says why of the last.
     """
-    before, trusted = load_model(model, **load), load["trust_remote_code"]
+    before, trusted = load_model(model, dequantize=True, **load), load["trust_remote_code"]
     inputs = inputs_of(model, before)
     batches = inputs.read(data, windows[1] or ALL, windows[0])
     fitted = Calibration(calib).read(inputs)
@@ -59,7 +59,7 @@ def compare_schemes(
             config = config_of(model, name, form, trust_remote_code=trusted)
             with severity(2):
                 quantizer = ModelQuantizer(config)
-                after = quantizer.freeze(quantizer.quantize_model(load_model(model, **load), fitted))
+                after = quantizer.freeze(quantizer.quantize_model(load_model(model, dequantize=True, **load), fitted))
                 found = compare(before, after, batches)
             perplexity = found.perplexity and found.perplexity[0]
             rows.append(_row(name, planned(load_meta_model(model, trusted), config, form)[1], found))

@@ -39,11 +39,12 @@ def evaluate_folders(
         from quark.torch import import_model_from_gguf
 
         require_regular(quantized)
-        before, after = (load_model(float_model, device, dtype, **load) for _ in range(2))
+        before, after = (load_model(float_model, device, dtype, dequantize=True, **load) for _ in range(2))
         import_model_from_gguf(after, quantized)
     else:
         _same_architecture(read_config(float_model), read_config(quantized))
-        before, after = (load_model(folder, device, dtype, **load) for folder in (float_model, quantized))
+        before = load_model(float_model, device, dtype, dequantize=True, **load)
+        after = load_model(quantized, device, dtype, **load)
     if not quantized_layers(after):
         raise ConfigError(f"{quantized} holds no quantized layer; it is a float model.")
     inputs = inputs_of(float_model, before)

@@ -41,7 +41,7 @@ def page_of_folder(
     from quark.jobs.folders.models import inputs_of, load_model
     from quark.torch.writers.model_card import add_figures
 
-    before, after = (load_model(folder, **load) for folder in (model, output))
+    before, after = load_model(model, dequantize=True, **load), load_model(output, **load)
     inputs = inputs_of(model, before)
     found = measure_folders(model, output, before, after, inputs.read(calib, WINDOWS, LENGTH))
     sections = folder_sections(model, output, found, inputs, f"{words}\nMeasured on the calibration data.")

@@ -73,15 +73,14 @@ def _in_memory(
     Returns:
         The bytes of its weights on disk, and its `quant_errors`.
     """
-    from quark.jobs.folders.models import check_loading, inputs_of, load_model
+    from quark.jobs.folders.models import check_loading, inputs_of, is_read, load_model
     from quark.torch import ModelQuantizer
-    from quark.torch.model.model_folder import read_config
 
     check_loading(device, dtype)
-    stored = read_config(model).get("quantization_config")
-    data = None if stored else _preflight_data(model, config, calibration.read, export, dtype, load)
-    float_model = load_model(model, device, dtype, **load)
-    if stored:  # only the model that is loaded says what it takes
+    other = not is_read(model)
+    data = None if other else _preflight_data(model, config, calibration.read, export, dtype, load)
+    float_model = load_model(model, device, dtype, dequantize=True, **load)
+    if other:  # only the model that is loaded says what it takes
         data = calibration.read(inputs_of(model, float_model))
     data = calibration.with_synthetic(float_model, data)
     before(float_model, data)
@@ -99,12 +98,11 @@ def _from_file_to_file(
         Whether that was possible: where no data are needed, of a folder of float weights that is as it should be.
         Where it was not, nothing is left, and a model in memory does it, or says what is wrong.
     """
-    from quark.jobs.folders.models import check_loading
+    from quark.jobs.folders.models import check_loading, is_read
     from quark.torch.flows.file2file import quantize_files
-    from quark.torch.model.model_folder import read_config
 
     inside = config.algo_config or config.kv_cache_quant_config or config.softmax_quant_spec
-    if export.form != STREAMED or any(load.values()) or inside or read_config(model).get("quantization_config"):
+    if export.form != STREAMED or any(load.values()) or inside or not is_read(model):
         return False
     check_loading(device, dtype)
     if dtype != "auto":
@@ -131,7 +129,7 @@ def _streamed(model: Path, config: Any, samples: Samples, device: str, dtype: st
 
 def _streams(stream: bool | None, export: Export, model: Path, load: Mapping[str, bool]) -> bool:
     """Whether to go block by block: where it is asked for, or memory is too small. Raises ConfigError."""
-    from quark.jobs.folders.models import folder_bytes
+    from quark.jobs.folders.models import float_bytes
     from quark.torch.calibration.distributed import from_first
 
     if export.form != STREAMED and stream:
@@ -146,7 +144,7 @@ def _streams(stream: bool | None, export: Export, model: Path, load: Mapping[str
         return False
     if stream is None:
         # What is free of the memory differs between processes.
-        stream = not from_first(_fits_memory(folder_bytes(model)))
+        stream = not from_first(_fits_memory(float_bytes(model)))
     return export.form == STREAMED and stream
 
 

@@ -16,6 +16,8 @@ from quark.errors import ConfigError, FormatError, did_you_mean
 from quark.jobs.folders.model_inputs import ModelInputs
 from quark.torch import import_model_from_safetensors
 from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
+from quark.torch.checkpoint.shards import predicted_bytes
+from quark.torch.checkpoint.sources.source import READ, quantization_of
 from quark.torch.llm.model_loading import DTYPES, FOREIGN
 from quark.torch.model.batches import named_device
 from quark.torch.model.meta_model import build_skeleton
@@ -44,9 +46,14 @@ def load_model(
     *,
     trust_remote_code: bool = False,
     keep_unexpected: bool = False,
+    dequantize: bool = False,
 ) -> Any:
-    """The model of a folder, float or quantized, in evaluation mode. Raises FormatError naming the folder."""
-    stored = read_config(folder).get("quantization_config") or {}
+    """The model of a folder, float or quantized, in evaluation mode. Raises FormatError naming the folder.
+
+    With `dequantize` one that is quantized in a way that sources may be is the float model that it stands for.
+    """
+    dequantize = dequantize and is_read(folder)
+    stored = {} if dequantize else read_config(folder).get("quantization_config") or {}
     where = check_loading(device, dtype)
     _quiet_transformers()
     if str(stored.get("quant_method")) in FOREIGN:
@@ -54,8 +61,22 @@ def load_model(
         with as_format_error(folder):
             return import_model_from_safetensors(None, folder, attn_implementation=None).eval().to(where)
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    model = load_float_model(folder, wanted, trust_remote_code=trust_remote_code, keep_unexpected=keep_unexpected)
+    model = load_float_model(
+        folder, wanted, trust_remote_code=trust_remote_code, keep_unexpected=keep_unexpected, dequantize=dequantize
+    )
     return model.to(where)
+
+
+def is_read(folder: Path) -> bool:
+    """Whether the weights of a folder are read as float: they are, or are quantized in a way that sources may be.
+
+    Raises NotSupportedError for a part of such a way that is not read.
+    """
+    stored = read_config(folder)
+    method = (stored.get("quantization_config") or stored.get("compression_config") or {}).get("quant_method")
+    if method is None and not stored.get("quantization_config"):
+        return True
+    return method in READ and quantization_of(stored, folder) is not None
 
 
 def inputs_of(folder: Path, model: Any) -> ModelInputs:
@@ -66,7 +87,7 @@ def inputs_of(folder: Path, model: Any) -> ModelInputs:
 
 def load_meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
     """The float model of a folder without weights: parameters on the meta device."""
-    if read_config(folder).get("quantization_config"):
+    if not is_read(folder):
         raise ConfigError(
             f"{folder} is quantized already; give the float model. Possible: quark convert, whose --requantize rounds "
             "its values anew."
@@ -77,6 +98,13 @@ def load_meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
     except FormatError:  # a plan needs no weights
         shapes = {}
     return build_skeleton(folder, shapes=shapes, trust_remote_code=trust_remote_code)
+
+
+def float_bytes(folder: Path) -> int:
+    """Bytes of the weights of a folder as float: those of its files, where these are float."""
+    if not read_config(folder).get("quantization_config") or not is_read(folder):
+        return folder_bytes(folder)
+    return predicted_bytes(load_meta_model(folder), None)
 
 
 def folder_bytes(folder: Path) -> int:

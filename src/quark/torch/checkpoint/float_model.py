@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from quark.errors import FormatError
-from quark.torch.checkpoint.source import Source, check_finite
+from quark.torch.checkpoint.sources.source import Source, check_finite, quantization_of
 from quark.torch.model.folder_files import INDEX, shard_files
-from quark.torch.model.meta_model import build_skeleton
+from quark.torch.model.meta_model import build_skeleton, read_generation_config
 from quark.torch.model.model_folder import (
     as_format_error,
     check_sizes,
@@ -38,6 +38,7 @@ def load_float_model(
     *,
     trust_remote_code: bool = False,
     keep_unexpected: bool = False,
+    dequantize: bool = False,
     **options: Any,
 ) -> Any:
     """The model of a folder, in evaluation mode, on the CPU. One that quark quantized is loaded as it computes.
@@ -48,9 +49,11 @@ def load_float_model(
         trust_remote_code: Run the code that `auto_map` names.
         keep_unexpected: Accept tensors that the class has no place for; a checkpoint that is made of the model holds
             them as they are.
+        dequantize: Load a folder in FP8, compressed-tensors or MXFP4 as the float model that it stands for.
         options: For `from_pretrained`.
 
     Raises:
+        ConfigError, NotSupportedError: With `dequantize`: the folder is quantized in another way.
         FormatError: The folder is incomplete or corrupt, its config calls for other shapes than its files have, or
             tensors are missing, unexpected or of another shape; names them.
     """
@@ -58,33 +61,47 @@ def load_float_model(
     tensors = stored_metas(folder)
     shapes = shapes_of(tensors)
     check_sizes(folder, stored, shapes)
+    quantization = quantization_of(stored, folder) if dequantize else None
+    source = None if quantization is None else Source(shard_files(folder), quantization)
     if not stored.get("quantization_config"):
         check_metas(folder, build_skeleton(folder, shapes=shapes, trust_remote_code=trust_remote_code), tensors)
     model = load_whole(
-        folder, trust_remote_code=trust_remote_code, keep_unexpected=keep_unexpected, dtype=dtype, **options
+        folder,
+        trust_remote_code=trust_remote_code,
+        keep_unexpected=keep_unexpected,
+        source=source,
+        dtype=dtype,
+        **options,
     )
     return model.eval()
 
 
-def load_whole(folder: Path, *, trust_remote_code: bool = False, keep_unexpected: bool = False, **options: Any) -> Any:
+def load_whole(
+    folder: Path,
+    *,
+    trust_remote_code: bool = False,
+    keep_unexpected: bool = False,
+    source: Source | None = None,
+    **options: Any,
+) -> Any:
     """What `from_pretrained` of the class that config.json names gives, where it found a place for every tensor.
 
     Args:
         folder, trust_remote_code, keep_unexpected: See `load_float_model`.
+        source: The float tensors of a quantized folder, to be loaded in place of what the files hold.
         options: For `from_pretrained`.
 
     Raises:
         FormatError: See `load_float_model`.
     """
-    chosen = model_class(folder, load_config(folder, trust_remote_code), trust_remote_code)
+    config = load_config(folder, trust_remote_code)
+    chosen = model_class(folder, config, trust_remote_code)
+    given = {"trust_remote_code": trust_remote_code, "local_files_only": True, "output_loading_info": True, **options}
     with as_format_error(folder):
-        model, report = chosen.from_pretrained(
-            folder,
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-            **options,
-        )
+        if source is None:
+            model, report = chosen.from_pretrained(folder, **given)
+        else:
+            model, report = _from_source(chosen, config, source, folder, given)
     unexpected = sorted(report["unexpected_keys"])
     if keep_unexpected and unexpected:
         # What the class leaves out by design is named so; writers store it as it was.
@@ -97,6 +114,31 @@ def load_whole(folder: Path, *, trust_remote_code: bool = False, keep_unexpected
     for name, tensor in model.named_parameters():
         check_finite(name, tensor)
     return model
+
+
+def _from_source(chosen: Any, config: Any, source: Source, folder: Path, options: dict[str, Any]) -> tuple[Any, Any]:
+    """What `from_pretrained` gives for the float tensors of a source, each decoded when its turn comes."""
+    config.__dict__.pop("quantization_config", None)
+    if options.get("dtype", "auto") == "auto":
+        options = {**options, "dtype": config.dtype or source.dtype()}
+    tensors = {name: WhenRead(source, name) for name in source.names()}
+    model, report = chosen.from_pretrained(None, config=config, state_dict=tensors, **options)
+    model.config._name_or_path = str(folder)
+    read_generation_config(model, folder)
+    return model, report
+
+
+class WhenRead:
+    """A tensor of a source that is read when transformers asks for its values, as it does of safetensors files."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        self.source, self.name = source, name
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        # float32, so that it is rounded once, to the type of the parameter.
+        coded = self.source.is_coded(self.name)
+        x = self.source.float(self.name) if coded else self.source.stored(self.name)
+        return x[index]
 
 
 def _refuse(folder: Path, chosen: type, what: str, names: list[str], why: str) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from quark.core.scales import QParams, flaw
 from quark.errors import FormatError
 from quark.torch.checkpoint.loading import StoredTensor
-from quark.torch.checkpoint.source import check_finite
+from quark.torch.checkpoint.sources.source import check_finite
 from quark.torch.formats import Format
 from quark.torch.formats.layout import Tensors
 from quark.torch.layers import ROLES

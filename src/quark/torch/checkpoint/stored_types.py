@@ -15,7 +15,7 @@ import torch
 
 from quark.errors import FormatError
 from quark.torch.checkpoint.shards import Entry, Plain, plain_entry
-from quark.torch.checkpoint.source import Source
+from quark.torch.checkpoint.sources.source import Source
 from quark.torch.checkpoint.stored_tensors import HALF, is_wide
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import saved_dtype

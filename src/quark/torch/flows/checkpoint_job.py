@@ -29,7 +29,8 @@ from quark.torch.checkpoint.shards import (
     plain_entry,
     stored_shapes,
 )
-from quark.torch.checkpoint.source import Source, quantization_of
+from quark.torch.checkpoint.sources.origins import Origin, Origins, names_of
+from quark.torch.checkpoint.sources.source import Source, quantization_of
 from quark.torch.checkpoint.stored_types import StoredTypes
 from quark.torch.config.config import QConfig
 from quark.torch.layers.attention.cache_rules import check_cache_config
@@ -54,14 +55,14 @@ class Contents:
         entries: The tensors of the quantized model.
         dropped: Tensors of the old folder that the class of the model leaves out by design; stored as they are.
         names: Name in the new folder of a tensor and a suffix.
-        sources: Name in the model -> name in the old folder.
+        sources: Name in the model -> where it lies in the old folder.
         ties: Name in the model -> all names of the same parameter, itself first.
     """
 
     entries: list[Entry]
     dropped: list[Entry]
     names: Naming
-    sources: dict[str, str]
+    sources: dict[str, Origin]
     ties: dict[str, list[str]]
 
 
@@ -102,6 +103,7 @@ class CheckpointJob:
         self.model = build_skeleton(folder, self.checkpoint.dtype(), shapes_of(tensors))
         if self.quantization is None:
             check_metas(folder, self.model, tensors)
+        self.origins = Origins(self.model, self.checkpoint.names())
         _take_apart(config, self.model)
         named = source_names(self.model, self.checkpoint.stored_names())
         self.types = StoredTypes(self.checkpoint, named, self.model.dtype, narrow=not config.algo_config)
@@ -111,12 +113,12 @@ class CheckpointJob:
         """What the new folder will hold; to be asked for while the layers of the plan are replaced."""
         made = list(self.entries())
         ties = tied_names(self.model)
-        in_folder = source_names(self.model, self.checkpoint.names())
+        in_folder = self.origins.of(self.model)
         sources = _sources((name for name, _, _ in made if name in ties), in_folder, ties)
         self._check_ties(in_folder, ties)
         names = self.beside()
         dropped = [plain_entry(name, self.checkpoint.meta(name)) for name in names]
-        unexpected = sorted({*self.checkpoint.names()} - {*(in_folder[n] for n in in_folder if n in ties), *names})
+        unexpected = sorted({*self.checkpoint.names()} - names_of(in_folder, ties) - {*names})
         if unexpected:
             raise FormatError(
                 f"{self.folder} holds {len(unexpected)} tensors that the class of its config.json has no place for: "
@@ -132,13 +134,13 @@ class CheckpointJob:
         """Names of the tensors of the old folder that the class of the model leaves out by design."""
         return dropped_names(self.model, self.checkpoint.names())
 
-    def _check_ties(self, in_folder: Mapping[str, str], ties: Mapping[str, list[str]]) -> None:
+    def _check_ties(self, in_folder: Mapping[str, Origin], ties: Mapping[str, list[str]]) -> None:
         """Raise NotSupportedError where the model shares one tensor, and the folder has different ones under its names.
 
         transformers keeps both then, which a skeleton cannot know.
         """
         for name, aliases in ties.items():
-            stored = [in_folder[alias] for alias in aliases if alias in in_folder]
+            stored = [in_folder[alias].names[0] for alias in aliases if alias in in_folder]
             if name != aliases[0] or len(set(stored)) < 2:
                 continue
             first, *others = (self.checkpoint.stored(source) for source in dict.fromkeys(stored))
@@ -181,8 +183,8 @@ def _take_apart(config: QConfig, model: nn.Module) -> None:
             )
 
 
-def _sources(names: Iterable[str], in_folder: Mapping[str, str], ties: Mapping[str, list[str]]) -> dict[str, str]:
-    """Name in the model -> name in the checkpoint. Raises FormatError for tensors that the checkpoint lacks."""
+def _sources(names: Iterable[str], in_folder: Mapping[str, Origin], ties: Mapping[str, list[str]]) -> dict[str, Origin]:
+    """Name in the model -> where it lies in the folder. Raises FormatError for tensors that the folder lacks."""
     sources, missing = {}, []
     for name in names:
         alias = next((alias for alias in ties[name] if alias in in_folder), None)

@@ -29,7 +29,8 @@ from quark.torch.calibration.distributed import check_alive, rank, shared_folder
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.checkpoint.safetensors_file import ByteRange, write_tensor
 from quark.torch.checkpoint.shards import Entry
-from quark.torch.checkpoint.source import Source
+from quark.torch.checkpoint.sources.origins import Origin
+from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob, Contents
 from quark.torch.formats.fused_groups import sibling_groups
@@ -47,14 +48,14 @@ class TensorJob:
 
     Attributes:
         name: In the model.
-        source: Its name in the source checkpoint.
+        source: Where it lies in the source checkpoint.
         dtype, shape: Of the float tensor in the model.
         spec: How it is quantized; None: it is stored as it is.
         places: Where its stored tensors go, by their suffixes.
     """
 
     name: str
-    source: str
+    source: Origin
     dtype: torch.dtype
     shape: tuple[int, ...]
     spec: TensorSpec | None
@@ -146,7 +147,7 @@ def _tensor_job(
 ) -> TensorJob:
     name, _, shapes = entry
     parent, _, leaf = name.rpartition(".")
-    source = contents.sources.get(name, name)
+    source = contents.sources.get(name, Origin((name,)))
     stored = {suffix: places[contents.names(name, suffix)] for suffix in shapes}
     layer = layers.get(parent)
     if layer is None:
@@ -173,7 +174,7 @@ def _share(families: list[Family], source: Source, own: int, size: int) -> list[
     if not families:
         return []
     order = {name: position for position, name in enumerate(source.names())}
-    families = sorted(families, key=lambda family: order.get(family[0].source, len(order)))
+    families = sorted(families, key=lambda family: order.get(family[0].source.names[0], len(order)))
     ends = list(itertools.accumulate(sum(math.prod(item.shape) * item.dtype.itemsize for item in f) for f in families))
     # By the middle of each family, in whole numbers: none is left out, none is taken twice.
     middles = [begin + end for begin, end in itertools.pairwise([0, *ends])]
@@ -235,7 +236,7 @@ class Converter:
         for item in family:
             for suffix, tensor in self._convert(item, largest).items():
                 write_tensor(tensor, item.places[suffix])
-            self.source.release(item.source)
+            item.source.release(self.source)
 
     def _convert(self, item: TensorJob, largest: torch.Tensor | None) -> Tensors:
         x = self._read(item)
@@ -254,10 +255,10 @@ class Converter:
         with naming(item.name):
             params = tensor_qparams(self._read(item), item.spec)
         assert params.second is not None
-        self.source.release(item.source)
+        item.source.release(self.source)
         scale: torch.Tensor = params.second.scale
         return scale
 
     def _read(self, item: TensorJob) -> torch.Tensor:
-        x = self.source.read(item.source, item.dtype, item.shape)
+        x = item.source.read(self.source, item.dtype, item.shape)
         return x.to(self.device) if item.spec else x

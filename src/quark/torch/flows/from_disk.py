@@ -29,7 +29,8 @@ from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import first_then_all, rank, wait, world
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.checkpoint.shards import write_entry
-from quark.torch.checkpoint.source import Source
+from quark.torch.checkpoint.sources.origins import Origin
+from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob
 from quark.torch.flows.per_block import observed_tensors, quantize_blocks, refuse_whole
@@ -203,7 +204,7 @@ class FromDisk(BlockWeights):
         self,
         model: nn.Module,
         checkpoint: Source,
-        sources: Mapping[str, str],
+        sources: Mapping[str, Origin],
         ties: Mapping[str, list[str]],
         device: torch.device,
     ) -> None:
@@ -215,10 +216,10 @@ class FromDisk(BlockWeights):
         """Put the weights of the module in place."""
         for full, tensor in self._own(name, recurse):
             if tensor.is_meta:
-                x = self.checkpoint.read(self.sources[full], tensor.dtype, tuple(tensor.shape))
+                x = self.sources[full].read(self.checkpoint, tensor.dtype, tuple(tensor.shape))
                 # A copy: what quantizing writes into must not be pages of the file.
                 self._put(full, x.to(device or self.device, copy=True))
-                self.checkpoint.release(self.sources[full])
+                self.sources[full].release(self.checkpoint)
 
     def take(self, name: str) -> None:
         """Leave the module as it was before it was brought."""

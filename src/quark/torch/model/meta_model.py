@@ -58,11 +58,16 @@ def build_skeleton(
     with as_format_error(folder):
         dtype = config.dtype or stored_dtype
         model = empty_model(chosen, config, dtype)
-        if model.can_generate() and hasattr(model, "adjust_generation_fn"):  # SpeechT5 has a generate of its own
-            model.adjust_generation_fn(**_LOCAL, pretrained_model_name_or_path=str(folder))
+        read_generation_config(model, folder)
     _keep_wide(model, model._get_dtype_plan(dtype))
     model.config._name_or_path = str(folder)
     return model.eval()
+
+
+def read_generation_config(model: Any, folder: Path) -> None:
+    """Give a model the generation config of a folder, as transformers does when it loads one."""
+    if model.can_generate() and hasattr(model, "adjust_generation_fn"):  # SpeechT5 has a generate of its own
+        model.adjust_generation_fn(**_LOCAL, pretrained_model_name_or_path=str(folder))
 
 
 def empty_twin(model: Any) -> Any:

@@ -265,6 +265,24 @@ def _projections(fused: nn.Module, index: int, names: Names) -> list[tuple[torch
     return out
 
 
+def part_of(block: UnfusedExperts, name: str) -> tuple[str, int, Callable[[torch.Tensor], torch.Tensor]]:
+    """Where a tensor of a block lies in the fused one: whose name, which expert, and how it is taken of that expert's.
+
+    Args:
+        block: Unfused experts.
+        name: "3.gate_proj.weight".
+    """
+    index, leaf, kind = name.split(".", 2)
+    gate, _, down = block.names
+    flip, half = kind == "weight" and _transposed(block.origin[0]), 0 if gate is None or leaf == down else 2
+
+    def take(x: torch.Tensor) -> torch.Tensor:
+        rows = x.t() if flip else x
+        return rows.chunk(half)[leaf != gate] if half else rows
+
+    return (block.first if leaf != down else "down_proj") + ("_bias" if kind == "bias" else ""), int(index), take
+
+
 def _shell(fused: nn.Module, parameters: dict[str, nn.Parameter]) -> nn.Module:
     """A shallow copy that holds other parameters."""
     shell = copy.copy(fused)

@@ -1,0 +1,170 @@
+"""Stored codes of a weight become float values, by the formulas of the formats that published folders come in.
+
+    w[i, j] = (code[i, j] - zero[i // r, j // c]) * scale[i // r, j // c] / global        tiles of r x c, the last cut
+
+in float32, rounded once to the dtype of the model. Codes are FP8, int8, integers packed into words of 32 bits, or FP4
+in bytes, two in each, the lower half first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from quark.core.array import row_chunks
+from quark.core.scales import exp2
+from quark.errors import FormatError, NotSupportedError
+from quark.torch.formats.layout import unpack_words
+
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+"""Values of E2M1 by their codes."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns that share a scale, where config.json says it; 0: whatever divides the matrix."""
+
+    rows: int = 0
+    columns: int = 0
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """What a file holds of a weight.
+
+    Attributes:
+        name: Of the layer, for messages.
+        stored: StoredCodes, (rows, columns), or packed along the columns.
+        scale: One, one for each row, or one for each tile: floats, or exponents of two with an offset of 127 in bytes.
+        packed: Whether one element of `stored` holds several codes.
+        zero: Zero points, as the scale lies; packed along the rows where they are 32-bit words.
+        order: Group of each column; None: columns lie in groups one after another.
+        divisor: The scale of the scales, which they are divided by.
+        tile: What config.json says.
+    """
+
+    name: str
+    stored: torch.Tensor
+    scale: torch.Tensor
+    packed: bool = False
+    zero: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    divisor: torch.Tensor | None = None
+    tile: Tile = Tile()
+
+
+def decode(codes: StoredCodes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The float weight.
+
+    Args:
+        codes: What is stored.
+        shape: (rows, columns) of the float weight.
+        dtype: To round to.
+
+    Raises:
+        FormatError: StoredCodes, scales or zero points are not of such a weight.
+        NotSupportedError: Packed floats of another width than 4 bits.
+    """
+    name, stored = codes.name, codes.stored
+    unpack, bits = _unpacker(codes, shape)
+    scale = _matrix(codes.scale)
+    scale = exp2(scale.int() - 127) if scale.dtype == torch.uint8 else scale.float()
+    if codes.divisor is not None:
+        scale = scale / codes.divisor.float().reshape(1, 1)
+    zero = _zero_point(codes.zero, bits, shape[0])
+    if codes.order is not None:
+        columns = codes.order.long()
+        if tuple(columns.shape) != shape[1:] or not bool(((columns >= 0) & (columns < scale.shape[1])).all()):
+            raise FormatError(f"{name}: the groups of its columns (weight_g_idx) are not those of its scales.")
+        scale, zero = scale[:, columns], None if zero is None else zero[:, columns]
+    if zero is not None and zero.shape != scale.shape:
+        raise FormatError(f"{name}: zero points of shape {tuple(zero.shape)} beside scales of {tuple(scale.shape)}.")
+    out = torch.empty(shape, dtype=dtype)
+    rows, columns_per_scale = _tile_of(name, codes.tile, scale, shape)
+    for piece in row_chunks(shape[0], 4 * shape[1], 1 << 20):
+        values = unpack(stored[piece])
+        if zero is not None:
+            values = values - _spread(zero, piece, rows, columns_per_scale, shape)
+        out[piece] = (values * _spread(scale, piece, rows, columns_per_scale, shape)).to(dtype)
+    return out
+
+
+def _unpacker(codes: StoredCodes, shape: tuple[int, ...]) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
+    """The function from some stored rows to their values before scaling, and bits of a code."""
+    name, stored = codes.name, codes.stored
+    if not codes.packed:
+        if tuple(stored.shape) != shape:
+            raise FormatError(f"{name}.weight has shape {tuple(stored.shape)}; the model needs {shape}.")
+        return torch.Tensor.float, 8
+    if stored.dtype == torch.uint8:
+        if 2 * stored.shape[1] != shape[1] or stored.shape[0] != shape[0]:
+            raise FormatError(f"{name}: packed bytes of shape {tuple(stored.shape)} do not hold a weight of {shape}.")
+        if codes.zero is not None:
+            raise NotSupportedError(f"{name}: packed floats with zero points are not read; possible: without.")
+        return unpack_fp4, 4
+    if stored.dtype != torch.int32:
+        raise NotSupportedError(f"{name}: weights packed into {stored.dtype} are not read; possible: int32, uint8.")
+    bits = _width(name, stored, shape)
+    return lambda words: _integers(words, bits, shape[1]), bits
+
+
+def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """E2M1 values of bytes, (..., n) -> (..., 2n), float32."""
+    halves = torch.stack((packed & 15, packed >> 4), -1)
+    return FP4[halves.long()].flatten(-2)
+
+
+def float_shape(stored: torch.Tensor, shape: torch.Tensor | None) -> tuple[int, ...]:
+    """The shape of a packed float weight: as it is stored beside it, or twice as many columns as bytes."""
+    if shape is not None:
+        return tuple(int(size) for size in shape)
+    return (*stored.shape[:-1], stored.shape[-1] * (2 if stored.dtype == torch.uint8 else 8))
+
+
+def _zero_point(zero: torch.Tensor | None, bits: int, rows: int) -> torch.Tensor | None:
+    if zero is None:
+        return None
+    zero = _matrix(zero)
+    if zero.dtype == torch.int32:
+        # Packed along the rows.
+        return _integers(zero.t().contiguous(), bits, rows).t()
+    return zero.float()
+
+
+def _tile_of(name: str, tile: Tile, scale: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns per scale."""
+    sides = list(zip(shape, scale.shape, (tile.rows, tile.columns), strict=True))
+    rows, columns = (
+        length if count == 1 else 1 if count == length else said or length // max(1, count)
+        for length, count, said in sides
+    )
+    if any(-(-length // size) != count for (length, count, _), size in zip(sides, (rows, columns), strict=True)):
+        raise FormatError(f"{name}: a scale of shape {tuple(scale.shape)} does not fit a weight of {shape}.")
+    return rows, columns
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """A scale as a matrix: one for the tensor, for each row, or as it is."""
+    return x if x.ndim == 2 else x.reshape(-1, 1)
+
+
+def _spread(x: torch.Tensor, piece: slice, rows: int, columns: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tiles of some rows of the matrix, one value for each element (or broadcastable)."""
+    index = torch.arange(piece.start, piece.stop) // rows
+    part = x[index]
+    return part if part.shape[1] == 1 else part.repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def _width(name: str, stored: torch.Tensor, shape: tuple[int, ...]) -> int:
+    """Bits of a packed integer, from how many words hold a row."""
+    widths = [bits for bits in range(1, 9) if tuple(stored.shape) == (shape[0], -(-shape[1] * bits // 32))]
+    if len(widths) != 1:
+        raise FormatError(f"{name}: packed words of shape {tuple(stored.shape)} do not hold a weight of {shape}.")
+    return widths[0]
+
+
+def _integers(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Signed integers of int32 words, stored with an offset of half their range, least significant first."""
+    return unpack_words(words, bits, count).float() - (1 << (bits - 1))

@@ -1,0 +1,133 @@
+"""Where each tensor of a model lies in a checkpoint folder, and how it is made of what lies there.
+
+A tensor is one of the folder; or, as transformers' conversions say, several of them merged; or a part of a fused tensor
+of experts that a pass has taken apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from quark.torch.checkpoint.sources.source import Source
+from quark.torch.model.passes.unfuse_experts import UnfusedExperts, part_of
+from quark.torch.model.published_names import conversions, source_names
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The origin of one tensor.
+
+    Attributes:
+        names: Of the float tensors of the folder that it is made of.
+        shape: Of what they make; None: that of the tensor itself.
+        merge: Makes one tensor of those of `names`, in their order; None: there is one.
+        index: Which entry of the first axis it is taken from; None: from all.
+        take: What is taken.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...] | None = None
+    merge: Callable[[list[torch.Tensor]], torch.Tensor] | None = None
+    index: int | None = None
+    take: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one tensor of the folder, whole."""
+        return self.merge is None and self.index is None
+
+    def read(self, source: Source, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor, of this dtype and shape. Raises as `Source.read`."""
+        if self.merge is None:
+            x = source.read(self.names[0], dtype, self.shape or shape, self.index)
+        else:
+            x = self.merge([source.read(name, dtype, source.shape(name)) for name in self.names])
+            x = x if self.index is None else x[self.index]
+        return x if self.take is None else self.take(x)
+
+    def release(self, source: Source) -> None:
+        """Give back the memory of what `read` mapped."""
+        for name in self.names:
+            source.release(name)
+
+
+class Origins:
+    """The origins of the tensors of a model.
+
+    Args:
+        model: A skeleton as transformers builds it, before any pass.
+        stored: Names of the float tensors of the folder.
+    """
+
+    def __init__(self, model: Any, stored: Iterable[str]) -> None:
+        stored = list(stored)
+        self.whole = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        direct = source_names(model, stored)
+        self._origins = _merged(model, [name for target, name in direct.items() if target not in self.whole])
+        self._origins |= {target: Origin((name,)) for target, name in direct.items()}
+
+    def of(self, model: Any) -> dict[str, Origin]:
+        """Name in the model, passes done -> origin; and what the folder holds under other names.
+
+        A tensor that has no origin lies in no file.
+        """
+        found = dict(self._origins)
+        for block, module in model.named_modules():
+            if not isinstance(module, UnfusedExperts):
+                continue
+            for name in module.state_dict():
+                full, (fused, index, take) = f"{block}.{name}", part_of(module, name)
+                origin = self._origins.get(f"{block}.{fused}")
+                if full not in found and origin is not None:
+                    found[full] = replace(origin, shape=self.whole[f"{block}.{fused}"], index=index, take=take)
+        return found
+
+
+def _merged(model: Any, stored: list[str]) -> dict[str, Origin]:
+    """The tensors that transformers makes of several stored ones, or of one in another form."""
+    core = sys.modules["transformers.core_model_loading"]
+    rules = conversions(model, legacy=True)
+    renames = [rule for rule in rules if isinstance(rule, core.WeightRenaming)]
+    mergers = [rule for rule in rules if isinstance(rule, core.WeightConverter)]
+    by_pattern = {pattern: rule for rule in mergers for pattern in rule.source_patterns}
+    own, prefix = model.state_dict(), getattr(model, "base_model_prefix", None)
+    parts: dict[str, list[tuple[str, str]]] = {}
+    for name in sorted(stored, key=core.dot_natural_key):
+        target, pattern = core.rename_source_key(name, renames, mergers, prefix, own)
+        if pattern is not None:
+            parts.setdefault(target, []).append((name, pattern))
+    found = {}
+    for first, pieces in parts.items():
+        rule = by_pattern[pieces[0][1]]
+        for pattern in rule.target_patterns:
+            target = first.replace(rule.target_patterns[0], pattern)
+            if target in own:
+                merge = _merge_of(model, rule, first, target, [piece for _, piece in pieces])
+                found[target] = Origin(tuple(name for name, _ in pieces), merge=merge)
+    return found
+
+
+def _merge_of(
+    model: Any, rule: Any, first: str, target: str, patterns: list[str]
+) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """The function from the parts of a tensor, each of which matched one of the patterns, to the tensor."""
+
+    def merge(tensors: list[torch.Tensor]) -> torch.Tensor:
+        one = copy.deepcopy(rule)
+        for pattern, tensor in zip(patterns, tensors, strict=True):
+            one.add_tensor(first, first, pattern, lambda tensor=tensor: tensor)
+        made = one.convert(first, model=model, config=model.config)[target]
+        return made[0] if isinstance(made, list) else made
+
+    return merge
+
+
+def names_of(origins: Mapping[str, Origin], tensors: Iterable[str]) -> set[str]:
+    """The tensors of the folder that these tensors of the model are made of."""
+    return {name for tensor in tensors if tensor in origins for name in origins[tensor].names}

@@ -1,0 +1,282 @@
+"""A checkpoint folder as float tensors: plain, or quantized in one of the ways that `decode` knows.
+
+FP8 in blocks (weight_scale_inv of DeepSeek), compressed-tensors, and MXFP4 of GPT-OSS (blocks and scales of all experts
+of a layer). A code and its scale may lie in different files; one tensor is decoded at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quark.errors import ConfigError, FormatError, NotSupportedError
+from quark.torch.checkpoint.safetensors_file import TensorFile
+from quark.torch.checkpoint.sources.decode import StoredCodes, Tile, decode, float_shape
+
+SCALES = ("_scale_inv", "_scale")
+"""Behind the name of a coded tensor: its scale."""
+PACKED, SHAPE, ZERO, ORDER = "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"
+DIVISOR = "weight_global_scale"
+PARTS = (
+    PACKED, SHAPE, ZERO, ORDER, DIVISOR, "weight_scale_inv", "weight_scale", "input_scale", "input_zero_point",
+    "input_global_scale", "output_scale", "activation_scale", "k_scale", "v_scale", "q_scale",
+)  # fmt: skip
+"""Leaves that describe a stored weight or what is quantized beside it; none is a tensor of the float model."""
+BLOCKS, EXPONENTS = "_blocks", "_scales"
+"""Behind the name of experts in MXFP4: codes (experts, rows, groups, 16), exponents (experts, rows, groups)."""
+NOT_FINITE = "values are NaN or infinite"
+READ = ("fp8", "compressed-tensors", "mxfp4")
+"""Values of `quant_method` of folders that are read as float."""
+COMPRESSED = (
+    "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
+)  # fmt: skip
+"""Values of `format` of compressed-tensors that are read."""
+
+
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise FormatError for a norm or bias with NaN or infinity. It is small, and of every output.
+
+    A single number may be infinite: it is a bound that nothing meets, as those that Gemma 4 clips inputs to.
+    """
+    if tensor.ndim > 1 or not tensor.is_floating_point():
+        return
+    values = tensor.float()
+    wrong = values.isnan() if tensor.ndim == 0 else ~values.isfinite()
+    if bool(wrong.any()):
+        raise FormatError(f"{name} cannot be read: its {NOT_FINITE}.")
+
+
+class Source:
+    """The tensors of a folder by name, as the float model has them.
+
+    Args:
+        files: Its safetensors files.
+        quantization: The `quantization_config` of its config.json, or None.
+
+    Raises:
+        FormatError: A file is absent, truncated or corrupt.
+        NotSupportedError: The checkpoint was quantized in a way that is not read.
+    """
+
+    def __init__(self, files: list[Path], quantization: dict[str, Any] | None = None) -> None:
+        self._files: dict[str, TensorFile] = {}
+        for path in files:
+            file = TensorFile(path)
+            self._files |= dict.fromkeys(file.names, file)
+        self._tile = _tile(quantization)
+        self._quantized = quantization is not None
+        for name in self.names() if self._quantized else ():
+            self._require_scale(name)
+
+    def names(self) -> Iterator[str]:
+        """Names of the float tensors."""
+        for name in self._files:
+            parent, _, leaf = name.rpartition(".")
+            if not self._quantized:
+                yield name
+            elif leaf == PACKED:
+                yield f"{parent}.weight"
+            elif name.endswith(BLOCKS) and self._sibling(name, BLOCKS, EXPONENTS):
+                yield name.removesuffix(BLOCKS)
+            elif leaf not in PARTS and not self._is_scale(name):
+                yield name
+
+    def stored_names(self) -> list[str]:
+        """Names of the tensors in the files."""
+        return list(self._files)
+
+    def meta(self, name: str) -> torch.Tensor:
+        """Dtype and shape of a tensor as it is stored, on the meta device."""
+        return self._files[name].meta(name)
+
+    def stored(self, name: str) -> torch.Tensor:
+        """A tensor as it is stored."""
+        return self._raw(name)
+
+    def metas(self) -> dict[str, torch.Tensor]:
+        """Dtype and shape of all tensors as they are stored, on the meta device."""
+        return {name: file.meta(name) for name, file in self._files.items()}
+
+    def dtype(self) -> torch.dtype:
+        """That of the first float tensor."""
+        wide = (file.meta(name).dtype for name, file in self._files.items())
+        return next((d for d in wide if d.is_floating_point and d.itemsize > 1), torch.float32)
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a float tensor is stored in codes."""
+        return self._form(name) != "plain"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a float tensor. Raises FormatError for one that is not there."""
+        form, parent = self._form(name), name.rpartition(".")[0]
+        if form == "blocks":
+            experts, rows, groups, size = self._blocks(name).shape
+            return experts, 2 * groups * size, rows
+        if form == "packed":
+            shape = f"{parent}.{SHAPE}"
+            return float_shape(self.meta(f"{parent}.{PACKED}"), self._raw(shape) if shape in self._files else None)
+        if name not in self._files:
+            raise FormatError(f"The checkpoint has no tensor {name}, which its other tensors need.")
+        return tuple(self.meta(name).shape)
+
+    def read(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], index: int | None = None) -> torch.Tensor:
+        """A float tensor, or one entry of its first axis.
+
+        Args:
+            name: One of `names()`.
+            dtype, shape: What the model needs of the whole tensor.
+            index: Of the entry.
+
+        Raises:
+            FormatError: It has another shape, lacks its scale, or is a norm or bias that is not finite.
+        """
+        form = self._form(name)
+        if form == "packed":
+            return self._decode(name, shape, dtype)
+        if form != "blocks" and tuple(self._raw(name).shape) != shape:
+            there = tuple(self._raw(name).shape)
+            raise FormatError(f"{name} has shape {there} in the checkpoint; the model needs {shape}.")
+        if form == "plain":
+            stored = self._raw(name)
+            check_finite(name, stored)
+            return (stored if index is None else stored[index]).to(dtype)
+        if len(shape) == 2:
+            return self._decode(name, shape, dtype)
+        if form == "blocks" and self.shape(name) != shape:
+            raise FormatError(f"{name} has shape {self.shape(name)} in the checkpoint; the model needs {shape}.")
+        read = self._read_blocks if form == "blocks" else self._decode
+        if index is not None:
+            return read(name, shape[1:], dtype, index)
+        out = torch.empty(shape, dtype=dtype)
+        for i in range(shape[0]):
+            out[i] = read(name, shape[1:], dtype, i)
+        return out
+
+    def float(self, name: str) -> torch.Tensor:
+        """A float tensor in float32. Raises as `read`."""
+        return self.read(name, torch.float32, self.shape(name))
+
+    def release(self, name: str) -> None:
+        """Give back the memory of what `read` mapped."""
+        parent = name.rpartition(".")[0]
+        for stored in (name, f"{parent}.{PACKED}", f"{name}{BLOCKS}"):
+            if stored in self._files:
+                self._files[stored].release(stored)
+
+    def _form(self, name: str) -> str:
+        """How a float tensor is stored: "plain", "coded" beside a scale, "packed", or in "blocks" of all experts."""
+        if not self._quantized:
+            return "plain"
+        if f"{name.rpartition('.')[0]}.{PACKED}" in self._files and name.endswith(".weight"):
+            return "packed"
+        if name not in self._files:
+            return "blocks" if f"{name}{BLOCKS}" in self._files else "plain"
+        coded = self.meta(name).dtype.itemsize == 1 and (name.endswith(".weight") or self._scale_name(name))
+        return "coded" if coded else "plain"
+
+    def _scale_name(self, name: str) -> str | None:
+        return next((name + scale for scale in SCALES if name + scale in self._files), None)
+
+    def _require_scale(self, name: str) -> None:
+        """Raise FormatError for codes without what scales them."""
+        form = self._form(name)
+        blocks = form == "blocks" and f"{name}{EXPONENTS}" not in self._files
+        if blocks or (form in ("coded", "packed") and self._scale_name(name) is None):
+            missing = name + (EXPONENTS if blocks else SCALES[0] if form == "coded" else SCALES[1])
+            raise FormatError(f"The checkpoint has no tensor {missing}, which its other tensors need.")
+
+    def _is_scale(self, name: str) -> bool:
+        """Whether a tensor is the scale, or the exponents, of another one that is stored in codes."""
+        of = [name.removesuffix(end) for end in SCALES if name.endswith(end)]
+        coded = any(other in self._files and self.meta(other).dtype.itemsize == 1 for other in of)
+        return coded or (name.endswith(EXPONENTS) and self._sibling(name, EXPONENTS, BLOCKS))
+
+    def _sibling(self, name: str, end: str, other: str) -> bool:
+        return name.removesuffix(end) + other in self._files
+
+    def _raw(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise FormatError(f"The checkpoint has no tensor {name}, which its other tensors need.")
+        return self._files[name].read(name)
+
+    def _blocks(self, name: str) -> torch.Tensor:
+        stored, exponents = self._raw(f"{name}{BLOCKS}"), self._raw(f"{name}{EXPONENTS}")
+        fits = stored.ndim == 4 and stored.shape[:3] == exponents.shape and stored.dtype == exponents.dtype
+        if not fits or stored.dtype != torch.uint8:
+            raise FormatError(
+                f"{name}: blocks of shape {tuple(stored.shape)} and exponents of {tuple(exponents.shape)} do not "
+                "belong together."
+            )
+        return stored
+
+    def _read_blocks(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, index: int) -> torch.Tensor:
+        """The weight of one expert, (in, out): the transposed of what lies in blocks."""
+        blocks, exponents = self._blocks(name)[index], self._raw(f"{name}{EXPONENTS}")[index]
+        return decode(StoredCodes(name, blocks.flatten(1), exponents, packed=True), shape[::-1], dtype).t()
+
+    def _decode(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, index: int | None = None) -> torch.Tensor:
+        parent = name.rpartition(".")[0]
+        packed, weight = self._form(name) == "packed", name.endswith(".weight")
+        stored = self._raw(f"{parent}.{PACKED}" if packed else name)
+        scale = self._raw(self._scale_name(name) or name + SCALES[0])
+        if index is not None:
+            stored, scale = stored[index], scale[index] if len(scale) == len(stored) else scale
+        found = {
+            leaf: self._raw(f"{parent}.{leaf}") for leaf in (ZERO, ORDER, DIVISOR) if f"{parent}.{leaf}" in self._files
+        }
+        parts = found if weight else {}
+        codes = StoredCodes(
+            parent if weight else name, stored, scale, packed, parts.get(ZERO), parts.get(ORDER), parts.get(DIVISOR),
+            self._tile,
+        )  # fmt: skip
+        return decode(codes, shape, dtype)
+
+
+def quantization_of(config: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """The `quantization_config` of a config that can be read. Raises ConfigError or NotSupportedError for others."""
+    stored = config.get("quantization_config") or config.get("compression_config")
+    if not isinstance(stored, dict):
+        return None
+    method = stored.get("quant_method")
+    if method == "quark":
+        raise ConfigError(f"{folder} is quantized by quark already; give the model that it was made from.")
+    if method not in READ:
+        raise NotSupportedError(
+            f"{folder} is quantized ({method!r}). Possible: float checkpoints, 'fp8', 'compressed-tensors', "
+            "'mxfp4'; "
+            "or quark convert, whose --requantize rounds the values anew."
+        )
+    _check_compressed(stored, folder)
+    return stored
+
+
+def _check_compressed(stored: dict[str, Any], folder: Path) -> None:
+    """Raise NotSupportedError for what compressed-tensors can say and is not read: the values would be others."""
+    groups = [group for group in (stored.get("config_groups") or {}).values() if isinstance(group, dict)]
+    forms = {form for form in (stored.get("format"), *(group.get("format") for group in groups)) if form}
+    if other := sorted(forms - {*COMPRESSED}) if stored.get("quant_method") == "compressed-tensors" else []:
+        raise NotSupportedError(f"{folder}: the format {other[0]!r} is not read. Possible: {', '.join(COMPRESSED)}.")
+    sparsity = (stored.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise NotSupportedError(f"{folder}: weights stored as {sparsity!r} are not read. Possible: 'dense'.")
+    if (stored.get("transform_config") or {}).get("config_groups"):
+        raise NotSupportedError(
+            f"{folder}: its weights are rotated for inputs that a runtime rotates (transform_config), and are those of "
+            "no float model. Possible: the model that it was made from."
+        )
+
+
+def _tile(quantization: dict[str, Any] | None) -> Tile:
+    if quantization is None:
+        return Tile()
+    sizes = quantization.get("weight_block_size")
+    for group in (quantization.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        sizes = weights.get("block_structure") if weights.get("strategy") == "block" else sizes
+    if isinstance(sizes, str):
+        sizes = [int(side) for side in sizes.split("x")]
+    return Tile(*sizes) if sizes else Tile()
