@@ -19,6 +19,7 @@ from quark.jobs.folders.calibration import Calibration
 from quark.jobs.folders.export import GGUF
 from quark.jobs.folders.imatrix import Imatrices
 from quark.jobs.folders.schemes import is_mix, mix_config, scheme_config
+from quark.jobs.request import FolderRequest
 from quark.jobs.resolve import FolderJob
 from quark.jobs.words import torch_algorithms
 from quark.log import severity
@@ -68,10 +69,11 @@ class Configured:
         """The config of what a budget chose, with the algorithms of `config`."""
         request = self.job.request
         if self.job.form == GGUF:
-            return mix_config(
+            config = mix_config(
                 request.model, choice.schemes, self.config.exclude, request.layer, self.config.algo_config,
                 imatrix=request.imatrix,
             )  # fmt: skip
+            return _calibrated(request, config)
         return table.config(choice, self.config)
 
 
@@ -96,7 +98,7 @@ def configure(job: FolderJob) -> Configured:
         asked = (MIX_ALGORITHM,)
     algorithms = torch_algorithms(asked)
     Imatrices.of(request).check(mixed, request.calib, choice.algorithms if choice is not None else request.algorithm)
-    config = _config(job, scheme, budget, algorithms or None)
+    config = _calibrated(request, _config(job, scheme, budget, algorithms or None))
     if choice is not None and choice.goal.fuses:
         _check_loading(job, choice.goal, config)
     calibration = with_default(Calibration.of(request), scheme, request.layer, inside, config, budget)
@@ -157,6 +159,11 @@ def _check_loading(job: FolderJob, goal: RuntimeGoal, config: Any) -> None:
     except QuarkError:  # which the work itself meets, or does not: of a checkpoint in FP8 there is no plan
         return
     check_goal(meta, made, goal)
+
+
+def _calibrated(request: FolderRequest, config: Any) -> Any:
+    """The config with what is asked for how statistics are taken."""
+    return replace(config, calibrate_all_experts=request.calibrate_all_experts)
 
 
 def _refuse_beside_budget(budget: Budget, inside: list[str | None], load: dict[str, bool]) -> None:

@@ -112,6 +112,9 @@ class FolderRequest(JobRequest):
     )  # fmt: skip
     kv_cache: str | None = option(None, "Quantize the key and value cache: fp8, int8, fp8_per_head, int8_per_head.")
     attention: str | None = option(None, "Quantize queries and attention probabilities: fp8.")
+    calibrate_all_experts: bool = option(
+        False, "Calibrate each expert of a mixture by all tokens, not by its own.", "--calibrate-all-experts"
+    )
     device: str = option("cpu", "cpu, cuda, cuda:1 ...")
     dtype: str = option("auto", "Compute in float32, float16, bfloat16; auto: as stored.")
     export_format: str | None = option(

@@ -15,6 +15,7 @@ from quark.core.patterns import first_match, matches, matches_any, require_match
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, ShapeError, StructureError
 from quark.log import logger, severity
+from quark.torch.calibration.experts import expert_of
 from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import lower_layer, lower_tensor
@@ -185,24 +186,30 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
         name for name, module in model.named_modules() if isinstance(module, tuple(LAYERS)) and name not in candidates
     )
     if strict and not layers:
-        if any(isinstance(module, QuantLayer) for module in model.modules()):
-            raise ConfigError(
-                "The model holds quantized layers already, and none that is left in float gets a scheme from this "
-                "config. Possible: to name such layers, the float model, or quark convert --requantize."
-            )
-        kinds = sorted({type(module).__name__ for module in model.modules() if not list(module.children())})
-        raise ConfigError(
-            f"Nothing to quantize: of {len(candidates)} supported layers all are excluded or without a config. "
-            f"The leaf modules of this model are {', '.join(kinds)}; supported: Linear, Conv2d, ConvTranspose2d, and "
-            "Embedding, EmbeddingBag where a layer or type entry names them."
-        )
+        raise _nothing_to_quantize(model, len(candidates))
+    _require_calibrated_experts(config, layers, strict)
     probabilities = _probabilities(config, model)
-    to_exclude = _to_exclude(model, choice, layers, excluded, probabilities)
     outside = frozenset(n for n in excluded if n in read_elsewhere and not choice.excludes(n))
     if outside:
         shown = ", ".join(sorted(outside)[:3]) + (" ..." if len(outside) > 3 else "")
         logger.info("%d layers stay in float, as the model reads their weight itself: %s.", len(outside), shown)
+    to_exclude = _to_exclude(model, choice, layers, excluded, probabilities)
     return Plan(layers, tuple(excluded), unknown, probabilities, to_exclude, outside, unfit)
+
+
+def _nothing_to_quantize(model: nn.Module, candidates: int) -> ConfigError:
+    """What is wrong with a model of which no layer gets a scheme, of so many supported ones."""
+    if any(isinstance(module, QuantLayer) for module in model.modules()):
+        return ConfigError(
+            "The model holds quantized layers already, and none that is left in float gets a scheme from this "
+            "config. Possible: to name such layers, the float model, or quark convert --requantize."
+        )
+    kinds = sorted({type(module).__name__ for module in model.modules() if not list(module.children())})
+    return ConfigError(
+        f"Nothing to quantize: of {candidates} supported layers all are excluded or without a config. "
+        f"The leaf modules of this model are {', '.join(kinds)}; supported: Linear, Conv2d, ConvTranspose2d, and "
+        "Embedding, EmbeddingBag where a layer or type entry names them."
+    )
 
 
 def divides(config: QConfig, model: nn.Module, read_elsewhere: Collection[str] = ()) -> bool:
@@ -213,6 +220,20 @@ def divides(config: QConfig, model: nn.Module, read_elsewhere: Collection[str] =
     except ShapeError:
         return False
     return True
+
+
+def _require_calibrated_experts(config: QConfig, layers: Mapping[str, LayerSpec], strict: bool) -> None:
+    """Raise ConfigError where calibrate_all_experts would change nothing."""
+    if not config.calibrate_all_experts or not strict:
+        return
+    experts = {name: spec for name, spec in layers.items() if expert_of(name) is not None}
+    if not experts:
+        raise ConfigError("calibrate_all_experts=True: no layer of an expert is quantized. Possible: leave it.")
+    if not config.algo_config and not any(spec.needs_data for spec in experts.values()):
+        raise ConfigError(
+            "calibrate_all_experts=True: experts of this scheme need no calibration data. Possible: leave it, or an "
+            "algorithm (gptq, awq ...)."
+        )
 
 
 def _require_present(config: QConfig, model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:

@@ -17,6 +17,7 @@ from quark.errors import ConfigError, NotSupportedError
 from quark.log import logger, severity
 from quark.profiler import ProfileStep, profile_scope
 from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
+from quark.torch.calibration.lent_tokens import ExpertCalibration
 from quark.torch.checkpoint.held_layers import held_layers, with_held
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate
@@ -138,8 +139,8 @@ class ModelQuantizer:
             from quark.torch.algorithms.block_sweep import sweep
             from quark.torch.algorithms.block_weights import blocks_of
 
-            sync = self.config.sync_moe_expert_input_amax
-            sweep(model, layers, algorithms, data, groups, sync, blocks_of(offloaded))
+            experts = ExpertCalibration(self.config.sync_moe_expert_input_amax, self.config.calibrate_all_experts)
+            sweep(model, layers, algorithms, data, groups, experts, blocks_of(offloaded))
         if offloaded.parts:
             for name, layer in layers.items():
                 with offloaded.visiting(name):

@@ -265,23 +265,13 @@ def test_static_inputs_are_calibrated_in_the_same_sweep() -> None:
 
 
 @pytest.mark.slow
-def test_two_solvers_for_one_weight_and_an_expert_without_tokens_are_refused() -> None:
+def test_two_solvers_for_one_weight_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"q_proj.*solved by an algorithm before"):
         ModelQuantizer(config(INT3, GPTQConfig(), GPTAQConfig())).quantize_model(tiny_llama(), token_batches(2))
-    with pytest.raises(CalibrationError, match=r"experts\.\d.*no calibration token"):
-        one_token = [torch.zeros(1, 1, dtype=torch.int64)]
-        ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(family("mixtral"), one_token)
     with pytest.raises(ConfigError, match="desc_act"):
         GPTQConfig(desc_act=True, static_groups=False)
     with pytest.raises(ConfigError, match="group_aware_order"):
         GPTQConfig(group_aware_order=True)
-
-
-@pytest.mark.parametrize("algorithm", [AutoRoundConfig(iters=2), QRONOS], ids=lambda c: c.name)
-def test_idle_experts_are_refused_by_solvers_of_whole_blocks_too(algorithm: AlgoConfig) -> None:
-    one_token = [torch.zeros(1, 1, dtype=torch.int64)]
-    with pytest.raises(CalibrationError, match=r"experts\.\d.*no calibration token"):
-        ModelQuantizer(config(INT3, algorithm)).quantize_model(family("mixtral"), one_token)
 
 
 def test_autoround_leaves_no_gradient_and_takes_batches_that_miss_an_expert() -> None:
@@ -322,15 +312,26 @@ class Routed(nn.Module):
         return y
 
 
-def test_layers_that_the_first_batch_misses_are_solved_and_those_that_all_miss_are_named() -> None:
+def frozen(model: nn.Module) -> dict[str, bool]:
+    return {name: layer.weight_quantizer.mode is Mode.frozen for name, layer in quantized_layers(model).items()}
+
+
+def test_experts_that_the_first_batches_miss_are_solved_and_those_that_all_miss_are_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     torch.manual_seed(0)
     model = Routed().eval()
     both = torch.randn(40, 32)
-    one = both[model.inner(both)[:, 0] > 0]
-    with pytest.raises(CalibrationError, match=r"experts\.0: no calibration token"):
-        ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(copy.deepcopy(model), [one])
-    solved = ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(model, [one, both])
-    assert all(layer.weight_quantizer.mode is Mode.frozen for layer in quantized_layers(solved).values())
+    first, second = (both[(model.inner(both)[:, 0] > 0) == positive] for positive in (True, False))
+    missed = ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(copy.deepcopy(model), [first])
+    assert frozen(missed) == {"inner": True, "experts.0": False, "experts.1": True}
+    assert "1 experts that no token reached are rounded to nearest" in caplog.text
+    for data in ([first, both], [first, second]):
+        solved = ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(copy.deepcopy(model), data)
+        assert all(frozen(solved).values())
+    model.register_module("other", nn.Linear(32, 32))
+    with pytest.raises(CalibrationError, match=r"^other: no calibration token"):
+        ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(model, [first])
 
 
 def test_a_mixture_whose_float_router_chooses_otherwise_is_named() -> None:

@@ -22,7 +22,6 @@ from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.passes import UnfusedExperts
 from tests.models.families import family
-from tests.torch.model.test_experts import starve
 
 INT3 = spec("int3", PerGroup(-1, 16), symmetric=False)
 SOLVERS: dict[str, AlgoConfig] = {
@@ -153,9 +152,6 @@ def test_an_expert_that_needs_more_damping_gets_it_alone(batches: list[int], mon
 def test_the_expert_that_cannot_be_solved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = config_of_layer(LayerSpec(weight=INT3))
     config = QConfig(global_quant_config=layer, exclude=["@output_head"], algo_config=[GPTQConfig()])
-    with pytest.raises(CalibrationError, match=r"experts\.2\.w1, \S*experts\.2\.w3: no calibration token") as idle:
-        ModelQuantizer(config).quantize_model(starve(family("mixtral"), 2), DATA)
-    assert "experts.1" not in str(idle.value)
     shifted(monkeypatch, "experts.3.w2", 9.0)
     with pytest.raises(CalibrationError, match=r"^\S*layers\.0\.mlp\.experts\.3\.w2: .*not positive definite"):
         ModelQuantizer(config).quantize_model(family("mixtral"), DATA)

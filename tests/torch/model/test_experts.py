@@ -158,13 +158,26 @@ def starve(model: Any, expert: int) -> Any:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
-def test_an_expert_without_tokens_is_an_error_that_names_it(scheme: str) -> None:
-    model = starve(family("mixtral"), 2)
+def test_an_expert_without_tokens_has_the_ranges_that_cover_those_of_the_others(
+    scheme: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = quantize(starve(family("mixtral"), 2), scheme)
+    for leaf in ("w1", "w2", "w3"):
+        experts = [model.get_submodule(f"model.layers.0.mlp.experts.{i}.{leaf}.input_quantizer") for i in range(4)]
+        scales = [float(quantizer.scale) for quantizer in experts]
+        assert len(set(scales)) > 1 and scales[2] == max(scales)
+    (line,) = [record.getMessage() for record in caplog.records if "Experts:" in record.getMessage()]
+    assert "have the static ranges of the others" in line and "calibrate_all_experts" in line
+
+
+def test_a_mixture_of_which_no_expert_has_tokens_is_an_error_that_names_it() -> None:
+    model = family("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda m, a, out: (*out[:2], torch.full_like(out[2], 4)))  # none of 4
     before = {name: type(module) for name, module in model.named_modules()}
-    with pytest.raises(CalibrationError, match=r"layers\.0\.mlp\.experts\.2.*sync_moe_expert_input_amax"):
-        quantize(model, scheme)
+    with pytest.raises(CalibrationError, match=r"layers\.0\.mlp\.experts\.0.*calibrate_all_experts"):
+        quantize(model, "int8")
     assert {name: type(module) for name, module in model.named_modules()} == before
-    quantize(starve(family("mixtral"), 2), "uint4_wo_32")
 
 
 @pytest.mark.parametrize("scheme", ["int8", "nvfp4"])

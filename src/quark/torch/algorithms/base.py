@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from torch import nn
 
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import InputGroup
+from quark.torch.calibration.lent_tokens import Lent, all_tokens_to_all_experts, lending
 from quark.torch.calibration.place import WHERE_IT_IS, WorkPlace
 from quark.torch.config.algo_configs import AlgoConfig
 from quark.torch.layers import QuantLayer
@@ -32,6 +34,8 @@ class Block:
         shared_scale_groups: Leaf names of layers with one second-level weight scale (NVFP4).
         place: Where it computes and its batches wait.
         groups: Names, relative to the module, of the quantized linear layers that read one tensor, in running order.
+        lent: Tokens of others that experts read while inputs of layers are collected.
+        all_experts: Whether each expert reads all tokens then.
     """
 
     name: str
@@ -42,6 +46,12 @@ class Block:
     shared_scale_groups: Sequence[Sequence[str]] = ()
     place: WorkPlace = WHERE_IT_IS
     groups: list[tuple[str, ...]] = field(default_factory=list)
+    lent: Lent = field(default_factory=dict)
+    all_experts: bool = False
+
+    def lending(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Within: the experts of this block, or of a copy, read tokens of others, too."""
+        return all_tokens_to_all_experts(module) if self.all_experts else lending(module, self.lent)
 
     def run(self, calls: Sequence[Call]) -> list[torch.Tensor]:
         """What the block returns for some calls, as it waits."""
@@ -131,6 +141,11 @@ class Algorithm:
     def name(self) -> str:
         """As `algo_config` names it."""
         return str(getattr(self.config, "name", type(self).__name__))
+
+    @property
+    def by_inputs(self) -> bool:
+        """Whether it is shown the inputs of layers; else it learns from what whole blocks or the model give."""
+        return type(self).on_inputs is not Algorithm.on_inputs
 
     @property
     def keeps_better(self) -> bool:

@@ -15,7 +15,9 @@ import copy
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain, islice
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import torch
 from torch import nn
 
 from quark.core.checks import naming
-from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError, one_line
+from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError, StructureError, one_line
 from quark.log import logger
 from quark.profiler import ProfileStep, profile_scope
 from quark.torch.algorithms.base import Algorithm, Block
@@ -34,7 +36,8 @@ from quark.torch.algorithms.keep_better import BlockJudge, prepare_where_better
 from quark.torch.algorithms.layer_inputs import input_groups, lockstep
 from quark.torch.calibration.calibrate import waiting_activations
 from quark.torch.calibration.distributed import broadcast_from_first, merge_observers, part_of, rank, world
-from quark.torch.calibration.experts import finish_expert_ranges
+from quark.torch.calibration.experts import expert_of, finish_expert_ranges
+from quark.torch.calibration.lent_tokens import ExpertCalibration
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.batches import evaluating
@@ -52,7 +55,7 @@ def sweep(
     algorithms: Sequence[Algorithm],
     data: Iterable[Any] | None,
     shared_scale_groups: Sequence[Sequence[str]] = (),
-    sync_experts: bool = False,
+    experts: ExpertCalibration | None = None,
     weights: BlockWeights | None = None,
 ) -> None:
     """Run the algorithms on a model whose layers are replaced and not yet calibrated.
@@ -63,14 +66,14 @@ def sweep(
         algorithms: In the order in which they run.
         data: Calibration batches; may be None if no algorithm needs activations.
         shared_scale_groups: Leaf names of layers with one second-level weight scale.
-        sync_experts: Whether the experts of a mixture share the range of their inputs.
+        experts: How those of mixtures are calibrated.
         weights: Brings and takes the weights of blocks; None: all are where they run.
 
     Raises:
         ConfigError: No data for an algorithm that needs it.
         StructureError, CalibrationError, NonFiniteError: See there; each names the block or layer.
     """
-    weights = weights or BlockWeights()
+    weights, experts = weights or BlockWeights(), experts or ExpertCalibration()
     if data is not None and any(algorithm.learns or algorithm.judged_whole for algorithm in algorithms):
         data = list(data)  # read more than once
     data, batch = (None, None) if data is None else _with_first(data)
@@ -89,7 +92,7 @@ def sweep(
 
     def work(block: Block) -> tuple[Hidden, Hidden]:
         with _saying_what_changed(block.name):
-            outputs = sweep_block(block, layers, stages, sync_experts)
+            outputs = sweep_block(block, layers, stages, experts)
         if block.name == names[-1] and behind.candidates:
             behind.see(block, *outputs)
         return outputs
@@ -100,7 +103,8 @@ def sweep(
         loop_over_blocks(model, names, calls, work, weights, shared_scale_groups, state=state)
         if behind.candidates:
             with _saying_what_changed(""), weights.holding(behind.candidates):
-                behind.sweep(part_of(data), sync_experts)
+                behind.sweep(part_of(data), experts)
+    experts.say()
 
 
 class Behind:
@@ -125,12 +129,12 @@ class Behind:
         self.around = around_hidden(block.module(*call.args, **call.kwargs))
         self.hidden, self.float_hidden, self.place = hidden or [], float_hidden or hidden or [], block.place
 
-    def sweep(self, data: Iterable[Any], sync_experts: bool) -> None:
+    def sweep(self, data: Iterable[Any], experts: ExpertCalibration) -> None:
         """Run the algorithms on the layers behind the blocks. Where a model does not run without them, a line says so.
 
         Args:
             data: The batches of this process.
-            sync_experts: As `sweep_block` takes it.
+            experts: As `sweep_block` takes it.
         """
         batches, without = list(data), without_blocks(self.model, self.names)
         try:
@@ -142,7 +146,7 @@ class Behind:
         if layers:
             calls, float_calls = (self._calls(hidden, batches) for hidden in (self.hidden, self.float_hidden))
             block = Block("", without, calls, float_calls, place=self.place)
-            sweep_block(block, layers, self.stages, sync_experts)
+            sweep_block(block, layers, self.stages, experts)
 
     def _calls(self, hidden: Sequence[torch.Tensor], batches: Sequence[Any]) -> list[Any]:
         device = self.place.device if self.place.on_host else None
@@ -210,10 +214,15 @@ def sweep_block(
     block: Block,
     layers: Mapping[str, QuantLayer],
     stages: Sequence[Algorithm],
-    sync_experts: bool = False,
+    experts: ExpertCalibration,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Run the algorithms on one block; its outputs and, if an algorithm needs them, those of the float block."""
-    block.groups = quantized_groups(block, layers)
+    block.all_experts = experts.all_experts
+    with block.lending(block.module):
+        block.groups, left = quantized_groups(block, layers)
+    experts.left += len({expert_of(block.full(leaf)) for leaf in left})
+    if any(stage.by_inputs for stage in stages) or waiting_activations(layers_inside(layers, block.name), ("input",)):
+        block.lent = experts.lent(block.module, block.calls)
     hidden: list[torch.Tensor] = []
     float_hidden: list[torch.Tensor] = []
     original: nn.Module | None = None
@@ -224,14 +233,14 @@ def sweep_block(
             original = copy.deepcopy(block.module)
         last = index == len(stages) - 1
         start, before = time.perf_counter(), judge.keep() if stage.keeps_better else None
-        watch = _observing_inputs(block, layers, sync_experts) if last else nullcontext()
+        watch = _observing_inputs(block, layers, experts) if last else nullcontext()
         float_once = not any(later.needs_float for later in stages[index + 1 :])
         hidden, beside = _run(block, stage, original if stage.needs_float else None, watch, float_once)
         float_hidden = beside or float_hidden
         if not judge.judge(stage, before, start) and last:
             # What was observed, and what the next block reads, came from weights that are gone.
             rounded = judge.rounded_weights() if stage.rounds else nullcontext()
-            with rounded, _observing_inputs(block, layers, sync_experts):
+            with rounded, _observing_inputs(block, layers, experts), block.lending(block.module):
                 hidden = block.run(block.calls)
     return hidden, float_hidden
 
@@ -257,6 +266,7 @@ def _run(
             (lambda groups: stage.on_expert_inputs(groups, block)) if stage.batches_experts else None,
             float_once,
             block.place,
+            block.lending,
         )
     stage.leave(block)
     broadcast_from_first(block.module)
@@ -264,7 +274,7 @@ def _run(
 
 
 @contextmanager
-def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer], sync_experts: bool) -> Iterator[None]:
+def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer], experts: ExpertCalibration) -> Iterator[None]:
     """Within: the block's static input quantizers collect what their layers really get; then their scales are fixed.
 
     A layer's input is final when it is read: what follows changes weights before it at most in ways that keep it.
@@ -274,31 +284,63 @@ def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer], sync_exper
         quantizer.start_observing()
     yield
     merge_observers(waiting)
-    finish_expert_ranges(waiting, sync_experts)
+    experts.ranges |= finish_expert_ranges(waiting, experts.shared_ranges)
     for name, quantizer in waiting.items():
         with naming(name):
             quantizer.finish_observing()
 
 
-def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> list[tuple[str, ...]]:
-    """Groups of linear layers with quantized weights that read one tensor, in running order.
+def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> tuple[list[tuple[str, ...]], set[str]]:
+    """Groups of linear layers with quantized weights that read one tensor, in running order; layers that none reaches.
 
-    Raises CalibrationError where no batch runs all of them (experts that are called only with tokens).
+    Those are layers of experts, which are called only with tokens. Raises CalibrationError where it is another layer.
     """
     linear = [
         leaf
         for leaf, module in block.module.named_modules()
         if isinstance(module, nn.Linear) and block.full(leaf) in layers and layers[block.full(leaf)].spec.weight
     ]
-    fewest = set(linear)
+    found: list[list[tuple[str, ...]]] = []
     for call in block.calls:
-        groups = input_groups(block.module, linear, call)
-        idle = set(linear) - {leaf for group in groups for leaf in group}
-        if not idle:
-            return groups
-        fewest = min(fewest, idle, key=len)
-    names = ", ".join(block.full(leaf) for leaf in linear if leaf in fewest)
-    raise CalibrationError(f"{no_tokens(names)} One batch at least must reach all layers of a block.")
+        found.append(input_groups(block.module, linear, call))
+        if len({leaf for group in found[-1] for leaf in group}) == len(linear):
+            return found[-1], set()
+    idle = set(linear) - {leaf for groups in found for group in groups for leaf in group}
+    names = [block.full(leaf) for leaf in linear if leaf in idle]
+    # Processes that see different layers would wait for each other.
+    strange = names if world() > 1 else [name for name in names if expert_of(name) is None]
+    if strange:
+        raise CalibrationError(f"{no_tokens(', '.join(strange))} One batch at least must reach all layers of a block.")
+    return in_one_order(found, linear), idle
+
+
+def in_one_order(found: Sequence[Sequence[tuple[str, ...]]], names: Sequence[str]) -> list[tuple[str, ...]]:
+    """The groups of all batches in an order that fits each; where several do, as layers are named.
+
+    Raises StructureError where none fits.
+    """
+    places = {leaf: index for index, leaf in enumerate(names)}
+    order: TopologicalSorter[tuple[str, ...]] = TopologicalSorter()
+    for groups in found:
+        for group in groups:
+            order.add(group)
+        for first, second in pairwise(groups):
+            order.add(second, first)
+    try:
+        order.prepare()
+    except CycleError as cycle:
+        raise StructureError(
+            f"{', '.join(cycle.args[1][0])}: these layers do not run in the same order for all batches."
+        ) from cycle
+    sorted_groups: list[tuple[str, ...]] = []
+    ready: list[tuple[int, tuple[str, ...]]] = []
+    while order.is_active():
+        for group in order.get_ready():
+            heappush(ready, (places[group[0]], group))
+        _, group = heappop(ready)
+        sorted_groups.append(group)
+        order.done(group)
+    return sorted_groups
 
 
 def _refuse_processes(algorithms: Sequence[Algorithm]) -> None:

@@ -12,7 +12,7 @@ inputs, as many as `experts.reached_together` lets be in flight.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch import nn
 from quark.errors import StructureError
 from quark.memory_and_disk import give_back_memory
 from quark.torch.algorithms.input_group import InputGroup
-from quark.torch.calibration.experts import reached_together
+from quark.torch.calibration.experts import expert_of, reached_together
+from quark.torch.calibration.lent_tokens import is_shown
 from quark.torch.calibration.parking import Waiting, tensors_of
 from quark.torch.calibration.place import WHERE_IT_IS, WorkPlace
 from quark.torch.model.blocks import Call
@@ -67,6 +68,7 @@ def lockstep(
     on_expert_inputs: OnExpertInputs | None = None,
     float_once: bool = False,
     place: WorkPlace = WHERE_IT_IS,
+    lending: Callable[[nn.Module], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Run all calls, halting at each group.
 
@@ -80,6 +82,7 @@ def lockstep(
         on_expert_inputs: Gets the groups of several experts at once; None: `on_inputs` gets one after the other.
         float_once: Whether the float block runs for the last time: its layers then lose their weights as they have run.
         place: Where the block computes, and where its batches wait.
+        lending: Within what it gives for a block, experts read tokens of others, too.
 
     Returns:
         The outputs of the block, and of the float block, one for each batch, as they wait.
@@ -99,6 +102,8 @@ def lockstep(
     with (
         _halting(block, groups),
         _halting(float_block, groups),
+        lending(block),
+        nullcontext() if float_block is None else lending(float_block),
         _same_experts(block, float_block),
         _looking_ahead(block, expert_groups),
         _looking_ahead(float_block, expert_groups),
@@ -158,10 +163,11 @@ def _meet(
             halted[0].waiting,
         )
     give_back_memory()  # what the batches freed on their way here, before the algorithm makes its matrices
-    if on_expert_inputs is not None and len(reached) > 1:
-        on_expert_inputs(list(reached.values()))
-    else:
-        on_inputs(reached[halted[0].group])
+    shown = [group for group in reached.values() if group.count]  # else no statistic is of it: rounded to nearest
+    if on_expert_inputs is not None and len(shown) > 1:
+        on_expert_inputs(shown)
+    elif shown:
+        on_inputs(shown[0])
     for batch, run in enumerate(runs):
         run.inputs = {index: group.inputs[batch] for index, group in reached.items()}
 
@@ -268,7 +274,6 @@ def _halting(block: nn.Module | None, groups: Groups) -> Iterator[None]:
 @contextmanager
 def _freeing(block: nn.Module | None, groups: Groups, count: int) -> Iterator[None]:
     """Within: a layer of a float block loses its weights after so many calls, one for each batch."""
-    mixtures = [name for name, module in block.named_modules() if isinstance(module, UnfusedExperts)] if block else []
     left: dict[nn.Module, int] = {}
 
     def after(module: nn.Module, *_: Any) -> None:
@@ -279,7 +284,7 @@ def _freeing(block: nn.Module | None, groups: Groups, count: int) -> Iterator[No
 
     with ExitStack() as hooks:
         for leaf in {leaf for group in groups for leaf in group} if block is not None else ():
-            if not any(leaf.startswith(f"{name}.") for name in mixtures):  # of experts the tokens choose
+            if expert_of(leaf) is None:  # those the tokens choose
                 module = block.get_submodule(leaf)  # type: ignore[union-attr]
                 left[module] = count
                 hooks.enter_context(module.register_forward_hook(after))
@@ -359,7 +364,7 @@ def _hooked(block: nn.Module, layers: Sequence[str], hook: Callable[[str, torch.
 
     def before(name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
         def call(module: nn.Module, args: tuple[Any, ...]) -> Any:
-            x = hook(name, args[0])
+            x = None if is_shown(module) else hook(name, args[0])
             return None if x is None else (x, *args[1:])
 
         return call

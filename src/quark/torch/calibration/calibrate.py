@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from quark.profiler import ProfileStep, profile_scope
 from quark.progress import progress
 from quark.torch.calibration.distributed import merge_observers, part_of
 from quark.torch.calibration.experts import finish_expert_ranges
+from quark.torch.calibration.lent_tokens import ExpertCalibration, all_tokens_to_all_experts
 from quark.torch.config.config import QConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention.cache_rules import floor_cache_scales, share_cache_ranges
@@ -186,16 +188,22 @@ def calibrate_tensors(
             f"{len(quantizers)} activations ({next(iter(quantizers))}, ...) have static scales, which need "
             "calibration data: pass a dataloader to quantize_model, or choose a dynamic or weight-only scheme."
         )
-    with observing(everything, quantizers):
+    with observing(everything, quantizers), expert_tokens(model, config):
         if run_batches(model, part_of(data)) == 0:
             raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
     finish_ranges(quantizers, config)
 
 
+def expert_tokens(model: nn.Module, config: QConfig) -> AbstractContextManager[None]:
+    """Within: each expert reads all tokens, if the config says so."""
+    return all_tokens_to_all_experts(model) if config.calibrate_all_experts else nullcontext()
+
+
 def finish_ranges(quantizers: Mapping[str, FakeQuantize], config: QConfig) -> None:
     """Fix the scales of quantizers that have observed, on all ranks."""
     merge_observers(quantizers)
-    finish_expert_ranges(quantizers, config.sync_moe_expert_input_amax)
+    of_others = finish_expert_ranges(quantizers, config.sync_moe_expert_input_amax)
+    ExpertCalibration(all_experts=config.calibrate_all_experts, ranges=of_others).say()
     share_cache_ranges(config, quantizers)
     bring_to_host([quantizer.observer for quantizer in quantizers.values() if quantizer.observer is not None])
     with gathered():

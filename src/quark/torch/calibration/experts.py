@@ -6,7 +6,7 @@ shared:  amax_k = max over the experts of a block of amax, for each projection k
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from torch import nn
@@ -16,8 +16,8 @@ from quark.errors import CalibrationError
 from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.model.passes import UnfusedExperts
 
-EXPERT = re.compile(r"(?P<block>.*expert[^.]*)\.(?P<index>\d+)\.(?P<rest>.+)", re.I)
-"""Full name of a tensor of an expert: "model.layers.0.mlp.experts.3.down_proj.input"."""
+EXPERT = re.compile(r"(?P<block>.*expert[^.]*)\.(?:\w*_)?(?P<index>\d+)\.(?P<rest>.+)", re.I)
+"""Full name of a tensor of an expert: "model.layers.0.mlp.experts.3.down_proj.input", or "...experts.expert_3..."."""
 
 
 AT_ONCE = 1 << 24
@@ -67,44 +67,62 @@ def _fitting(layers: Sequence[nn.Module]) -> int:
     return max(1, bound // (8 * columns * (columns + rows)))
 
 
-def finish_expert_ranges(quantizers: Mapping[str, FakeQuantize], sync: bool) -> None:
-    """What experts need after observing: one range for all of a block if `sync`, and tokens for each.
+def expert_of(tensor: str) -> str | None:
+    """Full name of the expert that a tensor or a layer is of; None for one that is of no expert."""
+    found = EXPERT.fullmatch(tensor) or EXPERT.fullmatch(f"{tensor}.weight")
+    return tensor[: found.end("index")] if found else None
+
+
+def finish_expert_ranges(quantizers: Mapping[str, FakeQuantize], sync: bool) -> set[str]:
+    """What experts need after observing: one range for all of a block if `sync`, and a range for each.
+
+    Where no calibration token reached some expert, its ranges are those that cover the others of its block.
 
     Args:
         quantizers: Full name of the tensor -> its quantizer, which has observed.
         sync: Whether the experts of a block share the range of their inputs.
 
+    Returns:
+        The experts with ranges of others.
+
     Raises:
-        CalibrationError: No calibration token reached some expert; names them.
+        CalibrationError: No calibration token reached any expert of a block; names them.
     """
     if sync:
-        share_expert_ranges(quantizers)
-    require_tokens(quantizers)
+        for name_in_block, members in _families(quantizers).items():
+            if name_in_block[1].endswith(".input"):
+                FakeQuantize.share_observed([*members.values()])
+    borrowing: set[str] = set()
+    lost: dict[str, None] = {}
+    for members in _families(quantizers).values():
+        reached = [one for one in members.values() if one.observer is not None and one.observer.count]
+        for name, quantizer in members.items():
+            if quantizer.observer is None or quantizer.observer.count:
+                continue
+            if reached:
+                quantizer.observe_as(reached)
+                borrowing.add(str(expert_of(name)))
+            else:
+                lost[str(expert_of(name))] = None
+    if lost:
+        raise CalibrationError(
+            f"No calibration token was routed to {_some(lost)}, nor to any other expert of that block. Possible: more "
+            "calibration data, calibrate_all_experts=True in the QConfig, or a dynamic or weight-only scheme."
+        )
+    return borrowing
 
 
-def share_expert_ranges(quantizers: Mapping[str, FakeQuantize]) -> None:
-    """Let the experts of a block have one range for the inputs of each projection: the one that covers all."""
-    families: dict[tuple[str, str], list[FakeQuantize]] = {}
+def _families(quantizers: Mapping[str, FakeQuantize]) -> dict[tuple[str, str], dict[str, FakeQuantize]]:
+    """(Name of a mixture, of a tensor in its experts) -> full name -> quantizer of that tensor."""
+    families: dict[tuple[str, str], dict[str, FakeQuantize]] = {}
     for name, quantizer in quantizers.items():
         expert = EXPERT.fullmatch(name)
-        if expert and expert["rest"].endswith(".input"):
-            families.setdefault((expert["block"], expert["rest"]), []).append(quantizer)
-    for members in families.values():
-        FakeQuantize.share_observed(members)
+        if expert:
+            families.setdefault((expert["block"], expert["rest"]), {})[name] = quantizer
+    return families
 
 
-def require_tokens(quantizers: Mapping[str, FakeQuantize]) -> None:
-    """Raise CalibrationError if no calibration token reached some expert; names them."""
-    idle: dict[str, None] = {}
-    for name, quantizer in quantizers.items():
-        expert = EXPERT.fullmatch(name)
-        if expert and quantizer.observer is not None and quantizer.observer.count == 0:
-            idle[f"{expert['block']}.{expert['index']}"] = None
-    if not idle:
-        return
-    experts = list(idle)
-    raise CalibrationError(
-        f"No calibration token was routed to {len(experts)} experts: {', '.join(experts[:5])}"
-        f"{', ...' if len(experts) > 5 else ''}. Possible: more calibration data, a dynamic or weight-only scheme, or "
-        "sync_moe_expert_input_amax=True in the QConfig, which gives all experts of a block one input range."
-    )
+def _some(experts: Iterable[str]) -> str:
+    """How many experts, and the first of them."""
+    names = list(experts)
+    return f"{len(names)} experts ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"

@@ -94,6 +94,8 @@ class QConfig:
         sync_moe_expert_input_amax: Experts share the range of their inputs.
         keep_prequantized_layers: Layers that are quantized already stay as they are.
         weight_format: How the checkpoint that this config was read from stores weights; None for a config of one's own.
+        calibrate_all_experts: Each expert of a mixture is calibrated by all tokens, not by those alone that its router
+            sends there; what the model computes stays the same.
 
     Raises:
         ConfigError: a field is unknown, missing or of the wrong type.
@@ -118,6 +120,7 @@ class QConfig:
     sync_moe_expert_input_amax: bool = False
     keep_prequantized_layers: bool = True
     weight_format: str | None = None
+    calibrate_all_experts: bool = False
 
     def __repr__(self) -> str:
         """A short table of what differs from the defaults."""

@@ -44,6 +44,9 @@ from quark.torch.model.meta_model import fill_buffers
 from quark.torch.replace import attention_quantized, replaced
 from quark.torch.writers.safetensors import write_attachments
 
+HOW_IT_RAN = ("shared_scale_groups", "sync_moe_expert_input_amax", "calibrate_all_experts")
+"""Fields of a config that change the result and are no part of its record."""
+
 
 def stream(
     config: QConfig,
@@ -125,7 +128,7 @@ def _settings(
 ) -> dict[str, Any]:
     """What a run that goes on must share with the one that began."""
     return {
-        "config": {**config.to_dict(), "shared_scale_groups": config.shared_scale_groups},
+        "config": {**config.to_dict(), **{name: getattr(config, name) for name in HOW_IT_RAN}},
         **options,
         "model": fingerprint_of_files(files),
         "calibration data": fingerprint_of_data(batches),

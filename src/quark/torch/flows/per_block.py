@@ -34,11 +34,13 @@ from quark.torch.algorithms.block_sweep import Behind, blocks_path, prepare_algo
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import (
     calibrate_weights,
+    expert_tokens,
     finish_ranges,
     share_scales,
     waiting_activations,
     waiting_ranges,
 )
+from quark.torch.calibration.lent_tokens import ExpertCalibration
 from quark.torch.config.config import QConfig
 from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.layers import QuantLayer
@@ -109,9 +111,7 @@ def quantize_blocks(
     with quantizers_off(layers.values()):
         names, stages = prepare_algorithms(model, layers, algorithms, data=data, weights=weights, work=work)
     waiting = waiting_ranges(model, layers)
-    behind = Behind(model, layers, names, stages).candidates
-    if behind:
-        logger.info("Rounded to nearest, as they lie outside the blocks, which run alone: %s.", ", ".join(behind))
+    _say_behind(Behind(model, layers, names, stages).candidates)
     groups = sibling_groups(model, config.shared_scale_groups)
     observed = _observed(names, observed_tensors(model, layers, stages))
     calls: dict[str, list[Call]] = {}
@@ -129,9 +129,16 @@ def quantize_blocks(
     def quantize(block: Block) -> tuple[Hidden, ...]:
         with torch.no_grad(), evaluating(block.module):
             inside = layers_inside(layers, block.name)
-            return _quantize_block(block, inside, stages, config, observes=block.name in observed)
+            return _quantize_block(block, inside, stages, config, block.name in observed, experts)
 
+    experts = ExpertCalibration(config.sync_moe_expert_input_amax, config.calibrate_all_experts)
     loop_over_blocks(model, names, calls, quantize, weights, groups, finish, state)
+    experts.say()
+
+
+def _say_behind(behind: Collection[str]) -> None:
+    if behind:
+        logger.info("Rounded to nearest, as they lie outside the blocks, which run alone: %s.", ", ".join(behind))
 
 
 def _begin(recorded: LoopState, needs_float: bool) -> LoopState:
@@ -156,7 +163,12 @@ def _observed(names: Sequence[str], tensors: Collection[str]) -> frozenset[str]:
 
 
 def _quantize_block(
-    block: Block, layers: Mapping[str, QuantLayer], stages: Sequence[Algorithm], config: QConfig, observes: bool
+    block: Block,
+    layers: Mapping[str, QuantLayer],
+    stages: Sequence[Algorithm],
+    config: QConfig,
+    observes: bool,
+    experts: ExpertCalibration,
 ) -> tuple[Hidden, Hidden, Hidden]:
     """Quantize the layers of one block; its outputs, those of the float block, and those that ranges are observed on.
 
@@ -166,18 +178,19 @@ def _quantize_block(
         stages: The algorithms that read inputs of layers.
         config: Of the model.
         observes: Whether a range in this block or in one behind it waits for data.
+        experts: How those of mixtures are calibrated.
     """
     hidden: Hidden = None
     float_hidden: Hidden = None
     observed: Hidden = None
     if stages:
         with quantizers_off(layers.values()):
-            hidden, float_hidden = sweep_block(block, layers, stages, config.sync_moe_expert_input_amax)
+            hidden, float_hidden = sweep_block(block, layers, stages, experts)
     calibrate_weights(layers)
     share_scales(layers, block.shared_scale_groups)
     if observes:
         waiting = waiting_ranges(block.module, layers, block.name)
-        with observing(layer_quantizers(layers.values()), waiting):
+        with observing(layer_quantizers(layers.values()), waiting), expert_tokens(block.module, config):
             observed = block.run(block.observed_calls)
         finish_ranges(waiting, config)
     return hidden, float_hidden, observed

@@ -75,7 +75,7 @@ def _is_exported(target: Any) -> bool:
 def refuse_unsupported(config: QConfig) -> None:
     """Raise for options of eager mode that a graph does not have."""
     eager = ("algo_config", "softmax_quant_spec", "shared_scale_groups")
-    for name in (*eager, "sync_moe_expert_input_amax"):
+    for name in (*eager, "sync_moe_expert_input_amax", "calibrate_all_experts"):
         if getattr(config, name):
             raise NotSupportedError(f"{name} is not part of fx_graph_mode; leave it at its default, or use eager_mode.")
     if config.kv_cache_quant_config and not config.kv_cache_post_rope:

@@ -160,12 +160,17 @@ class FakeQuantize(nn.Module):
     @staticmethod
     def share_observed(quantizers: Sequence[FakeQuantize]) -> None:
         """Let quantizers that observe have one statistic: that of all values that any of them saw."""
+        quantizers[0].observe_as(quantizers)
+        for quantizer in quantizers[1:]:
+            quantizer.observer = quantizers[0].observer
+
+    def observe_as(self, quantizers: Sequence[FakeQuantize]) -> None:
+        """Have the statistic of all values that some quantizers saw, which observe, in place of one of its own."""
         seen = [quantizer.observer for quantizer in quantizers if quantizer.observer is not None]
         merged = type(seen[0])(seen[0].spec)
         for observer in seen:
             merged.merge(observer)
-        for quantizer in quantizers:
-            quantizer.observer = merged
+        self.observer = merged
 
     def extra_repr(self) -> str:
         return f"{self.spec}, {self.mode.value}"

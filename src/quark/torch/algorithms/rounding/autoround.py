@@ -26,12 +26,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from quark.errors import CalibrationError, ConfigError, StructureError
+from quark.log import logger
 from quark.progress import progress, report, status
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.input_group import no_tokens
 from quark.torch.algorithms.layer_weights import weight_quantizer
 from quark.torch.algorithms.rounding.learned_rounding import in_matrices, readers_of
 from quark.torch.algorithms.rounding.output_scores import ByScores
+from quark.torch.calibration.experts import expert_of
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import Mode
 from quark.torch.model.batches import hidden_width, to_device, tokens_in
@@ -73,8 +75,14 @@ class AutoRound(ByScores):
 
     def _learn(self, block: Block, layers: Mapping[str, QuantLayer]) -> None:
         config, order = self.config, torch.Generator().manual_seed(0)
-        with reached(layers):
+        with reached(layers) as rows:
             targets = block.run(block.float_calls)
+        idle = {expert_of(name) for name in layers if rows[name] == 0}
+        layers = {name: layer for name, layer in layers.items() if rows[name]}
+        if idle:
+            logger.info("%s: %d experts that no token reached are rounded to nearest.", block.name, len(idle))
+        if not layers:
+            return
         if not all(isinstance(target, torch.Tensor) for target in targets):
             kind = type(targets[0]).__name__
             raise StructureError(f"{block.name or 'The model'} returns a {kind}; AutoRound learns from one tensor.")
@@ -199,8 +207,11 @@ class BlockLoss:
 
 
 @contextmanager
-def reached(layers: Mapping[str, QuantLayer]) -> Iterator[None]:
-    """Within: forwards run. Raises CalibrationError for layers that no token reached in any of them; names them."""
+def reached(layers: Mapping[str, QuantLayer]) -> Iterator[dict[str, int]]:
+    """Within: forwards run, and the tokens of each layer are counted. Experts may get none; they have nothing to learn.
+
+    Raises CalibrationError for other layers that no token reached in any of them; names them.
+    """
     rows = dict.fromkeys(layers, 0)
 
     def count(name: str) -> RemovableHandle:
@@ -212,7 +223,7 @@ def reached(layers: Mapping[str, QuantLayer]) -> Iterator[None]:
     with ExitStack() as hooks:
         for name in layers:
             hooks.enter_context(count(name))
-        yield
-    idle = [name for name, count_of in rows.items() if count_of == 0]
+        yield rows
+    idle = [name for name, count_of in rows.items() if count_of == 0 and expert_of(name) is None]
     if idle:
         raise CalibrationError(no_tokens(", ".join(idle[:6]) + (", ..." if len(idle) > 6 else "")))

@@ -166,7 +166,7 @@ class Folding(Algorithm):
                     statistics = InputStatistics.of(group, self.needs)
                     seen[index] = seen[index].merged(statistics) if index in seen else statistics
 
-        lockstep(block.name, block.module, block.calls, block.groups, collect, place=block.place)
+        lockstep(block.name, block.module, block.calls, block.groups, collect, place=block.place, lending=block.lending)
         for index, statistics in seen.items():
             self._apply(folds[index], block, statistics)
 

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -55,9 +57,15 @@ class UnfusedExperts(nn.Module):
         sorted: Whether its input holds as many rows for each expert, sorted by expert, and no routing comes with it.
         ahead: Called before each expert's turn, if set: (whether it is for the down projection, index of the expert,
             function from any expert's index to its input of that turn). No input depends on the turns of others.
+        lent: Expert -> the share of the tokens of others that it reads behind its own, so that there is something to
+            calibrate it by. What it makes of them is left out: the mixture returns what it always does.
+        all_tokens: Whether each expert reads all tokens so, one expert after the other: of what it makes inside of so
+            many, memory holds that of one.
     """
 
     ahead: Callable[[bool, int, Callable[[int], torch.Tensor]], None] | None = None
+    lent: Mapping[int, float] = MappingProxyType({})
+    all_tokens: bool = False
 
     def __init__(self, fused: nn.Module, names: Names) -> None:
         super().__init__()
@@ -92,20 +100,69 @@ class UnfusedExperts(nn.Module):
         if top_k_index is None or top_k_weights is None:
             return self._each_its_rows(hidden_states)
         places = self._places(top_k_index)
-        inner = [self._inner(expert, x) for expert, x in self._turns(False, lambda i: hidden_states[places[i][0]])]
         mixed = torch.zeros_like(hidden_states)
-        for (expert, x), (token, slot) in zip(self._turns(True, inner.__getitem__), places, strict=True):
-            y = getattr(expert, self.names[2])(x)
+        for y, (token, slot) in zip(self._own_outputs(hidden_states, places), places, strict=True):
             y = y if self.post_expert_norm is None else self.post_expert_norm(y)
             mixed.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(mixed.dtype))
         return mixed
 
+    def _own_outputs(
+        self, hidden_states: torch.Tensor, places: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Iterator[torch.Tensor]:
+        """What each expert makes of its own tokens, (tokens, H)."""
+        down = self.names[2]
+        if self.all_tokens:
+            for index, (token, _) in enumerate(places):
+                expert = self.get_submodule(str(index))
+                yield expert.get_submodule(down)(self._inner(expert, hidden_states))[token]
+            return
+        rows = [self._with_lent(expert, token, len(hidden_states)) for expert, (token, _) in enumerate(places)]
+        inner = [self._inner(expert, x) for expert, x in self._turns(False, lambda i: hidden_states[rows[i]])]
+        for (expert, x), (token, _) in zip(self._turns(True, inner.__getitem__), places, strict=True):
+            yield expert.get_submodule(down)(x)[: len(token)]
+
+    def _with_lent(self, expert: int, own: torch.Tensor, count: int) -> torch.Tensor:
+        """The tokens of an expert, and behind them those of others, out of `count`, that it is lent."""
+        if expert not in self.lent:
+            return own
+        others = torch.ones(count, dtype=torch.bool, device=own.device).index_fill_(0, own, False)
+        return torch.cat([own, _share_of(others, self.lent[expert])])
+
+    def tokens_of_experts(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor | None = None, *_: torch.Tensor
+    ) -> tuple[torch.Tensor, int]:
+        """How many tokens each expert gets of what `forward` takes, (experts,), and how many there are.
+
+        Of sorted rows, those count that are not 0: a router that leaves an expert out scales them by 0.
+        """
+        if top_k_index is None:
+            rows = hidden_states.reshape(self.count, -1, hidden_states.shape[-1])
+            return rows.any(-1).sum(-1), rows.shape[1]
+        return torch.bincount(top_k_index.reshape(-1), minlength=self.count)[: self.count], len(hidden_states)
+
     def _each_its_rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The outputs of sorted experts, (experts * tokens, H)."""
-        rows = hidden_states.reshape(self.count, -1, hidden_states.shape[-1]).unbind()
-        inner = [self._inner(expert, x) for expert, x in self._turns(False, rows.__getitem__)]
-        down = self.names[2]
-        return torch.cat([expert.get_submodule(down)(x) for expert, x in self._turns(True, inner.__getitem__)])
+        rows = hidden_states.reshape(self.count, -1, hidden_states.shape[-1])
+        lent = dict.fromkeys(range(self.count), 1.0) if self.all_tokens else self.lent
+        idle = {expert: _share_of(~rows[expert].any(-1), share) for expert, share in lent.items()}
+        mean = rows.sum(0) / rows.any(-1).sum(0).clamp(min=1).unsqueeze(-1) if lent else rows[0]
+
+        def read(expert: int) -> torch.Tensor:
+            """Its rows; those that it is lent as the experts of their token get it, and one of 0 behind them."""
+            if expert not in idle:
+                return rows[expert]
+            filled = torch.cat([rows[expert], rows.new_zeros(1, rows.shape[-1])])
+            filled[idle[expert]] = mean[idle[expert]].to(filled.dtype)
+            return filled
+
+        inner = [self._inner(expert, x) for expert, x in self._turns(False, read)]
+        outputs = []
+        for index, (expert, x) in enumerate(self._turns(True, inner.__getitem__)):
+            y = expert.get_submodule(self.names[2])(x)
+            outputs.append(
+                y if index not in idle else y[:-1].index_copy(0, idle[index], y[-1:].repeat(len(idle[index]), 1))
+            )
+        return torch.cat(outputs)
 
     def _turns(self, down: bool, of: Callable[[int], torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
         """Each expert with its input."""
@@ -154,6 +211,13 @@ class UnfusedExperts(nn.Module):
                 grad = cast(nn.Parameter, getattr(layers[0][0], kind)).requires_grad
                 merged[target + suffix] = nn.Parameter(torch.stack(rows), grad)
         return _shell(origin, merged).train(self.training)
+
+
+def _share_of(mask: torch.Tensor, share: float) -> torch.Tensor:
+    """Where a mask is true, a share of these places, evenly taken; one at least where there is one."""
+    places = mask.nonzero()[:, 0]
+    taken = min(len(places), math.ceil(share * len(places)))
+    return places[torch.arange(taken, device=places.device) * len(places) // max(1, taken)]
 
 
 def unfuse_experts(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
