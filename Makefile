@@ -1,5 +1,5 @@
-# make demo | quick | test | contracts | coverage | check | docs | bench | gpu | fingerprint | fuzz | kill, each from a
-# bare clone; quick is for the edit loop.
+# make demo | test | test-all | contracts | coverage | check | docs | bench | gpu | fingerprint | fuzz | kill, each from a
+# bare clone; test is for the edit loop.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY ?= passive
 
 DOCS_STAMP := $(VENV)/.docs-installed
 
-.PHONY: demo quick test contracts check coverage docs bench gpu fingerprint fuzz kill format clean
+.PHONY: demo test test-all contracts check coverage docs bench gpu fingerprint fuzz kill format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -19,17 +19,18 @@ demo: $(STAMP)
 # Two processes, each of which takes the next tests when it is done with its own.
 TEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-quick: $(STAMP)
-	$(TEST) -m "not slow"
-
+# Most tests, and one of each kind that takes seconds.
 test: $(STAMP)
+	$(TEST) -m "not slow or everyday"
+
+test-all: $(STAMP)
 	$(TEST)
 
-# The contracts over whole registries, of which `make test` runs a tenth: every scheme, algorithm and family. Hours.
+# The contracts over whole registries, of which `make test-all` runs a tenth: every scheme, algorithm and family. Hours.
 contracts: $(STAMP)
 	$(TEST) --every-contract tests/contracts tests/core
 
-# All tests, and the share of the lines that they reach, which must not fall.
+# As test-all, and the share of the lines that the tests reach, which must not fall.
 coverage: $(STAMP)
 	$(TEST) --cov=quark --cov-report=
 	$(BIN)/coverage report --sort=miss --skip-covered

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import onnxruntime
 import torch
-from quark.commands.folders.models import folder_bytes
+from quark.jobs.folders.models import folder_bytes
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -33,9 +33,20 @@ OVER_REGISTRIES = (
     "core/test_block_solvers.py",
     "core/test_group_kernels.py",
 )
-"""Contracts over products of registries, hours in all: `make test` runs one in ten of their slow tests, always the
-same, and `make contracts` all of them."""
+"""Contracts over products of registries, hours in all: `make test-all` runs one in ten of their slow tests, always
+the same, and `make contracts` all of them."""
 ONE_IN = 10
+EVERYDAY = (
+    "test_demo.py::test_digits_keep_their_accuracy_in_every_scheme",
+    "test_docs.py::test_snippets_and_commands_run_as_printed[README.md]",
+    "test_docs.py::test_snippets_and_commands_run_as_printed[docs/index.md]",
+    "test_one_call.py::test_a_family_is_the_scheme_of_the_goal",
+    "kill/test_kill.py::test_kills_leave_nothing_behind",
+    "torch/algorithms/test_output_scores.py::test_held_out_divergence_falls[qronos int3]",
+    "torch/calibration/test_distributed.py::test_a_rank_that_ends_is_named_by_the_others_and_nothing_stays[killed-0]",
+    "torch/flows/test_stream.py::test_a_killed_run_goes_on[2-True-static activations]",
+)
+"""Slow tests that `make test` runs, each for its kind: published numbers, processes, kills, what pages print."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,6 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A test that is named on the command line runs, too.
     """
+    for item in items:
+        if item.nodeid.removeprefix("tests/") in EVERYDAY:
+            item.add_marker("everyday")
     if config.getoption("--every-contract") or any("::" in argument for argument in config.args):
         return
     left_out = [item for item in items if _is_left_out(item)]
