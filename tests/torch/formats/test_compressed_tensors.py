@@ -63,6 +63,29 @@ def test_transformers_computes_equal_logits(scheme: str, tmp_path: Path) -> None
     assert torch.equal(logits(theirs(export_safetensors(model, tmp_path / "out", FORM))), logits(model))
 
 
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head", ["int4_wo_32", pytest.param("int8_wo", marks=pytest.mark.slow)])
+def test_a_quantized_head_is_named_and_found(head: str, tied: bool, tmp_path: Path) -> None:
+    """vLLM does not take a head for a Linear, so that the group names it even where it is the only one."""
+    config = LLMTemplate.get("llama").get_config("int4_wo_32", layer_config={"lm_head": head}, exclude_layers=[])
+    model = ModelQuantizer(config).quantize_model(tiny_llama(tie_word_embeddings=tied))
+    folder = export_safetensors(model, tmp_path / "out", FORM)
+    tensors, stored_config = stored(folder)
+    assert "lm_head.weight_packed" in tensors and "lm_head" not in stored_config["ignore"]
+    groups = stored_config["config_groups"].values()
+    (group,) = (group for group in groups if "lm_head" in group["targets"])
+    assert group["weights"]["num_bits"] == int(head[3]) and (len(groups) == 2 or "Linear" in group["targets"])
+    assert torch.equal(logits(theirs(folder)), logits(model))
+    assert torch.equal(logits(import_model_from_safetensors(tiny_llama(9), folder)), logits(model))
+
+
+def test_embeddings_are_refused_for_what_their_reader_does(tmp_path: Path) -> None:
+    config = LLMTemplate.get("llama").get_config("int4_wo_32", layer_config={"*embed_tokens": "int4_wo_32"})
+    model = ModelQuantizer(config).quantize_model(tiny_llama())
+    with pytest.raises(NotSupportedError, match="embed_tokens: .* transformers does not build one without its weight"):
+        export_safetensors(model, tmp_path / "out", FORM)
+
+
 @pytest.mark.parametrize("scheme", ["mxfp4", "mxfp4_weight_only", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3"])
 def test_transformers_computes_equal_logits_of_mx_in_bfloat16(scheme: str, tmp_path: Path) -> None:
     """The library decodes these weights to bfloat16, whatever the model."""

@@ -11,6 +11,7 @@ from torch import nn
 from quark.core.spec import LayerSpec
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.config.config import QConfig
+from quark.torch.config.selectors import output_head
 from quark.torch.formats import FORMATS, Folder
 from quark.torch.formats.other_classes import names_elsewhere
 from quark.torch.layers import QuantLayer
@@ -60,6 +61,7 @@ def folder_of(
     unnamed = dict.fromkeys((*plan.to_exclude, *linear))
     beside = [form for name in _layers_of(beside) for form in (name, *elsewhere(name))]
     fused = (layer for name, leaves in fused_blocks(model).items() for layer in layer_names(model, name, leaves))
+    heads = output_head(model)
     return Folder(
         specs,
         list(dict.fromkeys((*(form for name in unnamed for form in forms(name)), *beside))),
@@ -71,6 +73,7 @@ def folder_of(
         {name: forms(name) for name in (*specs, *cache)},
         _experts(model),
         tuple(map(publish, fused)),
+        tuple(name for name in specs if name in heads),
         pack_method,
         weight_format,
     )

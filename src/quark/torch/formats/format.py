@@ -48,6 +48,7 @@ class Folder:
             checkpoints, and where it is asked for those in other classes that load the folder.
         experts: Name of each block of experts that were taken apart -> names of their layers.
         float_experts: Names, in checkpoints, of the layers of experts that stay in float, in one tensor.
+        heads: Names of the output heads among these layers.
         pack_method, weight_format: The options of the export.
     """
 
@@ -61,6 +62,7 @@ class Folder:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     float_experts: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
     pack_method: str = "reorder"
     weight_format: str = "real_quantized"
 
@@ -218,6 +220,11 @@ class FolderFormat(Format):
 
     def refuse_layer(self, name: str, layer: nn.Module, spec: LayerSpec) -> None:
         """Also refuse what readers give to the class that the model really has, which holds the weight transposed."""
+        if isinstance(layer, nn.Embedding):
+            raise NotSupportedError(
+                f"{name}: the {self.name} format cannot hold an embedding: transformers does not build one without its "
+                "weight. Possible: the quark format, GGUF, ONNX."
+            )
         super().refuse_layer(name, layer, spec)
         if hasattr(layer, "stands_for"):
             raise NotSupportedError(

@@ -95,7 +95,7 @@ class CompressedTensorsFormat(FolderFormat):
         for name, spec in folder.specs.items():
             groups.setdefault(spec, []).append(name)
         entries = {
-            f"group_{i}": _group(s, ["Linear"] if len(groups) == 1 else group_targets(names, folder))
+            f"group_{i}": _group(s, _every_layer(folder) if len(groups) == 1 else group_targets(names, folder))
             for i, (s, names) in enumerate(groups.items())
         }
         kinds = {entry["format"] for entry in entries.values()}
@@ -159,6 +159,11 @@ class CompressedTensorsFormat(FolderFormat):
         if leaf == "weight_global_scale":
             return f"{parent}.weight_scale_2", tensor
         return kv_source(stored) or stored, tensor
+
+
+def _every_layer(folder: Folder) -> list[str]:
+    """The targets of the only group. vLLM does not take an output head for a Linear."""
+    return ["Linear", *(form for name in folder.heads for form in folder.names.get(name, (name,)))]
 
 
 def _compression(spec: LayerSpec) -> str | None:
