@@ -98,6 +98,29 @@ def written(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
 
 
+def with_further_tokens(source: Path, layer: str, field: str, kind: str = "") -> list[str]:
+    """Put a layer that predicts further tokens beside a model: its last layer once more, and what such a layer has.
+
+    Args:
+        source: The folder.
+        layer: Name of the new layer.
+        field: What the config calls the number of such layers.
+        kind: "blocks": of a folder whose projections are in FP8.
+    """
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    last = f"model.layers.{config['num_hidden_layers'] - 1}."
+    more = {layer + name.removeprefix(last): x.clone() for name, x in tensors.items() if name.startswith(last)}
+    size, generator = config["hidden_size"], torch.Generator().manual_seed(3)
+    joins = torch.randn(size, 2 * size, generator=generator).to(torch.bfloat16)
+    parts = fp8_blocks(joins)[0] if kind else {"weight": joins}
+    more |= {f"{layer}eh_proj.{part}": x.contiguous() for part, x in parts.items()}
+    more |= {f"{layer}{norm}.weight": torch.rand(size, generator=generator) for norm in ("enorm", "hnorm")}
+    save_file(tensors | more, source / "model.safetensors", {"format": "pt"})
+    (source / "config.json").write_text(json.dumps(config | {field: 1}))
+    return sorted(more)
+
+
 def same_through_every_door(source: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
     in_memory(source, tmp_path / "memory")
     tensors, config = written(tmp_path / "memory")
@@ -234,3 +257,54 @@ def test_mxfp4_of_gpt_oss(tmp_path: Path) -> None:
     for name, value in values.items():
         assert torch.equal(own[name], value), name
     same_through_every_door(source, tmp_path)
+
+
+# Layers that predict further tokens. ---------------------------------------------------------------------------------
+
+FURTHER = {
+    "deepseek_v3": ("model.layers.2.", "num_nextn_predict_layers"),
+    "glm4_moe": ("model.layers.2.", "num_nextn_predict_layers"),
+    "qwen3_5_text": ("mtp.layers.0.", "mtp_num_hidden_layers"),
+}
+"""Family -> what it calls such a layer, and the field of its config."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", FURTHER)
+def test_further_layers_are_carried_whole(model_type: str, tmp_path: Path) -> None:
+    source = float_folder(model_type, tmp_path / "float")
+    names = with_further_tokens(source, *FURTHER[model_type])
+    stored = load_file(source / "model.safetensors")
+    tensors = same_through_every_door(source, tmp_path)
+    for name in names:
+        assert torch.equal(tensors[name], stored[name]), name
+    ignored = written(tmp_path / "memory")[1]["quantization_config"]["exclude"]
+    assert {name.removesuffix(".weight") for name in names if stored[name].ndim > 1} - {*ignored} == set()
+    program("quantize", source, "-o", tmp_path / "ct", "--scheme", "int8_wo", "--format", "compressed-tensors")
+    assert {*names} <= load_file(tmp_path / "ct" / "model.safetensors").keys()
+
+
+@pytest.mark.slow
+def test_further_layers_in_codes_are_carried_as_float(tmp_path: Path) -> None:
+    source, _ = quantized_folder("blocks", "deepseek_v3", tmp_path / "source")
+    names = with_further_tokens(source, *FURTHER["deepseek_v3"], "blocks")
+    tensors = same_through_every_door(source, tmp_path)
+    further = {name for name in tensors if name.startswith("model.layers.2.")}
+    assert further == {name for name in names if not name.endswith("_scale_inv")}
+    assert {tensors[name].dtype for name in further} == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.slow
+def test_what_the_class_has_no_place_for_is_kept_on_request(tmp_path: Path) -> None:
+    """Experts of a layer that no field of the config announces: transformers reports them merged."""
+    source = float_folder("mixtral", tmp_path / "float")
+    names = with_further_tokens(source, "model.layers.7.", "unknown")
+    done = program("quantize", source, "-o", tmp_path / "out", "--scheme", SCHEME)
+    assert done.code == 1 and "model.layers.7." in done.err and "--keep-unexpected" in done.err
+    found = []
+    for name, options in {"file": (), "streamed": ("--stream",), "memory": ("--no-stream",)}.items():
+        command(*options, "--keep-unexpected")(source, tmp_path / name)
+        found.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert found[0] == found[1] == found[2]
+    stored, tensors = load_file(source / "model.safetensors"), load_file(tmp_path / "file" / "model.safetensors")
+    assert all(torch.equal(tensors[name], stored[name]) for name in names)

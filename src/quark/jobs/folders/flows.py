@@ -54,7 +54,7 @@ def write_folder(
             raise ConfigError("--synthetic with --stream: only a model in memory writes texts. Possible: one of them.")
         stream = False
     if _streams(stream, export, model, load):
-        return _streamed(model, config, calibration.read, device, dtype, export), []
+        return _streamed(model, config, calibration.read, device, dtype, export, load["keep_unexpected"]), []
     return _in_memory(model, config, calibration, device, dtype, export, load, before)
 
 
@@ -102,20 +102,24 @@ def _from_file_to_file(
     from quark.torch.flows.file2file import quantize_files
 
     inside = config.algo_config or config.kv_cache_quant_config or config.softmax_quant_spec
-    if export.form != STREAMED or any(load.values()) or inside or not is_read(model):
+    if export.form != STREAMED or load["trust_remote_code"] or inside or not is_read(model):
         return False
     check_loading(device, dtype)
     if dtype != "auto":
         return False
     try:
-        quantize_files(config, model, export.output, devices=[device], **export.options)
+        quantize_files(
+            config, model, export.output, devices=[device], keep_unexpected=load["keep_unexpected"], **export.options
+        )
     except (FormatError, NotSupportedError) as error:
         logger.debug("Not from file to file: %s", error)
         return False
     return True
 
 
-def _streamed(model: Path, config: Any, samples: Samples, device: str, dtype: str, export: Export) -> int:
+def _streamed(
+    model: Path, config: Any, samples: Samples, device: str, dtype: str, export: Export, keep_unexpected: bool
+) -> int:
     """The same without a model in memory, whose errors are in the log only."""
     from quark.jobs.folders.models import folder_bytes, inputs_of, load_meta_model
     from quark.torch.flows.from_disk import stream
@@ -123,7 +127,7 @@ def _streamed(model: Path, config: Any, samples: Samples, device: str, dtype: st
     if dtype != "auto":
         raise ConfigError(f"--dtype {dtype}: streaming computes in the dtype of the model. Possible: --dtype auto.")
     data = samples(inputs_of(model, load_meta_model(model)))
-    stream(config, model, export.output, data, device=device, **export.options)
+    stream(config, model, export.output, data, device=device, keep_unexpected=keep_unexpected, **export.options)
     return folder_bytes(export.output)
 
 
@@ -137,10 +141,9 @@ def _streams(stream: bool | None, export: Export, model: Path, load: Mapping[str
             f"--stream with --export-format {export.form}: block by block only the {STREAMED} format is written. "
             f"Possible: --export-format {STREAMED}, or no --stream."
         )
-    if stream and any(load.values()):
-        given = ", ".join(f"--{name.replace('_', '-')}" for name, value in load.items() if value)
-        raise ConfigError(f"{given} with --stream: block by block, a class of transformers is needed that holds all.")
-    if any(load.values()):
+    if stream and load["trust_remote_code"]:
+        raise ConfigError("--trust-remote-code with --stream: block by block, a class of transformers is needed.")
+    if load["trust_remote_code"]:
         return False
     if stream is None:
         # What is free of the memory differs between processes.

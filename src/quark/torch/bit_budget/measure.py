@@ -185,7 +185,7 @@ def _on_disk(
     budget: AskedBudget | None,
 ) -> SensitivityTable:
     options = {"weight_format": REAL_QUANTIZED, "pack_method": "reorder", "max_shard_size": "5GB"}
-    job = CheckpointJob(config, Path(source), **options)
+    job = CheckpointJob(config, Path(source), keep_unexpected=False, **options)
     data = list(calibration_data(job.model, data) or ())
 
     def weights() -> BlockWeights:

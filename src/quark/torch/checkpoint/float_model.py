@@ -26,7 +26,7 @@ from quark.torch.model.model_folder import (
     model_class,
     read_config,
 )
-from quark.torch.model.published_names import merged_names, source_names
+from quark.torch.model.published_names import dropped_names, loaded_as, merged_names, source_names
 
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """What folders held before safetensors; torch reads tensors from it and runs nothing."""
@@ -102,7 +102,7 @@ def load_whole(
             model, report = chosen.from_pretrained(folder, **given)
         else:
             model, report = _from_source(chosen, config, source, folder, given)
-    unexpected = sorted(report["unexpected_keys"])
+    unexpected = _unexpected(model, report["unexpected_keys"], folder, source)
     if keep_unexpected and unexpected:
         # What the class leaves out by design is named so; writers store it as it was.
         known = model._keys_to_ignore_on_load_unexpected or ()
@@ -114,6 +114,19 @@ def load_whole(
     for name, tensor in model.named_parameters():
         check_finite(name, tensor)
     return model
+
+
+def _unexpected(model: Any, reported: Iterable[str], folder: Path, source: Source | None) -> list[str]:
+    """The tensors of a folder that a class has no place for, by their own names, but those that are carried anyway.
+
+    transformers reports the experts of a layer that it does not build under the name that they would have merged.
+    """
+    reported = set(reported)
+    if not reported:
+        return []
+    names = list(stored_metas(folder) if source is None else source.names())
+    target, carried = loaded_as(model, model.state_dict()), set(dropped_names(model, names))
+    return sorted(name for name in names if target(name) in reported and name not in carried)
 
 
 def _from_source(chosen: Any, config: Any, source: Source, folder: Path, options: dict[str, Any]) -> tuple[Any, Any]:

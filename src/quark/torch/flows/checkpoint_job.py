@@ -26,9 +26,9 @@ from quark.torch.checkpoint.shards import (
     create_shards,
     entries,
     names_in_file,
-    plain_entry,
     stored_shapes,
 )
+from quark.torch.checkpoint.sources.carried import carried_entries
 from quark.torch.checkpoint.sources.origins import Origin, Origins, names_of
 from quark.torch.checkpoint.sources.source import Source, quantization_of
 from quark.torch.checkpoint.stored_types import StoredTypes
@@ -71,8 +71,9 @@ class CheckpointJob:
 
     Args:
         config: What to quantize, and how.
-        folder: Of a float, FP8-block or compressed-tensors checkpoint.
+        folder: Of a checkpoint, float or one that is read as float.
         weight_format, pack_method, max_shard_size: As for `export_safetensors`.
+        keep_unexpected: As for `load_float_model`.
 
     Attributes:
         files: The safetensors files of the folder.
@@ -89,7 +90,14 @@ class CheckpointJob:
     """
 
     def __init__(
-        self, config: QConfig, folder: Path, *, weight_format: str, pack_method: str, max_shard_size: str
+        self,
+        config: QConfig,
+        folder: Path,
+        *,
+        weight_format: str,
+        pack_method: str,
+        max_shard_size: str,
+        keep_unexpected: bool = False,
     ) -> None:
         check_options("quark", weight_format, pack_method, max_shard_size)
         check_cache_config(config)
@@ -104,6 +112,10 @@ class CheckpointJob:
         if self.quantization is None:
             check_metas(folder, self.model, tensors)
         self.origins = Origins(self.model, self.checkpoint.names())
+        self._beside = dropped_names(self.model, self.checkpoint.names())
+        if keep_unexpected:
+            placed = names_of(self.origins.of(self.model), self.model.state_dict())
+            self._beside = [name for name in self.checkpoint.names() if name in {*self._beside} or name not in placed]
         _take_apart(config, self.model)
         named = source_names(self.model, self.checkpoint.stored_names())
         self.types = StoredTypes(self.checkpoint, named, self.model.dtype, narrow=not config.algo_config)
@@ -117,12 +129,12 @@ class CheckpointJob:
         sources = _sources((name for name, _, _ in made if name in ties), in_folder, ties)
         self._check_ties(in_folder, ties)
         names = self.beside()
-        dropped = [plain_entry(name, self.checkpoint.meta(name)) for name in names]
+        dropped = carried_entries(self.checkpoint, names, self.model.dtype)
         unexpected = sorted({*self.checkpoint.names()} - names_of(in_folder, ties) - {*names})
         if unexpected:
             raise FormatError(
                 f"{self.folder} holds {len(unexpected)} tensors that the class of its config.json has no place for: "
-                f"{', '.join(unexpected[:5])}."
+                f"{', '.join(unexpected[:5])}. Possible: keep_unexpected (--keep-unexpected), which copies them."
             )
         return Contents(made, dropped, names_in_file(self.model, as_they_are=names), sources, ties)
 
@@ -131,8 +143,8 @@ class CheckpointJob:
         return entries(self.model, self.pack_method, self.real, only=only, plain=self.types.entry)
 
     def beside(self) -> list[str]:
-        """Names of the tensors of the old folder that the class of the model leaves out by design."""
-        return dropped_names(self.model, self.checkpoint.names())
+        """Names of the tensors of the old folder that are carried: the class of the model has no place for them."""
+        return self._beside
 
     def _check_ties(self, in_folder: Mapping[str, Origin], ties: Mapping[str, list[str]]) -> None:
         """Raise NotSupportedError where the model shares one tensor, and the folder has different ones under its names.

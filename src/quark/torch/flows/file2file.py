@@ -91,17 +91,19 @@ def quantize_files(
     max_shard_size: str = "5GB",
     overwrite: bool = False,
     attachments: Mapping[str, str] | None = None,
+    keep_unexpected: bool = False,
 ) -> None:
     """Quantize a checkpoint folder into another.
 
     Args:
         config: Weights, and activations that are dynamic or float.
-        source: Folder of a float, FP8-block or compressed-tensors checkpoint.
+        source: Folder of a checkpoint, float or one that is read as float.
         output: Folder to make; it appears when all of it is written.
         devices: Where the arithmetic runs; each gets `workers` threads.
         workers: Threads per device, each of which holds a tensor or two; None: one, and for the CPU as many as torch
             has threads, at most MOST_WORKERS.
         weight_format, pack_method, max_shard_size, overwrite, attachments: As for `export_safetensors`.
+        keep_unexpected: As for `load_float_model`.
 
     Raises:
         OutputExistsError: `output` is, holds or lies in the source; or see `quark.files.check_folder`.
@@ -111,7 +113,7 @@ def quantize_files(
     """
     check_apart(output, source, whole=True)
     options = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
-    job = CheckpointJob(config, source, **options)
+    job = CheckpointJob(config, source, **options, keep_unexpected=keep_unexpected)
     _refuse_data(config, job.plan)
     conversion = Conversion(job.files, job.quantization, pack_method, job.real)
     with shared_folder(output, overwrite) as folder, replaced(job.model, job.plan) as layers:

@@ -61,19 +61,19 @@ def stream(
     overwrite: bool = False,
     work: Path | None = None,
     attachments: Mapping[str, str] | None = None,
+    keep_unexpected: bool = False,
 ) -> None:
     """Quantize a checkpoint folder into another.
 
     Args:
         config: As for `ModelQuantizer`.
-        source: Folder of a float, FP8-block or compressed-tensors checkpoint.
+        source: Folder of a checkpoint, float or one that is read as float.
         output: Folder to make; it appears when all of it is written.
         data: Calibration batches, where activations are static or an algorithm needs them.
         device: Where blocks run.
         weight_format, pack_method, max_shard_size, overwrite: As for `export_safetensors`.
-        work: Folder of the unfinished run; default: `output` with ".partial" behind its name. If it is there, the run
-            goes on where it stopped.
-        attachments: As for `export_safetensors`.
+        work: Folder of the unfinished run, which goes on; default: `output` with ".partial" behind its name.
+        attachments, keep_unexpected: As for `export_safetensors` and `load_float_model`.
 
     Raises:
         OutputExistsError: `output` is, holds or lies in the source; or see `quark.files.check_folder`.
@@ -84,7 +84,7 @@ def stream(
     check_apart(output, source, whole=True)
     check_folder(output, overwrite)
     options = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
-    job = CheckpointJob(config, source, **options)
+    job = CheckpointJob(config, source, keep_unexpected=keep_unexpected, **options)
     batches = None if data is None else list(calibration_data(job.model, data) or ())
     settings = _settings(config, options, [source / "config.json", *job.files], batches)
     refuse_whole(algorithms_of(config.algo_config or []))
@@ -148,7 +148,7 @@ class _Run:
         self.names = contents.names
         self.weights = FromDisk(job.model, job.checkpoint, contents.sources, contents.ties, device)
         self.places = job.create_shards(self.folder, contents, manifest.begun)
-        self.dropped = {name for name, _, _ in contents.dropped}
+        self.dropped = {name: make for name, make, _ in contents.dropped}
         self.planned = {
             name: [self.names(name, suffix) for suffix in shapes]
             for name, _, shapes in [*contents.entries, *contents.dropped]
@@ -175,9 +175,9 @@ class _Run:
         outside = [name for name in self.planned if not any(is_inside(name, block) for block in names)]
         for parent in dict.fromkeys(name.rpartition(".")[0] for name in outside):
             own = {name for name in outside if name.rpartition(".")[0] == parent}
-            if own <= self.dropped:
-                for name in own:
-                    write_entry(name, {"": self.job.checkpoint.stored(name)}, self.places, self.names)
+            for name in own & self.dropped.keys():
+                write_entry(name, self.dropped[name](), self.places, self.names)
+            if not (own := own - self.dropped.keys()):
                 continue
             self.weights.bring(parent, recurse=False)
             if parent in self.layers:

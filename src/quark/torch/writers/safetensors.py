@@ -21,13 +21,11 @@ from quark.torch.calibration.distributed import rank, shared_folder
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.shards import (
-    Entry,
     entries,
     names_in_file,
-    plain_entry,
-    read_tensors,
     write_shards,
 )
+from quark.torch.checkpoint.sources.carried import carried_of
 from quark.torch.checkpoint.stored_types import source_folder, stored_plain
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
@@ -35,8 +33,7 @@ from quark.torch.formats.quark.layout import PACK_METHODS
 from quark.torch.formats.readers import check_readers
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks.offloading import with_weights
-from quark.torch.model.folder_files import check_files, shard_files, side_files
-from quark.torch.model.published_names import dropped_names
+from quark.torch.model.folder_files import check_files, side_files
 from quark.torch.plan import Plan
 from quark.torch.writers.gguf.blocks import GgufFormat
 from quark.torch.writers.gguf.writer import write_gguf
@@ -84,7 +81,7 @@ def export_safetensors(
     check_options(custom_mode, weight_format, pack_method, max_shard_size)
     _require_transformers(model, "export_safetensors")
     source = source_folder(model)
-    dropped = _dropped_entries(model, source)
+    dropped = carried_of(model, source)
     beside = [name for name, _, _ in dropped]
     form = FORMATS[custom_mode]
     content = folder_of(model, config, plan, weight_format, pack_method, beside, everywhere=not form.own_loader)
@@ -176,7 +173,7 @@ def export_gguf(
     _require_transformers(model, "export_gguf")
     GgufFormat().check(dict(model.named_modules()), folder_of(model, config, plan))
     file = Path(output_dir) / f"{model_type}.gguf"
-    if left := [name for name, _, _ in _dropped_entries(model, source_folder(model))]:
+    if left := [name for name, _, _ in carried_of(model, source_folder(model))]:
         logger.info("%d tensors that the model's class leaves out are not in the file: %s ...", len(left), left[0])
     write_gguf(model, file, tokenizer_path, overwrite)
     return file
@@ -278,14 +275,6 @@ def _require_transformers(model: nn.Module, function: str) -> None:
 def _check_choice(option: str, value: str, choices: Iterable[str]) -> None:
     if value not in choices:
         raise ConfigError(f"{option}={value!r} is unknown. {did_you_mean(value, choices)}")
-
-
-def _dropped_entries(model: Any, source: Path | None) -> list[Entry]:
-    """What the source checkpoint holds beside the model."""
-    if source is None or not list(source.glob("*.safetensors")):
-        return []
-    stored = dict(read_tensors(shard_files(source)))
-    return [plain_entry(name, stored[name]) for name in dropped_names(model, stored)]
 
 
 def write_attachments(attachments: Mapping[str, str] | None, folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quark.torch.checkpoint.sources.source import Source
-from quark.torch.model.passes.unfuse_experts import UnfusedExperts, part_of
+from quark.torch.model.passes.unfuse_experts import UnfusedExperts, is_transposed
 from quark.torch.model.published_names import conversions, source_names
 
 
@@ -82,7 +82,7 @@ class Origins:
             if not isinstance(module, UnfusedExperts):
                 continue
             for name in module.state_dict():
-                full, (fused, index, take) = f"{block}.{name}", part_of(module, name)
+                full, (fused, index, take) = f"{block}.{name}", _part_of(module, name)
                 origin = self._origins.get(f"{block}.{fused}")
                 if full not in found and origin is not None:
                     found[full] = replace(origin, shape=self.whole[f"{block}.{fused}"], index=index, take=take)
@@ -126,6 +126,24 @@ def _merge_of(
         return made[0] if isinstance(made, list) else made
 
     return merge
+
+
+def _part_of(block: UnfusedExperts, name: str) -> tuple[str, int, Callable[[torch.Tensor], torch.Tensor]]:
+    """Where a tensor of a block lies in the fused one: whose name, which expert, and how it is taken of that expert's.
+
+    Args:
+        block: Unfused experts.
+        name: "3.gate_proj.weight".
+    """
+    index, leaf, kind = name.split(".", 2)
+    gate, _, down = block.names
+    flip, half = kind == "weight" and is_transposed(block.origin[0]), 0 if gate is None or leaf == down else 2
+
+    def take(x: torch.Tensor) -> torch.Tensor:
+        rows = x.t() if flip else x
+        return rows.chunk(half)[leaf != gate] if half else rows
+
+    return (block.first if leaf != down else "down_proj") + ("_bias" if kind == "bias" else ""), int(index), take
 
 
 def names_of(origins: Mapping[str, Origin], tensors: Iterable[str]) -> set[str]:

@@ -254,6 +254,12 @@ def quantization_of(config: dict[str, Any], folder: Path) -> dict[str, Any] | No
     return stored
 
 
+def readable_quantization(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The `quantization_config` of a config, where its weights are read as float and are not; else None."""
+    stored = config.get("quantization_config") or config.get("compression_config")
+    return stored if isinstance(stored, dict) and stored.get("quant_method") in READ else None
+
+
 def _check_compressed(stored: dict[str, Any], folder: Path) -> None:
     """Raise NotSupportedError for what compressed-tensors can say and is not read: the values would be others."""
     groups = [group for group in (stored.get("config_groups") or {}).values() if isinstance(group, dict)]

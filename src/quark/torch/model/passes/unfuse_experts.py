@@ -206,7 +206,7 @@ class UnfusedExperts(nn.Module):
                     continue
                 parts = [[cast(torch.Tensor, getattr(layer, kind)).detach() for layer in expert] for expert in layers]
                 rows = [torch.cat(part) for part in parts]
-                if kind == "weight" and _transposed(origin):
+                if kind == "weight" and is_transposed(origin):
                     rows = [weight.t() for weight in rows]
                 grad = cast(nn.Parameter, getattr(layers[0][0], kind)).requires_grad
                 merged[target + suffix] = nn.Parameter(torch.stack(rows), grad)
@@ -310,7 +310,7 @@ def _sorted(fused: nn.Module) -> bool:
     return len(inspect.signature(inspect.unwrap(type(fused).forward)).parameters) == 2
 
 
-def _transposed(fused: nn.Module) -> bool:
+def is_transposed(fused: nn.Module) -> bool:
     """Whether the weights are (in, out), as a product of rows with them wants it."""
     return bool(getattr(fused, "is_transposed", _sorted(fused)))
 
@@ -322,29 +322,11 @@ def _projections(fused: nn.Module, index: int, names: Names) -> list[tuple[torch
         weight = getattr(fused, name).detach()[index]
         bias = getattr(fused, f"{name}_bias", None)
         bias = None if bias is None else bias.detach()[index]
-        weight = weight.t() if _transposed(fused) else weight
+        weight = weight.t() if is_transposed(fused) else weight
         half = len(weight) // 2
         rows = [slice(0, half), slice(half, None)] if names[0] and name != "down_proj" else [slice(None)]
         out += [(weight[r], None if bias is None else bias[r]) for r in rows]
     return out
-
-
-def part_of(block: UnfusedExperts, name: str) -> tuple[str, int, Callable[[torch.Tensor], torch.Tensor]]:
-    """Where a tensor of a block lies in the fused one: whose name, which expert, and how it is taken of that expert's.
-
-    Args:
-        block: Unfused experts.
-        name: "3.gate_proj.weight".
-    """
-    index, leaf, kind = name.split(".", 2)
-    gate, _, down = block.names
-    flip, half = kind == "weight" and _transposed(block.origin[0]), 0 if gate is None or leaf == down else 2
-
-    def take(x: torch.Tensor) -> torch.Tensor:
-        rows = x.t() if flip else x
-        return rows.chunk(half)[leaf != gate] if half else rows
-
-    return (block.first if leaf != down else "down_proj") + ("_bias" if kind == "bias" else ""), int(index), take
 
 
 def _shell(fused: nn.Module, parameters: dict[str, nn.Parameter]) -> nn.Module:
