@@ -26,6 +26,7 @@ OVER_REGISTRIES = (
     "contracts/test_device_maps.py",
     "contracts/test_fused_layers.py",
     "contracts/test_gpu.py",
+    "contracts/test_idle_experts.py",
     "contracts/test_kv_cache.py",
     "contracts/test_observers.py",
     "contracts/test_padding.py",

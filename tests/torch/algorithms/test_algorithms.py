@@ -325,7 +325,7 @@ def test_experts_that_the_first_batches_miss_are_solved_and_those_that_all_miss_
     first, second = (both[(model.inner(both)[:, 0] > 0) == positive] for positive in (True, False))
     missed = ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(copy.deepcopy(model), [first])
     assert frozen(missed) == {"inner": True, "experts.0": False, "experts.1": True}
-    assert "1 experts that no token reached are rounded to nearest" in caplog.text
+    assert "Experts: 1 that no token reached are rounded to nearest" in caplog.text
     for data in ([first, both], [first, second]):
         solved = ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(copy.deepcopy(model), data)
         assert all(frozen(solved).values())

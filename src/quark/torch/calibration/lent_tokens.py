@@ -76,11 +76,11 @@ class ExpertCalibration:
         parts = []
         if self.few + self.idle:
             parts.append(
-                f"calibration reached {self.few} of {self.experts} experts with too few tokens and {self.idle} with "
-                "none, which are calibrated by tokens of others too"
+                f"of {self.experts}, calibration reached {self.few} with too few tokens and {self.idle} with none, "
+                "which are lent tokens of others"
             )
         if self.left:
-            parts.append(f"{self.left} experts that no token reached are rounded to nearest")
+            parts.append(f"{self.left} that no token reached are rounded to nearest")
         if self.ranges:
             parts.append(f"{len(self.ranges)} that none reached have the static ranges of the others of their mixture")
         if parts:
