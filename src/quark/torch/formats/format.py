@@ -18,6 +18,7 @@ from quark.errors import FormatError, NotSupportedError, ShapeError
 from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.layout import Layout
+from quark.torch.layers.attention.cache_view import cache_argument
 from quark.torch.layers.attention.heads import holds, is_latent
 
 if TYPE_CHECKING:
@@ -314,7 +315,7 @@ def _unnamed(layers: Mapping[str, nn.Module], name: str, config: QConfig) -> str
     parent, _, leaf = name.rpartition(".")
     if leaf in KV_SCALES:
         return None
-    if holds(leaf) != "kv" or not config.kv_cache_post_rope:
+    if holds(leaf) != "kv" or not config.kv_cache_post_rope or cache_argument(layers[parent]) is None:
         return f"the cache of {name}, which is no k_proj or v_proj"
     if is_latent(layers[parent], leaf):
         return f"the cache of {name}: latent attention, to which vLLM gives no scale in this format"
