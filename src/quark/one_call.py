@@ -190,8 +190,8 @@ def _check_loading(model: Any, config: Any, chosen: Any) -> None:
     from quark.torch.model.meta_model import empty_twin
     from quark.torch.model.published_names import is_transformers_model
 
-    if chosen.goal.fuses and is_transformers_model(model):
+    if chosen.goal.looks_at_layers and is_transformers_model(model):
         twin = empty_twin(model)
         with severity(3):  # what a plan says is said when it is carried out
             plan = planned(twin, config, chosen.form)[0]
-        check_goal(twin, plan, chosen.goal)
+        check_goal(twin, plan, chosen.goal, chosen.form)

@@ -110,6 +110,10 @@ REFUSED = {
         ("--for", "sglang", "--bits", "6", "--layer", "*.up_proj=int8_dynamic"),
         "SGLang makes one layer (gate_up_proj)",
     ),
+    "a head that vLLM does not read": (
+        ("--for", "vllm", "--scheme", "int8_dynamic", "--layer", "lm_head=int8_dynamic"),
+        "vLLM is not known to read an output head (lm_head) that is quantized as quark. Possible: the format awq or",
+    ),
     "a misspelled format": (("--scheme", "int8_wo", "--export-format", "compressed_tensors"), "'compressed-tensors'"),
 }
 

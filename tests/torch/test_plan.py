@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import nn
 
 from quark.core.schemes import SCHEMES
 from quark.errors import ShapeError
-from quark.torch import ModelQuantizer
+from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.config.config import QConfig
-from quark.torch.config.lowering import config_of_layer
-from quark.torch.plan import make_plan
+from quark.torch.config.lowering import config_of_layer, lower_layer
+from quark.torch.plan import Plan, make_plan
+from tests.models.torch_zoo import tiny_llama
 
 CONFIG = QConfig(global_quant_config=config_of_layer(SCHEMES["uint4_wo_32"]))
 
@@ -49,3 +51,30 @@ def test_quantizing_leaves_it_as_it_was() -> None:
     weights, expected = quantized.state_dict(), model(20).state_dict()
     assert torch.equal(weights["2.weight"], expected["2.weight"])
     assert not torch.equal(weights["1.weight"], expected["1.weight"])
+
+
+def test_an_entry_for_a_head_alone_is_meant_though_a_selector_excludes_heads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scheme, other = CONFIG.global_quant_config, config_of_layer(SCHEMES["int8_wo"])
+    selected = replace(CONFIG, exclude=["@output_head"])
+
+    def planned(**fields: Any) -> Plan:
+        return make_plan(replace(selected, **fields), tiny_llama())
+
+    assert planned().layers.keys().isdisjoint({"lm_head"})
+    for name in ("lm_head", "*head"):
+        assert planned(layer_quant_config={name: other}).layers["lm_head"] == lower_layer(other)
+    assert "lm_head" not in planned(layer_quant_config={"*": other}).layers, "that is about others as well"
+    assert "changes nothing" not in capsys.readouterr().err
+    both = planned(exclude=["lm_head"], layer_quant_config={"lm_head": scheme})
+    assert "lm_head" in both.excluded
+    assert "layer_quant_config: 'lm_head' changes nothing, as `exclude` names all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["auto", "llama"])
+def test_a_template_leaves_a_head_in_float_unless_it_is_named(family: str) -> None:
+    template = LLMTemplate.get(family)
+    config = template.get_config("int8_wo", layer_config={"lm_head": "uint4_wo_32"})
+    assert str(make_plan(config, tiny_llama()).layers["lm_head"].weight).startswith("uint4 group 32")
+    assert "lm_head" in make_plan(template.get_config("int8_wo"), tiny_llama()).excluded

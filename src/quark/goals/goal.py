@@ -60,6 +60,7 @@ class RuntimeGoal:
         cache: Schemes of a cache of keys and values whose scales it reads.
         bfloat16: Types of models, by their config.json, that it does not run in float16.
         fuses: Whether it makes one layer of several (`quark.goals.fused_layers`), which must have one scheme then.
+        heads: Forms in which it reads a quantized output head; None: all that it reads.
     """
 
     name: str
@@ -70,6 +71,12 @@ class RuntimeGoal:
     cache: tuple[str, ...] = ()
     bfloat16: tuple[str, ...] = ()
     fuses: bool = False
+    heads: tuple[str, ...] | None = None
+
+    @property
+    def looks_at_layers(self) -> bool:
+        """Whether what single layers get decides if it loads the result."""
+        return self.fuses or self.heads is not None
 
     def offer(self, onnx: bool) -> Offer | None:
         """What is offered for a kind of model."""

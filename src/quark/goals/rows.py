@@ -28,6 +28,9 @@ GOALS.register("vllm", RuntimeGoal(
     bfloat16=("gemma2", "gemma3", "gemma3_text", "plamo2", "glm4"),
     # "requires all to use the same scheme": its quark and compressed-tensors loaders, of packed_modules_mapping.
     fuses=True,
+    # Its source: the loader of quark folders asks for LinearBase, which a ParallelLMHead is not; those of awq and of
+    # compressed-tensors ask for both.
+    heads=("awq", "compressed-tensors"),
 ))  # fmt: skip
 GOALS.register("sglang", RuntimeGoal(
     "sglang", "SGLang",
@@ -43,6 +46,7 @@ GOALS.register("sglang", RuntimeGoal(
     ),
     cache=("fp8",),
     fuses=True,  # as vLLM, in its copies of the same loaders
+    heads=(),  # none was looked at
 ))  # fmt: skip
 GOALS.register("transformers", RuntimeGoal(
     "transformers", "transformers",

@@ -99,7 +99,7 @@ def configure(job: FolderJob) -> Configured:
     algorithms = torch_algorithms(asked)
     Imatrices.of(request).check(mixed, request.calib, choice.algorithms if choice is not None else request.algorithm)
     config = _calibrated(request, _config(job, scheme, budget, algorithms or None))
-    if choice is not None and choice.goal.fuses:
+    if choice is not None and choice.goal.looks_at_layers:
         _check_loading(job, choice.goal, config)
     calibration = with_default(Calibration.of(request), scheme, request.layer, inside, config, budget)
     return Configured(job, choice, scheme, budget, algorithms, config, calibration)
@@ -158,7 +158,7 @@ def _check_loading(job: FolderJob, goal: RuntimeGoal, config: Any) -> None:
             made, _ = planned(meta, config, job.form)
     except QuarkError:  # which the work itself meets, or does not: of a checkpoint in FP8 there is no plan
         return
-    check_goal(meta, made, goal)
+    check_goal(meta, made, goal, job.form)
 
 
 def _calibrated(request: FolderRequest, config: Any) -> Any:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from quark.core.block_types import BLOCK_TYPES, BlockType
-from quark.core.dtypes import Dtype
 from quark.core.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, ShapeError, StructureError
@@ -24,6 +22,7 @@ from quark.torch.layers import LAYERS, ONLY_WHEN_NAMED, QuantLayer, layer_class
 from quark.torch.layers.attention.cache_rules import cache_feeding, require_cache_patterns, with_cache
 from quark.torch.layers.attention.probabilities import attention_modules
 from quark.torch.layers.low_rank import BRANCH
+from quark.torch.layers.shapes import check_shapes
 from quark.torch.model.passes import unconverted
 from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
 
@@ -140,8 +139,32 @@ def layer_config(
 
 def chooser(config: QConfig, model: nn.Module) -> Choice:
     """The choices that a config makes on a model."""
-    selected = frozenset(selected_names(config.exclude, model))
-    return Choice(config, tuple(patterns_of(config.exclude)), selected, cache_feeding(config, model))
+    selected = selected_names(config.exclude, model)
+    selected -= _named_alone(config, model, selected)
+    return Choice(config, tuple(patterns_of(config.exclude)), frozenset(selected), cache_feeding(config, model))
+
+
+def _named_alone(config: QConfig, model: nn.Module, selected: Collection[str]) -> set[str]:
+    """Layers that an entry of `layer_quant_config` names, and none beside those that selectors exclude.
+
+    A selector says what is usually left in float. An entry that is about that alone (`lm_head`) is meant; one that is
+    about others as well (`*.layers.0.*`) is not about a router among them.
+    """
+    layers = _layer_names(model)
+    named = set()
+    for pattern in config.layer_quant_config if selected else ():
+        found = {name for name in layers if matches(name, pattern)}
+        if pattern not in config.kv_cache_quant_config and found.issubset(selected):
+            named |= found
+    return named
+
+
+def _layer_names(model: nn.Module) -> set[str]:
+    """The layers that can be quantized, experts that are kept in one tensor among them."""
+    names = {name for name, module in model.named_modules() if layer_class(module)}
+    return names | {
+        layer for block, leaves in fused_blocks(model).items() for layer in layer_names(model, block, leaves)
+    }
 
 
 def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsewhere: Collection[str] = ()) -> Plan:
@@ -182,6 +205,8 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
         else:
             layers[name] = spec
     unfit = _unfit(model, layers, errors)
+    if strict:
+        _say_lost(config, choice, candidates)
     unknown = tuple(
         name for name, module in model.named_modules() if isinstance(module, tuple(LAYERS)) and name not in candidates
     )
@@ -238,9 +263,8 @@ def _require_calibrated_experts(config: QConfig, layers: Mapping[str, LayerSpec]
 
 def _require_present(config: QConfig, model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
     """Raise ConfigError for a pattern or a class in the config that nothing in the model has."""
-    names = {name for name, _ in model.named_modules()}
     # Experts that are kept fused may be excluded by the names that their layers would have.
-    names |= {layer for block, leaves in fused_blocks(model).items() for layer in layer_names(model, block, leaves)}
+    names = {name for name, _ in model.named_modules()} | _layer_names(model)
     if any(isinstance(algorithm, SVDQuantConfig) for algorithm in config.algo_config or []):
         names |= {f"{name}.{BRANCH}" for name in candidates}  # float in any case; the documented examples exclude them
     require_matches(required_patterns(config.exclude), names, "exclude")
@@ -248,6 +272,17 @@ def _require_present(config: QConfig, model: nn.Module, candidates: Mapping[str,
     require_matches(config.layer_quant_config, candidates, "layer_quant_config")
     require_cache_patterns(config, model, candidates)
     require_types(config, {type(module) for module in candidates.values()}, "no quantizable layer")
+
+
+def _say_lost(config: QConfig, choice: Choice, candidates: Collection[str]) -> None:
+    """Warn of an entry for layers that are all excluded: it changes nothing."""
+    for pattern in config.layer_quant_config:
+        found = [name for name in candidates if matches(name, pattern)]
+        if found and pattern not in config.kv_cache_quant_config and all(map(choice.excludes, found)):
+            logger.warning(
+                "layer_quant_config: %r changes nothing, as `exclude` names all that it matches (%s%s).",
+                pattern, found[0], ", ..." if len(found) > 1 else "",
+            )  # fmt: skip
 
 
 def _unfit(model: nn.Module, layers: Collection[str], errors: Mapping[str, ShapeError]) -> frozenset[str]:
@@ -337,36 +372,3 @@ def require_parameters(name: str, module: nn.Module) -> None:
                 f"Make it one first, by torch.nn.utils.prune.remove(layer, {role!r}), remove_weight_norm, "
                 f"remove_spectral_norm or parametrize.remove_parametrizations(layer, {role!r})."
             )
-
-
-def check_shapes(name: str, kind: str, weight: tuple[int, ...] | None, features: int | None, spec: LayerSpec) -> None:
-    """Raise ShapeError, naming the layer, where a granularity does not fit its weight or its input features."""
-    try:
-        if spec.weight is not None and weight is not None:
-            _fit(spec.weight, weight, "weight")
-        if spec.input is not None and features is not None and spec.input.dynamic:
-            _fit(spec.input, (1, features), "input")
-    except ShapeError as error:
-        raise ShapeError(f"Layer {name!r} ({kind}, weight {weight}): {error}") from None
-
-
-def _fit(spec: TensorSpec, shape: tuple[int, ...], role: str) -> None:
-    """Raise ShapeError, naming the tensor, when the granularity does not fit the shape."""
-    try:
-        _fit_blocks(spec.dtype, shape)
-        spec.split.scale_shape(shape)
-        if spec.code_spec is not None:
-            spec.code_spec.split.scale_shape(shape)
-    except ShapeError as error:
-        raise ShapeError(f"{role}: {error}") from None
-
-
-def _fit_blocks(dtype: Dtype, shape: tuple[int, ...]) -> None:
-    """Raise ShapeError where rows are no whole number of the blocks of a block type."""
-    if not isinstance(dtype, BlockType) or (len(shape) == 2 and shape[1] % dtype.block == 0):
-        return
-    smaller = [row.name for row in BLOCK_TYPES.values() if len(shape) == 2 and shape[1] % row.block == 0]
-    raise ShapeError(
-        f"{dtype} cuts the rows of a matrix into blocks of {dtype.block}. Possible here: "
-        f"{', '.join(smaller) or 'no block type'}, or a mix, which chooses by itself."
-    )

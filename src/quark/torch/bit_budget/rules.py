@@ -19,7 +19,8 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.config.lowering import lower_layer
 from quark.torch.formats import FORMATS, Format
-from quark.torch.plan import Plan, check_shapes
+from quark.torch.layers.shapes import check_shapes
+from quark.torch.plan import Plan
 
 BudgetLayers = Mapping[str, nn.Linear | nn.Embedding]
 

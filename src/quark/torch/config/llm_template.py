@@ -211,7 +211,7 @@ class LLMTemplate:
                 "fp8_per_head", "int8_per_head".
             min_kv_scale: Smallest scale of the cache.
             attention_scheme: "fp8" quantizes queries and attention probabilities.
-            layer_config: Pattern -> scheme.
+            layer_config: Pattern -> scheme. What one names, such as "lm_head", the default exclude does not.
             layer_type_config: Module class -> scheme.
             exclude_layers: Replaces the template's exclude.
             algo_configs: Algorithm name -> config, in place of the template's.
@@ -239,7 +239,7 @@ class LLMTemplate:
             shared_scale_groups = self._siblings() if shared else []
         return QConfig(
             global_quant_config=base,
-            exclude=self.exclude_layers_name if exclude_layers is None else exclude_layers,
+            exclude=self._default_exclude(layer_config) if exclude_layers is None else exclude_layers,
             algo_config=self._algorithms(algorithm, algo_configs or {}),
             layer_type_quant_config={kind: self.scheme(name) for kind, name in layer_type_config.items()},
             layer_quant_config=layers,
@@ -249,6 +249,11 @@ class LLMTemplate:
             shared_scale_groups=shared_scale_groups,
             sync_moe_expert_input_amax=shared,
         )
+
+    def _default_exclude(self, layer_config: Iterable[str]) -> list[str]:
+        """The exclude list without patterns that `layer_config` has as well; selectors yield by themselves."""
+        named = {pattern.strip("*.") for pattern in layer_config}
+        return [pattern for pattern in self.exclude_layers_name if pattern.strip("*.") not in named]
 
     def _siblings(self) -> list[list[str]]:
         attention = [*self.q_layer_name, *self.kv_layers_name]

@@ -16,6 +16,7 @@ from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.shards import entries
 from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.config.config import QConfig
+from quark.torch.config.selectors import output_head
 from quark.torch.formats import FORMATS, Folder, FolderFormat, Format
 from quark.torch.formats.fused_groups import EXPERTS, FusedGroup, fused_groups
 from quark.torch.formats.readers import check_readers
@@ -54,16 +55,24 @@ SHOWN = 4
 """How many names of a kind a message lists."""
 
 
-def check_goal(model: nn.Module, made: Plan, goal: RuntimeGoal) -> None:
+def check_goal(model: nn.Module, made: Plan, goal: RuntimeGoal, form: str) -> None:
     """Raise NotSupportedError for a plan whose result a program would not load; names the layers.
 
     Args:
         model, made: As `split_said` takes them.
         goal: The program.
+        form: A value of --export-format.
     """
     said = split_said(model, made) if goal.fuses else None
     if said is not None:
         raise NotSupportedError(f"{goal.program} {said}")
+    heads = [] if goal.heads is None or form in goal.heads else sorted(output_head(model) & made.layers.keys())
+    if heads:
+        possible = f"the format {' or '.join(goal.heads)}, or " if goal.heads else ""
+        raise NotSupportedError(
+            f"{goal.program} is not known to read an output head ({heads[0]}) that is quantized as {form}. Possible: "
+            f"{possible}to leave it in float."
+        )
 
 
 def split_said(model: nn.Module, made: Plan) -> str | None:

@@ -97,6 +97,8 @@ class AwqFormat(FolderFormat):
             # Always true: the kernels subtract qzeros, which the symmetric codes have too.
             "zero_point": True,
             "pack_method": "reorder",
+            # vLLM reads the codes of a head where this says so.
+            **({"lm_head": True} if any(name.rpartition(".")[2] == "lm_head" for name in folder.specs) else {}),
             "export": folder.export_block(),
         }
 

@@ -35,7 +35,8 @@ from quark.torch.graph.operators import (
     target_name,
 )
 from quark.torch.layers.attention.cache_rules import feeds_cache
-from quark.torch.plan import Plan, check_shapes, layer_config, require_layers, require_types
+from quark.torch.layers.shapes import check_shapes
+from quark.torch.plan import Plan, layer_config, require_layers, require_types
 
 
 @dataclass(frozen=True)
