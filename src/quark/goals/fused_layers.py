@@ -74,7 +74,10 @@ FUSED_LAYERS: tuple[FusedLayers, ...] = (
         "qkvg_proj", ("q_proj", "k_proj", "v_proj", "g_proj"), "/step5", whole=True,
         only=("Step5ForCausalLM", "Step5ForConditionalGeneration"),
     ),
-    FusedLayers("qkv_gate_proj", ("q_proj", "k_proj", "v_proj", "output_gate_proj"), "/beam", whole=True),
+    FusedLayers(
+        "qkv_gate_proj", ("q_proj", "k_proj", "v_proj", "gate_proj"), "/beam, which calls it output_gate_proj",
+        whole=True, only=("BeamForCausalLM",),
+    ),
     FusedLayers("qkv_proj", ("q_proj", "k_proj", "v_proj"), "llama.py qwen3.py opt.py mixtral.py and 150 others"),
     FusedLayers("qkv_proj", ("query", "key", "value"), "bert.py roberta.py telechat2.py"),
     FusedLayers("attn.qkv", ("attn.q", "attn.k", "attn.v"), "qwen2_5_vl.py qwen2_5_omni_thinker.py"),
@@ -88,7 +91,6 @@ FUSED_LAYERS: tuple[FusedLayers, ...] = (
     ),
     FusedLayers("fused_wqa_wkv", ("wq_a", "wkv"), "/deepseek_v4"),
     FusedLayers("fused_wkv_wgate", ("compressor.wkv", "compressor.wgate"), "/deepseek_v4"),
-    FusedLayers("wk_weights_proj", ("wk", "weights_proj"), "/deepseek_v32 /hy_v4"),
     FusedLayers("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), "qwen3_5.py minicpmv4_6.py /qwen4_exp"),
     FusedLayers("in_proj_ba", ("in_proj_b", "in_proj_a"), "qwen3_5.py minicpmv4_6.py /qwen4_exp"),
     FusedLayers("gate_up_proj", ("gate_proj", "up_proj"), "llama.py qwen3.py deepseek_v2.py and 120 others"),
@@ -100,7 +102,7 @@ FUSED_LAYERS: tuple[FusedLayers, ...] = (
     FusedLayers("", ("in_proj_qkvz", "in_proj_ba"), "qwen3_next.py"),
     FusedLayers("", ("q_proj", "kv_a_proj_with_mqa"), "deepseek_v2.py, where there is no q_lora_rank"),
     FusedLayers("", ("q_a_proj", "kv_a_proj_with_mqa"), "minicpm3.py sarvam.py"),
-    FusedLayers("", ("gate", "shared_expert_gate"), "qwen2_moe.py qwen3_next.py"),
+    FusedLayers("", ("wk", "weights_proj"), "deepseek_v2.py /deepseek_v32 /hy_v4: one matrix that stays in float"),
 )  # fmt: skip
 
 

@@ -184,9 +184,12 @@ def _written(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
 
 
 def _again(func: Any, args: Any, kwargs: Any) -> Callable[[torch.Tensor], Any] | None:
-    """The operation as a function of its first operand; None if it reads other floating-point tensors too."""
+    """The operation as a function of its first operand; None if it reads other floating-point tensors too, or places
+    that a tensor without values has.
+    """
     rest = (args[1:], kwargs)
-    if not args or any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in tree_leaves(rest)):
+    others = [leaf for leaf in tree_leaves(rest) if isinstance(leaf, torch.Tensor)]
+    if not args or any(other.is_floating_point() or other.is_meta for other in others):
         return None
     moved_args, moved_kwargs = tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, rest)
     return lambda tensor: func(tensor, *moved_args, **moved_kwargs)
