@@ -1,0 +1,53 @@
+"""The names of experts in folders of every mixture that vLLM is known to load, against those that it looks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quark.core.dtypes import DTYPES
+from quark.goals.expert_names import EXPERT_NAMES, expert_names, unread_experts
+from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
+from quark.torch.model.published_names import published_names
+from tests.contracts.test_reader_classes import CLASSES
+from tests.models.families import family
+
+TYPES = sorted({name for row in EXPERT_NAMES for name in row.model_types} & CLASSES.keys())
+
+
+def published_experts(model: Any) -> list[str]:
+    publish = published_names(model)
+    blocks = fused_blocks(model)
+    layers = [layer for name, leaves in blocks.items() for layer in layer_names(model, name, leaves)]
+    return [publish(f"{layer}.weight").removesuffix(".weight") for layer in layers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TYPES)
+def test_experts_of_a_folder_have_the_names_that_vllm_looks_for(name: str) -> None:
+    from benchmarks.architectures.__main__ import build
+
+    try:
+        model, _ = build(name, CLASSES[name])
+    except Exception as error:  # noqa: BLE001 - sizes that a family does not take
+        pytest.skip(f"no tiny model: {error}")
+    found = published_experts(model)
+    if not found:
+        pytest.skip("no experts in the tiny model")
+    row = expert_names(name)
+    assert row is not None and unread_experts(name, found) == []
+    assert {layer.rpartition(".")[2] for layer in found} == set(row.leaves)
+
+
+def test_other_names_are_found_out() -> None:
+    assert unread_experts("mixtral", published_experts(family("mixtral"))) == []
+    assert unread_experts("gpt_oss", ["model.layers.0.mlp.experts.0.gate_proj"]) != []
+    assert unread_experts("mixtral", ["model.layers.0.mlp.experts.0.w1", "model.layers.0.w1"]) != []
+    assert unread_experts("nobody", ["anything"]) == []
+
+
+def test_each_type_has_one_row_and_types_of_weights_exist() -> None:
+    names = [name for row in EXPERT_NAMES for name in row.model_types]
+    assert len(names) == len(set(names))
+    assert {dtype for row in EXPERT_NAMES for dtype in row.quark} <= set(DTYPES)
