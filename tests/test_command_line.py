@@ -66,6 +66,11 @@ FAILURES: dict[str, tuple[Callable[[], None], int, str]] = {
     ),
     "pipe of a worker": (raising(BrokenPipeError(32, "Broken pipe")), 1, "Unexpected BrokenPipeError in .*: .*Broken"),
     "end of a file": (raising(EOFError()), 1, "Unexpected EOFError"),
+    "a path that is none": (
+        lambda: Path("x" * 400).is_file() and None,
+        1,
+        "x{60} ... is no path of this system: File name too long.",
+    ),
     "depth": (deep, 1, "Unexpected RecursionError in .*: maximum recursion depth"),
     "memory": (raising(MemoryError()), 1, r"Out of memory in quark/command_line.py, line \d+\."),
     "memory of numpy": (raising(MemoryError("Unable to allocate 1 GiB")), 1, "Out of memory in .*: Unable to allocate"),

@@ -10,6 +10,7 @@ Of the processes that torchrun starts the first one prints, and the first of eac
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -106,6 +107,10 @@ def _value(cell: Any) -> Any:
     return value if type(value) in (int, float) and abs(value) < float("inf") else text
 
 
+NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
+"""What a system says of a path that is none, whoever looks whether it is there; only the user can have given it."""
+
+
 def results() -> Results:
     """Where results are printed."""
     return Results()
@@ -188,6 +193,8 @@ def _unexpected(error: Exception, debug: bool) -> str:
         return f"This needs the package {package}, which is not installed: pip install {_bringing(package)}."
     if isinstance(error, MemoryError):
         return f"Out of memory {place}{f': {error}' if str(error) else ''}."
+    if isinstance(error, OSError) and error.errno in NO_PATH and error.filename is not None:
+        return f"{str(error.filename)[:60]} ... is no path of this system: {error.strerror}."
     message = f"Unexpected {type(error).__name__} {place}: {error}".rstrip(".")
     return f"{message}. {'Please' if debug else f'Run again with {DEBUG} for the traceback, and please'} report it."
 

@@ -338,6 +338,7 @@ def test_bad_paths_and_bad_readers(tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("0")
     for path, message in (
         (tmp_path / "absent", "neither a folder nor a file"),
+        (tmp_path / ("x" * 400), "neither a folder nor a file"),
         (tmp_path / "data.txt", "no data file"),
     ):
         with pytest.raises(CalibrationError, match=message):

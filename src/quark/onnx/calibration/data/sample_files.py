@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,13 +25,13 @@ def find_samples(path: Path, inputs: Sequence[str]) -> list[dict[str, Path]]:
     Raises:
         CalibrationError: Nothing there, or not the same files for each input.
     """
-    if path.is_file():
+    if os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for a name that is too long
         if path.suffix.lower() not in SUFFIXES:
             raise CalibrationError(f"{path} is no data file; possible: {', '.join(sorted(SUFFIXES))}, or a folder.")
         return [_named_alike(path, inputs)]
-    if not path.is_dir():  # a pipe or a device is neither, and never opened
+    if not os.path.isdir(path):  # noqa: PTH112 - a pipe or a device is neither, and never opened
         raise CalibrationError(f"{path} is neither a folder nor a file.")
-    if any((path / name).is_dir() for name in inputs):
+    if any(os.path.isdir(path / name) for name in inputs):  # noqa: PTH112
         files = {name: _data_files(path / name) for name in inputs}
         stems = {name: [file.stem for file in found] for name, found in files.items()}
         for name in inputs:
