@@ -15,7 +15,7 @@ from quark.errors import DamageError, FormatError, NothingToQuantizeError
 from quark.onnx import ModelQuantizer, QConfig, QLayerConfig
 from quark.onnx.config.tensor_specs import Int8Spec
 from quark.onnx.evaluation.compare_models import damaged_layers
-from quark.onnx.evaluation.lost_outputs.damage import damage
+from quark.onnx.evaluation.lost_outputs.damage import SpreadSamples, damage
 from quark.onnx.evaluation.lost_outputs.verdict import LEAST, Damage
 from quark.onnx.graph.model_file import load
 from tests.commands.program import quark
@@ -58,6 +58,25 @@ def test_the_figure_is_that_of_samples_spread_over_all(
     assert found is not None and found.samples == len(spread) and found.output == "y"
     assert found.sqnr == pytest.approx(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()), abs=0.01)
     assert (found.sqnr < LEAST) == hurt
+
+
+def test_where_samples_differ_twice_as_many_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all 32, which would take longer than the calibration; each once, though reading more changes their order."""
+    monkeypatch.setattr("quark.onnx.evaluation.lost_outputs.damage.PRODUCTS", 0)
+    source, seen = model(), list[float]()
+    loud = [{"x": feed["x"] * (1 if index % 2 else 20)} for index, feed in enumerate(feeds(32))]
+    run_sample = damage.__globals__["run_sample"]
+
+    def recorded(session: Any, names: Any, feed: Any) -> Any:
+        seen.append(float(feed["x"][0, 0]))
+        return run_sample(session, names, feed)
+
+    monkeypatch.setitem(damage.__globals__, "run_sample", recorded)
+    loaded = load(source)
+    kept = SpreadSamples(loud, loaded)
+    few = kept.feeds(6)
+    found = damage(loaded, source, few, ModelQuantizer(config(False)).settings, kept)
+    assert found is not None and (found.samples, len(seen)) == (8, 16) and len(set(seen)) == 8
 
 
 def test_what_is_lost_is_refused_on_request_with_the_node_that_lost_it(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.graph.sessions import run_sample
 from quark.onnx.placement.dual_pairs import source_name
 from quark.onnx.placement.place import place
-from quark.onnx.placement.placement import Placement
 
 SAMPLES = 2
 """What ranges of parts are compared on: they differ by hundreds where they differ in kind."""
@@ -87,7 +86,8 @@ def _without_mixed(model: ir.Model, ends: Sequence[JoinedEnd], feeds: Sequence[F
 
 def joined_ends(model: ir.Model, settings: Settings) -> Iterator[JoinedEnd]:
     """The quantized Concats of a model whose tensor only outputs and takers of parts read."""
-    if settings.specs.weights_apart or not any(is_op(node, "Concat") for node in model.graph):
+    # Placing takes longer than looking where a Concat leads, which in most models computes shapes.
+    if settings.specs.weights_apart or not any(is_op(n, "Concat") and _behind(n, frozenset()) for n in model.graph):
         return
     copied = model.clone()
     try:
@@ -95,20 +95,21 @@ def joined_ends(model: ir.Model, settings: Settings) -> Iterator[JoinedEnd]:
     except NothingToQuantizeError:
         return
     named = {*settings.specs.nodes, *(name for name, _ in settings.specs.overrides)}
+    quantized = frozenset(placement.nodes)
     for node in placement.nodes:
         value = node.outputs[0]
         live = [x for x in node.inputs if x is not None and not is_constant(x)]
         if not is_op(node, "Concat") or len(live) < 2 or {node.name, value.name} & named:
             continue
-        behind = _behind(node, placement)
+        behind = _behind(node, quantized)
         spec = next((placement.activations[v] for n in behind for v in n.outputs if v in placement.activations), None)
         if behind and spec is not None and spec.needs_calibration:
             yield JoinedEnd(node, frozenset(behind), 2**spec.dtype.bits)
 
 
-def _behind(node: ir.Node, placement: Placement) -> set[ir.Node]:
-    """A Concat and what passes its tensor on or takes parts of it; empty where something computes with the whole."""
-    quantized, found, waiting = set(placement.nodes), {node}, [node]
+def _behind(node: ir.Node, quantized: frozenset[ir.Node]) -> set[ir.Node]:
+    """A Concat and what passes its tensor on or takes parts of it; empty where integers compute with the whole."""
+    found, waiting = {node}, [node]
     ends = False
     while waiting:
         for value in waiting.pop().outputs:

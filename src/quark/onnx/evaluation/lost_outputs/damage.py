@@ -4,14 +4,15 @@
 
 over samples and finite x, of each part that a Concat joins for itself (`parts/output_parts.py`), beside the share of
 the decisions that are kept (`verdict.py`); the worst part counts. A few samples spread over all are run, more where the
-model is small, and all that were kept where these hold no event, or differ, or tell that the outputs are lost.
+model is small, twice as many where these differ, and up to all that were kept while these hold no event, or tell that
+the outputs are lost.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from quark.onnx.calibration.data.samples import Store
 from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.lost_outputs.advice import Advice, Retry, exclusion_that_helps
 from quark.onnx.evaluation.lost_outputs.verdict import LEAST, Damage, Pair, Verdict, judge
+from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import open_session, run_sample
 from quark.onnx.parts.output_parts import OutputPart, judged_parts
@@ -131,17 +133,13 @@ def damage(
     if not looked.parts:
         return None
     try:
-        looked.run(model, quantized, feeds[: _enough(model, feeds)], settings)
-        found = looked.verdicts()
-        if any(each.unclear for each in found):
-            others = feeds if more is None else more.feeds(MOST)
-            looked.run(model, quantized, others[looked.count :], settings)
-            found = looked.verdicts()
+        looked.run(model, quantized, feeds, settings, more)
     except FormatError:
         raise
     except QuarkError as error:
         logger.debug(f"The outputs cannot be compared: {error}")
         return None
+    found = looked.found
     if not found:
         return None
     least = LEAST if settings.least_sqnr is None else settings.least_sqnr
@@ -154,7 +152,19 @@ def damage(
 def _enough(model: ir.Model, feeds: Sequence[Feed]) -> int:
     """How many samples are looked at where the first ones are clear."""
     values = sum(array.size for array in feeds[0].values())
-    return max(SAMPLES, len(feeds) // SHARE, PRODUCTS // max(1, weight_bytes(model) // 4 * values))
+    return max(SAMPLES, len(feeds) // SHARE, PRODUCTS // max(1, _weights(model) * values))
+
+
+def _weights(model: ir.Model) -> int:
+    """How many there are: as initializers, and as the nodes that Paddle writes."""
+    tensors = [value.const_value for value in model.graph.initializers.values()]
+    nodes = [node for node in model.graph if is_op(node, "Constant") and "value" in node.attributes]
+    return sum(x.size for x in (*tensors, *(node.attributes["value"].as_tensor() for node in nodes)) if x is not None)
+
+
+def _more_may_tell(found: Sequence[Verdict], count: int, enough: int) -> bool:
+    """Whether more samples are worth their time: twice as many where some differ, all where something seems lost."""
+    return any(each.unclear and (count <= enough or each.silent or each.lost()) for each in found)
 
 
 class _Looked:
@@ -167,27 +177,44 @@ class _Looked:
     def __init__(self, parts: Sequence[OutputPart]) -> None:
         self.parts, self.count = parts, 0
         self._names = list(dict.fromkeys(part.tensor for part in parts))
-        self._store, self._peaks = Store(MOST_BYTES), list[float]()
-        self._after: Any = None
+        self._store, self._peaks, self.found = Store(MOST_BYTES), list[float](), list[Verdict]()
 
-    def run(self, model: ir.Model, quantized: Model, feeds: Sequence[Feed], settings: Settings) -> None:
-        """Run both models on some more samples, one after the other."""
-        if not feeds:
-            return
-        with model_session(model, [], settings) as before:
-            for index, feed in enumerate(feeds, self.count):
-                self._keep(0, index, run_sample(before, self._names, feed))
-        # Held: a graph of Q/DQ takes long to open.
-        self._after = self._after or open_session(quantized)
+    def run(
+        self, model: ir.Model, quantized: Model, feeds: Sequence[Feed], settings: Settings, more: SpreadSamples | None
+    ) -> None:
+        """Run both models on as many samples as it takes; the arguments are those of `damage`."""
+        enough, ran = _enough(model, feeds), dict[int, Feed]()
+        chosen = list(feeds[:enough])
+        with ExitStack() as stack:
+            before: Any = stack.enter_context(model_session(model, [], settings))
+            self._run(0, before, chosen)
+            if weight_bytes(model) > MOST_BYTES:  # two models in memory are one too many
+                stack.close()
+                before = None
+            after = open_session(quantized)
+            self._run(1, after, chosen)
+            while self._looked_at(chosen, enough):
+                others = feeds if more is None else more.feeds(MOST)
+                ran |= {id(feed): feed for feed in chosen}  # the order changes when more are read
+                chosen = [feed for feed in others if id(feed) not in ran][: self.count]
+                if not chosen:
+                    break
+                before = before or stack.enter_context(model_session(model, [], settings))
+                self._run(0, before, chosen)
+                self._run(1, after, chosen)
+
+    def _run(self, which: int, session: Any, feeds: Sequence[Feed]) -> None:
         for index, feed in enumerate(feeds, self.count):
-            self._keep(1, index, run_sample(self._after, self._names, feed))
+            for name, array in zip(self._names, run_sample(session, self._names, feed), strict=True):
+                if isinstance(array, np.ndarray):
+                    self._store[which, index, name] = array
+
+    def _looked_at(self, feeds: Sequence[Feed], enough: int) -> bool:
+        """Judge with what both models said of these samples, too; whether more may tell more."""
         self._peaks += [max((_peak(array) for array in feed.values()), default=0.0) for feed in feeds]
         self.count += len(feeds)
-
-    def _keep(self, which: int, index: int, arrays: Sequence[Any]) -> None:
-        for name, array in zip(self._names, arrays, strict=True):
-            if isinstance(array, np.ndarray):
-                self._store[which, index, name] = array
+        self.found = self.verdicts()
+        return _more_may_tell(self.found, self.count, enough)
 
     def verdicts(self) -> list[Verdict]:
         """Of each part that can be judged; of one that is lost on the usual samples, that."""
