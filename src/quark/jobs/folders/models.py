@@ -50,9 +50,11 @@ def load_model(
 ) -> Any:
     """The model of a folder, float or quantized, in evaluation mode. Raises FormatError naming the folder.
 
-    With `dequantize` one that is quantized in a way that sources may be is the float model that it stands for.
+    With `dequantize` one that is quantized in a way that sources may be is the float model that it stands for; one of a
+    way that nobody here knows (bitsandbytes, ModelOpt) raises NotSupportedError.
     """
-    dequantize = dequantize and is_read(folder)
+    if dequantize and not (dequantize := is_read(folder)):
+        _refuse_unknown(folder)
     stored = {} if dequantize else read_config(folder).get("quantization_config") or {}
     where = check_loading(device, dtype)
     _quiet_transformers()
@@ -65,6 +67,14 @@ def load_model(
         folder, wanted, trust_remote_code=trust_remote_code, keep_unexpected=keep_unexpected, dequantize=dequantize
     )
     return model.to(where)
+
+
+def _refuse_unknown(folder: Path) -> None:
+    """Raise NotSupportedError for a folder that is quantized by a program whose formats are not known."""
+    stored = read_config(folder)
+    method = (stored.get("quantization_config") or stored.get("compression_config") or {}).get("quant_method")
+    if method != "quark" and method not in FOREIGN:
+        quantization_of(stored, folder)
 
 
 def is_read(folder: Path) -> bool:
