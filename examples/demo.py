@@ -17,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 import onnxruntime
 import torch
-from quark.jobs.folders.models import folder_bytes
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quark.core.metrics import decibel, sqnr
+from quark.jobs.folders.models import folder_bytes
 from quark.onnx import (
     CalibMethod,
     Config,

@@ -18,8 +18,12 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from safetensors.torch import load_file, save_file
 
 import quark
+from quark.core.schemes import SCHEMES
+from quark.errors import ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.config.config import QConfig, QLayerConfig
+from quark.torch.config.lowering import config_of_tensor
 from quark.torch.flows.from_disk import stream
 from tests.commands.program import quark as program
 from tests.models.families import family
@@ -308,3 +312,79 @@ def test_what_the_class_has_no_place_for_is_kept_on_request(tmp_path: Path) -> N
     assert found[0] == found[1] == found[2]
     stored, tensors = load_file(source / "model.safetensors"), load_file(tmp_path / "file" / "model.safetensors")
     assert all(torch.equal(tensors[name], stored[name]) for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8_wo", "mxfp4"])
+@pytest.mark.parametrize("model_type", FURTHER)
+def test_further_layers_are_quantized_on_request(model_type: str, scheme: str, tmp_path: Path) -> None:
+    """As the layer that it is a copy of, by every door; what joins embeddings and states, too."""
+    source = float_folder(model_type, tmp_path / "float")
+    layer, field = FURTHER[model_type]
+    with_further_tokens(source, layer, field)
+    rule = ("--layer", f"{layer}*={scheme}", "--layer", f"model.layers.1.*={scheme}")
+    found = []
+    for name, options in {"file": (), "streamed": ("--stream",), "memory": ("--no-stream",)}.items():
+        command(*options, *rule)(source, tmp_path / name)
+        found.append(written(tmp_path / name))
+        assert (tmp_path / name / "model.safetensors").read_bytes() == (
+            tmp_path / "file/model.safetensors"
+        ).read_bytes()
+        assert found[-1][1] == found[0][1]
+    tensors, config = found[0]
+    quantized = [n for n in tensors if n.startswith("model.layers.1.") and n.endswith("weight_scale")]
+    assert len(quantized) > 5 and f"{layer}eh_proj.weight_scale" in tensors
+    own = [n for n in tensors if n.startswith("model.layers.1.")]
+    assert {layer + n.removeprefix("model.layers.1.") for n in own} <= tensors.keys()
+    for n in own:
+        other = tensors[layer + n.removeprefix("model.layers.1.")]
+        assert torch.equal(other.reshape(-1).view(torch.uint8), tensors[n].reshape(-1).view(torch.uint8)), n
+    ignored = config["quantization_config"]["exclude"]
+    assert not {n.removesuffix(".weight_scale") for n in tensors if n.endswith("weight_scale")} & {*ignored}
+    reloaded = quark.torch.import_model_from_safetensors(None, tmp_path / "file")
+    with pytest.raises(NotSupportedError, match="does not build, in codes"):
+        export_safetensors(reloaded, tmp_path / "again")
+
+
+@pytest.mark.slow
+def test_further_layers_need_no_data_and_have_no_place_in_gguf(tmp_path: Path) -> None:
+    source = float_folder("glm4_moe", tmp_path / "float")
+    with_further_tokens(source, *FURTHER["glm4_moe"])
+    out = tmp_path / "out"
+    config = LLMTemplate.get("auto").get_config("int8_wo", layer_config={"model.layers.2.*": "int8"})
+    for quantize in (
+        lambda: stream(config, source, out),
+        lambda: ModelQuantizer(config).direct_quantize_checkpoint(source, out),
+        lambda: ModelQuantizer(config).quantize_model(load_float_model(source)),
+    ):
+        with pytest.raises(ConfigError, match="no calibration data run through it"):
+            quantize()
+    gguf = program(
+        "quantize", source, "-o", tmp_path / "a.gguf", "--scheme", "q8_0", "--layer", "model.layers.2.*=q4_0"
+    )
+    assert gguf.code == 1 and "GGUF files hold the model's layers" in gguf.err
+    command("--format", "compressed-tensors", "--layer", "model.layers.2.*=int8_wo")(source, out)
+    assert "model.layers.2.mlp.experts.3.down_proj.weight_scale" in load_file(out / "model.safetensors")
+    assert not out.with_name("a.gguf").exists()
+
+
+@pytest.mark.slow
+def test_further_layers_share_scales_as_others_do(tmp_path: Path) -> None:
+    """NVFP4 weights: gate and up of a carried layer have one scale of their scales."""
+    source = float_folder("glm4_moe", tmp_path / "float")
+    with_further_tokens(source, *FURTHER["glm4_moe"])
+    weight = QLayerConfig(weight=config_of_tensor(SCHEMES["nvfp4"].weight))
+    config = QConfig(
+        global_quant_config=weight,
+        layer_quant_config={"model.layers.2.*": weight},
+        exclude=["lm_head"],
+        shared_scale_groups=[["gate_proj", "up_proj"]],
+    )
+    ModelQuantizer(config).direct_quantize_checkpoint(source, tmp_path / "files")
+    stream(config, source, tmp_path / "streamed")
+    export_safetensors(ModelQuantizer(config).quantize_model(load_float_model(source)), tmp_path / "memory")
+    files, *others = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("files", "streamed", "memory")]
+    assert [files, files] == others
+    tensors = load_file(tmp_path / "files" / "model.safetensors")
+    gate, up, down = (tensors[f"model.layers.2.mlp.experts.0.{n}_proj.weight_scale_2"] for n in ("gate", "up", "down"))
+    assert gate == up != down

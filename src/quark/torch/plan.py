@@ -46,6 +46,7 @@ class Plan:
             in place of what stays in float, quantizes what this plan does.
         read_elsewhere: Those of `excluded` whose weight the model reads itself; see `weights_read_elsewhere`.
         unfit: Those of `excluded` that groups or blocks do not divide; see `_unfit`.
+        beside: Full name -> spec of layers that the model's class does not build and its folder holds.
     """
 
     layers: dict[str, LayerSpec]
@@ -55,6 +56,7 @@ class Plan:
     to_exclude: tuple[str, ...] = ()
     read_elsewhere: frozenset[str] = frozenset()
     unfit: frozenset[str] = frozenset()
+    beside: dict[str, LayerSpec] = field(default_factory=dict)
 
     @property
     def needs_data(self) -> bool:
@@ -167,7 +169,13 @@ def _layer_names(model: nn.Module) -> set[str]:
     }
 
 
-def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsewhere: Collection[str] = ()) -> Plan:
+def make_plan(
+    config: QConfig,
+    model: nn.Module,
+    strict: bool = True,
+    read_elsewhere: Collection[str] = (),
+    beside: Collection[str] = (),
+) -> Plan:
     """Decide what happens to each layer: exclude > layer_quant_config > layer_type_quant_config > global.
 
     Args:
@@ -176,6 +184,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
         strict: Whether a pattern that matches nothing is an error. Loading a checkpoint is not strict: its names
             were resolved when it was written.
         read_elsewhere: From `weights_read_elsewhere`: layers that stay in float.
+        beside: Names of layers that the model's class does not build and its folder holds, which patterns may name.
 
     Raises:
         ConfigError: A pattern matches nothing, or nothing is left to quantize.
@@ -184,7 +193,7 @@ def make_plan(config: QConfig, model: nn.Module, strict: bool = True, read_elsew
     """
     candidates = {name: module for name, module in model.named_modules() if layer_class(module)}
     if strict:
-        _require_present(config, model, candidates)
+        _require_present(config, model, candidates, beside)
     choice = chooser(config, model)
     layers, excluded = {}, []
     errors: dict[str, ShapeError] = {}
@@ -261,15 +270,17 @@ def _require_calibrated_experts(config: QConfig, layers: Mapping[str, LayerSpec]
         )
 
 
-def _require_present(config: QConfig, model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
+def _require_present(
+    config: QConfig, model: nn.Module, candidates: Mapping[str, nn.Module], beside: Collection[str]
+) -> None:
     """Raise ConfigError for a pattern or a class in the config that nothing in the model has."""
     # Experts that are kept fused may be excluded by the names that their layers would have.
-    names = {name for name, _ in model.named_modules()} | _layer_names(model)
+    names = {name for name, _ in model.named_modules()} | _layer_names(model) | {*beside}
     if any(isinstance(algorithm, SVDQuantConfig) for algorithm in config.algo_config or []):
         names |= {f"{name}.{BRANCH}" for name in candidates}  # float in any case; the documented examples exclude them
     require_matches(required_patterns(config.exclude), names, "exclude")
     require_layers(required_patterns(config.exclude), names, candidates)
-    require_matches(config.layer_quant_config, candidates, "layer_quant_config")
+    require_matches(config.layer_quant_config, [*candidates, *beside], "layer_quant_config")
     require_cache_patterns(config, model, candidates)
     require_types(config, {type(module) for module in candidates.values()}, "no quantizable layer")
 

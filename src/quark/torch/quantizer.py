@@ -19,6 +19,8 @@ from quark.profiler import ProfileStep, profile_scope
 from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.calibration.lent_tokens import ExpertCalibration
 from quark.torch.checkpoint.held_layers import held_layers, with_held
+from quark.torch.checkpoint.sources.carried import carried_beside, plan_carried
+from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.config.tensor.enums import QuantFlow, QuantizationMode
@@ -33,6 +35,7 @@ from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks.offloading import Offloaded, has_device_map, onloaded
 from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.outside_reads import weights_read_elsewhere
+from quark.torch.model.published_names import is_transformers_model
 from quark.torch.model.tied_weights import overlapping
 from quark.torch.plan import make_plan
 from quark.torch.replace import attention_quantized, prepared, replaced
@@ -107,7 +110,9 @@ class ModelQuantizer:
                 _refuse_by_place(self.config, model, offloaded, algorithms)
                 with offloaded.staying():
                     elsewhere = weights_read_elsewhere(model, data)
-                plan = make_plan(self.config, model, read_elsewhere=elsewhere)
+                carried = _carried(self.config, model)
+                plan = make_plan(self.config, model, read_elsewhere=elsewhere, beside=carried)
+                plan = plan_carried(self.config, model, plan, carried)
                 with replaced(model, plan) as layers, attention_quantized(model, self.config, plan, layers):
                     self._calibrate(model, layers, algorithms, data, offloaded)
             config, plan = with_held(_recorded(snapshot(self.config), algorithms), plan, held)
@@ -235,6 +240,12 @@ def _algorithms(config: QConfig) -> list[Algorithm]:
     from quark.torch.algorithms import algorithms_of
 
     return algorithms_of(config.algo_config)
+
+
+def _carried(config: QConfig, model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The layers that the folder of a model holds and its class does not build, where a config names layers."""
+    named = bool(config.layer_quant_config or config.exclude) and is_transformers_model(model)
+    return carried_beside(model, source_folder(model)) if named else {}
 
 
 def _refuse_by_place(config: QConfig, model: nn.Module, offloaded: Offloaded, algorithms: Sequence[Algorithm]) -> None:

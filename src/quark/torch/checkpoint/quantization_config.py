@@ -50,6 +50,7 @@ def folder_of(
             spec = replace(spec, output=None)
         if spec != LayerSpec():
             specs[name] = spec
+    specs |= plan.beside
     publish = published_names(model)
     elsewhere = names_elsewhere(model) if everywhere else lambda layer: ()
 
@@ -59,7 +60,7 @@ def folder_of(
     # Readers take classes derived from Linear for quantized too (the output projection of torch's own attention).
     linear = (name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in plan.layers)
     unnamed = dict.fromkeys((*plan.to_exclude, *linear))
-    beside = [form for name in _layers_of(beside) for form in (name, *elsewhere(name))]
+    beside = [form for name in _layers_of(beside) if name not in plan.beside for form in (name, *elsewhere(name))]
     fused = (layer for name, leaves in fused_blocks(model).items() for layer in layer_names(model, name, leaves))
     heads = output_head(model)
     return Folder(

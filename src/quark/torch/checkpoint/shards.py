@@ -217,9 +217,10 @@ def names_in_file(
     publish, of_layer = published_names(model), specs or {}
 
     def name_in_file(source: str, suffix: str) -> str:
+        layer, _, leaf = source.rpartition(".")
         if source in as_they_are:
-            return source
-        published, (layer, _, leaf) = publish(source), source.rpartition(".")
+            return form.stored_name(source, suffix, of_layer.get(layer)) if suffix or layer in of_layer else source
+        published = publish(source)
         if suffix and published.rpartition(".")[2] != leaf:
             raise NotSupportedError(
                 f"{source} is {published} in checkpoints, a name beside which transformers finds no scales. Possible: "

@@ -14,6 +14,8 @@ from quark.errors import NotSupportedError
 from quark.goals.goal import RuntimeGoal
 from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.shards import entries
+from quark.torch.checkpoint.sources.carried import carried_modules
+from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.config.config import QConfig
 from quark.torch.config.selectors import output_head
@@ -22,7 +24,7 @@ from quark.torch.formats.fused_groups import EXPERTS, FusedGroup, fused_groups
 from quark.torch.formats.readers import check_readers
 from quark.torch.plan import Plan
 from quark.torch.replace import replaced
-from quark.torch.writers.gguf.blocks import GgufFormat
+from quark.torch.writers.gguf.blocks import GgufFormat, refuse_carried
 
 
 def check_plan(meta: Any, config: QConfig, made: Plan, form: str) -> None:
@@ -36,9 +38,13 @@ def check_plan(meta: Any, config: QConfig, made: Plan, form: str) -> None:
     """
     if form == "onnx":
         return
+    if form == "gguf":
+        refuse_carried(made)
     held: Format = GgufFormat() if form == "gguf" else FORMATS[form]
     with replaced(meta, made):
-        layers, content = dict(meta.named_modules()), _with_algorithms(folder_of(meta, config, made), config)
+        more = carried_modules(meta, source_folder(meta), made.beside)
+        layers = {**dict(meta.named_modules()), **more}
+        content = _with_algorithms(folder_of(meta, config, made), config)
         held.check(layers, content)
         if isinstance(held, FolderFormat):
             check_readers(meta, held, content, (name for name, _, _ in entries(meta, "reorder", True, held)))

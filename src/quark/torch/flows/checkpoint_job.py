@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError, NotSupportedError
 from quark.memory_and_disk import check_disk
 from quark.torch.calibration.distributed import first_then_all
@@ -28,11 +29,14 @@ from quark.torch.checkpoint.shards import (
     names_in_file,
     stored_shapes,
 )
-from quark.torch.checkpoint.sources.carried import carried_entries
+from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_entries, carried_layers, plan_carried
 from quark.torch.checkpoint.sources.origins import Origin, Origins, names_of
 from quark.torch.checkpoint.sources.source import Source, quantization_of
 from quark.torch.checkpoint.stored_types import StoredTypes
 from quark.torch.config.config import QConfig
+from quark.torch.formats import FORMATS
+from quark.torch.formats.fused_groups import sibling_groups
+from quark.torch.formats.layout import Layout
 from quark.torch.layers.attention.cache_rules import check_cache_config
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import build_skeleton
@@ -119,7 +123,9 @@ class CheckpointJob:
         _take_apart(config, self.model)
         named = source_names(self.model, self.checkpoint.stored_names())
         self.types = StoredTypes(self.checkpoint, named, self.model.dtype, narrow=not config.algo_config)
-        self.plan = make_plan(config, self.model, read_elsewhere=weights_read_elsewhere(self.model))
+        carried = carried_layers(self.model, self.checkpoint, self._beside)
+        plan = make_plan(config, self.model, read_elsewhere=weights_read_elsewhere(self.model), beside=carried)
+        self.plan = plan_carried(config, self.model, plan, carried)
 
     def contents(self) -> Contents:
         """What the new folder will hold; to be asked for while the layers of the plan are replaced."""
@@ -129,18 +135,25 @@ class CheckpointJob:
         sources = _sources((name for name, _, _ in made if name in ties), in_folder, ties)
         self._check_ties(in_folder, ties)
         names = self.beside()
-        dropped = carried_entries(self.checkpoint, names, self.model.dtype)
+        groups = sibling_groups(self.model, self.config.shared_scale_groups) if self.plan.beside else ()
+        layers = CarriedLayers(self.plan.beside, self._layout, groups)
+        dropped = carried_entries(self.checkpoint, names, self.model.dtype, layers)
         unexpected = sorted({*self.checkpoint.names()} - names_of(in_folder, ties) - {*names})
         if unexpected:
             raise FormatError(
                 f"{self.folder} holds {len(unexpected)} tensors that the class of its config.json has no place for: "
                 f"{', '.join(unexpected[:5])}. Possible: keep_unexpected (--keep-unexpected), which copies them."
             )
-        return Contents(made, dropped, names_in_file(self.model, as_they_are=names), sources, ties)
+        return Contents(
+            made, dropped, names_in_file(self.model, specs=self.plan.beside, as_they_are=names), sources, ties
+        )
 
     def entries(self, only: Container[str] | None = None) -> Iterator[Entry]:
         """The tensors of the quantized model, or those of these names; what is not quantized in its stored type."""
         return entries(self.model, self.pack_method, self.real, only=only, plain=self.types.entry)
+
+    def _layout(self, spec: TensorSpec, layer: LayerSpec, dtype: torch.dtype) -> Layout:
+        return FORMATS["quark"].make_layout(spec, layer, dtype, self.pack_method, self.real)
 
     def beside(self) -> list[str]:
         """Names of the tensors of the old folder that are carried: the class of the model has no place for them."""

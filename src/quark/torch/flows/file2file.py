@@ -119,7 +119,8 @@ def quantize_files(
     with shared_folder(output, overwrite) as folder, replaced(job.model, job.plan) as layers:
         contents = job.contents()
         places = job.create_shards(folder, contents)
-        items = [_tensor_job(entry, contents, layers, places) for entry in [*contents.entries, *contents.dropped]]
+        items = [_tensor_job(entry, contents, layers, places) for entry in contents.entries]
+        items += [_carried_job(entry, contents, job, places) for entry in contents.dropped]
         groups = sibling_groups(job.model, config.shared_scale_groups)
         _run(conversion, _share(_families(items, groups), job.checkpoint, rank(), world()), devices, workers)
         if rank() == 0:
@@ -156,6 +157,16 @@ def _tensor_job(
         return TensorJob(name, source, shapes[""].dtype, tuple(shapes[""].shape), None, stored)
     x: torch.Tensor = getattr(layer, leaf)
     return TensorJob(name, source, x.dtype, tuple(x.shape), getattr(layer.spec, leaf, None), stored)
+
+
+def _carried_job(entry: Entry, contents: Contents, job: CheckpointJob, places: Mapping[str, ByteRange]) -> TensorJob:
+    """The job of a tensor that the class of the model does not build."""
+    name, _, shapes = entry
+    stored = {suffix: places[contents.names(name, suffix)] for suffix in shapes}
+    parent, _, leaf = name.rpartition(".")
+    spec = job.plan.beside[parent].weight if leaf == "weight" and parent in job.plan.beside else None
+    dtype = shapes[""].dtype if spec is None else job.model.dtype
+    return TensorJob(name, Origin((name,)), dtype, job.checkpoint.shape(name), spec, stored)
 
 
 def _families(items: list[TensorJob], groups: Sequence[Sequence[str]]) -> list[Family]:

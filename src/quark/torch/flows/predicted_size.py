@@ -8,6 +8,8 @@ from torch import nn
 
 from quark.core.spec import LayerSpec
 from quark.torch.checkpoint.shards import predicted_bytes
+from quark.torch.checkpoint.sources.carried import carried_beside, plan_carried
+from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.layers.low_rank import branch_bytes, can_have_branch
 from quark.torch.model.outside_reads import weights_read_elsewhere
@@ -27,7 +29,9 @@ def planned(meta: Any, config: Any, form: str = "quark") -> tuple[Plan, int]:
     from quark.torch.writers.gguf.blocks import GgufFormat
 
     prepare(meta, chooser(config, meta).wanted)
-    made = make_plan(config, meta, read_elsewhere=weights_read_elsewhere(meta))
+    beside = carried_beside(meta, source_folder(meta)) if config.layer_quant_config or config.exclude else {}
+    made = make_plan(config, meta, read_elsewhere=weights_read_elsewhere(meta), beside=beside)
+    made = plan_carried(config, meta, made, beside)
     # ONNX files hold codes and scales as wide as those of a quark folder.
     held: Format = GgufFormat() if form == "gguf" else FORMATS["quark" if form == "onnx" else form]
     return made, predicted_bytes(meta, made, held) + _branches(meta, made, config)

@@ -7,8 +7,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,24 @@ from quark.torch.calibration.distributed import rank, shared_folder
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.shards import (
+    Entry,
     entries,
     names_in_file,
     write_shards,
 )
-from quark.torch.checkpoint.sources.carried import carried_of
+from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_modules, carried_of
 from quark.torch.checkpoint.stored_types import source_folder, stored_plain
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
+from quark.torch.formats.fused_groups import sibling_groups
+from quark.torch.formats.layout import Layout
 from quark.torch.formats.quark.layout import PACK_METHODS
 from quark.torch.formats.readers import check_readers
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import check_files, side_files
 from quark.torch.plan import Plan
-from quark.torch.writers.gguf.blocks import GgufFormat
+from quark.torch.writers.gguf.blocks import GgufFormat, refuse_carried
 from quark.torch.writers.gguf.writer import write_gguf
 from quark.torch.writers.model_card import CARD, write_card
 from quark.torch.writers.onnx.export import export_onnx
@@ -81,13 +85,13 @@ def export_safetensors(
     check_options(custom_mode, weight_format, pack_method, max_shard_size)
     _require_transformers(model, "export_safetensors")
     source = source_folder(model)
-    dropped = carried_of(model, source)
+    form, real = FORMATS[custom_mode], weight_format == REAL_QUANTIZED
+    dropped = _carried(model, config, plan, partial(form.make_layout, pack_method=pack_method, real=real))
     beside = [name for name, _, _ in dropped]
-    form = FORMATS[custom_mode]
     content = folder_of(model, config, plan, weight_format, pack_method, beside, everywhere=not form.own_loader)
-    form.check(dict(model.named_modules()), content)
+    form.check({**dict(model.named_modules()), **carried_modules(model, source, plan.beside)}, content)
     plain = stored_plain(model, source, narrow=not config.algo_config)
-    items = list(entries(model, pack_method, weight_format == REAL_QUANTIZED, form, plain=plain))
+    items = list(entries(model, pack_method, real, form, plain=plain))
     names = names_in_file(model, form, content.specs, as_they_are=beside)
     check_readers(model, form, content, (name for name, _, _ in items))
     if source is not None:
@@ -102,6 +106,12 @@ def export_safetensors(
             write_attachments(attachments, folder)
     logger.info("Exported to %s.", output_dir)
     return Path(output_dir)
+
+
+def _carried(model: nn.Module, config: QConfig, plan: Plan, make_layout: Callable[..., Layout]) -> list[Entry]:
+    """Entries of what the source folder holds beside the model."""
+    groups = sibling_groups(model, config.shared_scale_groups) if plan.beside else ()
+    return carried_of(model, source_folder(model), CarriedLayers(plan.beside, make_layout, groups))
 
 
 def save_quantized(model: Any, save_directory: str | os.PathLike[str], **options: Any) -> None:
@@ -171,6 +181,7 @@ def export_gguf(
     """
     config, plan = _quantized_as(model)
     _require_transformers(model, "export_gguf")
+    refuse_carried(plan)
     GgufFormat().check(dict(model.named_modules()), folder_of(model, config, plan))
     file = Path(output_dir) / f"{model_type}.gguf"
     if left := [name for name, _, _ in carried_of(model, source_folder(model))]:

@@ -1,46 +1,199 @@
 """What a folder holds that the class of its model does not build, such as layers that predict further tokens (MTP).
 
 It is carried whole: in the type that it is stored in, or decoded to the type of the model where it is stored in codes.
+Layers of it that a config names are rounded to nearest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from quark.core.checks import naming
+from quark.core.patterns import first_match, matches
+from quark.core.spec import LayerSpec, TensorSpec
+from quark.errors import ConfigError, FormatError, NotSupportedError
+from quark.log import logger
+from quark.torch.calibration.calibrate import qparams_under, sharing_scales, tensor_qparams
+from quark.torch.checkpoint.loading import stored_like
 from quark.torch.checkpoint.shards import Entry
 from quark.torch.checkpoint.sources.source import Source, readable_quantization
+from quark.torch.config.config import QConfig
+from quark.torch.config.lowering import lower_layer
+from quark.torch.config.selectors import output_head, routers
+from quark.torch.formats.layout import Layout, Tensors
+from quark.torch.layers import layer_class
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.model_folder import read_config
 from quark.torch.model.published_names import dropped_names
+from quark.torch.plan import Plan, check_shapes, chooser
 
 
-def carried_entries(source: Source, names: Iterable[str], dtype: torch.dtype) -> list[Entry]:
-    """Entries of tensors as they are.
+@dataclass(frozen=True)
+class CarriedLayers:
+    """How layers that are carried are quantized.
+
+    Attributes:
+        specs: By their full names.
+        make_layout: How a format stores a weight of a layer of such a spec, in a model of such a dtype.
+        groups: Last names of siblings that share a second-level scale.
+    """
+
+    specs: Mapping[str, LayerSpec] = field(default_factory=dict)
+    make_layout: Callable[[TensorSpec, LayerSpec, torch.dtype], Layout] | None = None
+    groups: Sequence[Sequence[str]] = ()
+
+
+def carried_source(model: Any, folder: Path | None) -> Source | None:
+    """The folder that a model was loaded from; None where that is unknown, or holds no safetensors files."""
+    if folder is None or not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
+        return None
+    return Source(shard_files(folder), readable_quantization(read_config(folder)))
+
+
+def carried_of(model: Any, folder: Path | None, layers: CarriedLayers = CarriedLayers()) -> list[Entry]:
+    """Entries of what the folder that a model was loaded from holds beside it.
+
+    Raises NotSupportedError where that is in codes that are not read: what the new folder said of it were false.
+    """
+    source = carried_source(model, folder)
+    if source is None:
+        return []
+    names = dropped_names(model, source.names())
+    if coded := [name for name in names if name.endswith("_scale") and name.removesuffix("_scale") in names]:
+        raise NotSupportedError(
+            f"{folder} holds {coded[0].removesuffix('_scale')}, which the model's class does not build, in codes. "
+            "Possible: to quantize the float model anew, with the scheme that is wanted."
+        )
+    return carried_entries(source, names, model.dtype, layers)
+
+
+def carried_beside(model: Any, folder: Path | None) -> dict[str, tuple[int, ...]]:
+    """The `carried_layers` of the folder that a model was loaded from."""
+    source = carried_source(model, folder)
+    return {} if source is None else carried_layers(model, source, dropped_names(model, source.names()))
+
+
+def carried_modules(model: Any, folder: Path | None, names: Collection[str]) -> dict[str, nn.Module]:
+    """Carried layers as modules without weights. Raises FormatError where they are not in the folder any more."""
+    found = carried_beside(model, folder) if names else {}
+    if gone := sorted({*names} - found.keys()):
+        raise FormatError(f"{gone[0]} is to be quantized, and is not in the folder that the model was loaded from.")
+    return {
+        name: nn.Linear(found[name][1], found[name][0], bias=False, device="meta", dtype=model.dtype) for name in names
+    }
+
+
+def carried_layers(model: nn.Module, source: Source, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the weight of what are linear layers among carried tensors.
+
+    Matrices, but for tables as large as the model's embeddings (and heads) and what is named as its routers are.
+    """
+    heads = output_head(model)
+    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linear -= {name.rpartition(".")[2] for name in heads}
+    tables = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Embedding)}
+    apart = {name.rpartition(".")[2] for name in routers(model)} | {
+        name.rpartition(".")[2] for name, m in model.named_modules() if type(m).__name__.endswith("Router")
+    }
+    shapes = {name.removesuffix(".weight"): source.shape(name) for name in names if name.endswith(".weight")}
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if len(shape) == 2
+        and (leaf := name.rpartition(".")[2]) not in apart
+        and (shape not in tables or leaf in linear)
+    }
+
+
+def plan_carried(config: QConfig, model: nn.Module, plan: Plan, carried: Mapping[str, tuple[int, ...]]) -> Plan:
+    """A plan with what carried layers get: those that a pattern names which no layer of the model meets.
+
+    Args:
+        config, model, plan: What was asked for, of what, and what that gave.
+        carried: From `carried_layers`.
+
+    Raises:
+        ConfigError: A static scale: no data run through these layers.
+        ShapeError: A granularity does not fit a weight; names the layer.
+    """
+    rules, choice = config.layer_quant_config if carried else {}, chooser(config, model)
+    candidates = [name for name, module in model.named_modules() if layer_class(module)]
+    own = {pattern: rule for pattern, rule in rules.items() if not any(matches(name, pattern) for name in candidates)}
+    found = {}
+    for name, shape in carried.items():
+        spec = lower_layer(None if choice.excludes(name) else first_match(name, own), per_token=True)
+        if spec == LayerSpec():
+            continue
+        if spec.needs_data or spec.output is not None or spec.weight is None:
+            raise ConfigError(
+                f"{name} is not built by the model's class, so that no calibration data run through it. Possible: a "
+                "scheme of weights, or one with dynamic activations."
+            )
+        check_shapes(name, "Linear", shape, shape[1], spec)
+        found[name] = replace(spec, bias=None)
+    if found and config.algo_config:
+        names = ", ".join(type(algorithm).__name__ for algorithm in config.algo_config)
+        first = next(iter(found))
+        logger.info(
+            "%d layers are rounded to nearest, as no data run through them for %s: %s.", len(found), names, first
+        )
+    return replace(plan, beside=found) if found else plan
+
+
+def carried_entries(
+    source: Source, names: Collection[str], dtype: torch.dtype, layers: CarriedLayers = CarriedLayers()
+) -> list[Entry]:
+    """Entries of tensors as they are, and of the weights of layers that are quantized.
 
     Args:
         source: The folder's tensors.
         names: Of float tensors.
         dtype: Of the model.
+        layers: What is quantized.
     """
-    return [_entry(source, name, dtype if source.is_coded(name) else source.meta(name).dtype) for name in names]
+    weights = {f"{name}.weight": spec for name, spec in layers.specs.items()}
+    specs = {name: spec.weight for name, spec in layers.specs.items() if spec.weight is not None}
+    family = {name: members for members in sharing_scales(specs, layers.groups) for name in members}
+    out: list[Entry] = []
+    for name in names:
+        shape = source.shape(name)
+        if name not in weights:
+            kept = dtype if source.is_coded(name) else source.meta(name).dtype
+            like = torch.empty(shape, dtype=kept, device="meta")
+            out.append((name, partial(_as_it_is, source, name, kept), {"": like}))
+            continue
+        layer, spec = name.removesuffix(".weight"), weights[name]
+        assert spec.weight is not None and layers.make_layout is not None
+        layout = layers.make_layout(spec.weight, spec, dtype)
+        make = partial(_rounded, source, layer, family.get(layer, [layer]), layout, dtype)
+        out.append((name, make, stored_like(layout, spec.weight, torch.empty(shape, dtype=dtype, device="meta"))))
+    return out
 
 
-def _entry(source: Source, name: str, dtype: torch.dtype) -> Entry:
-    shape = source.shape(name)
-
-    def make() -> dict[str, torch.Tensor]:
-        return {"": source.read(name, dtype, shape) if source.is_coded(name) else source.stored(name)}
-
-    return name, make, {"": torch.empty(shape, dtype=dtype, device="meta")}
+def _as_it_is(source: Source, name: str, dtype: torch.dtype) -> Tensors:
+    return {"": source.read(name, dtype, source.shape(name)) if source.is_coded(name) else source.stored(name)}
 
 
-def carried_of(model: Any, folder: Path | None) -> list[Entry]:
-    """What the folder that a model was loaded from holds beside it; nothing where it holds no safetensors files."""
-    if folder is None or not list(folder.glob("*.safetensors")):
-        return []
-    source = Source(shard_files(folder), readable_quantization(read_config(folder)))
-    return carried_entries(source, dropped_names(model, source.names()), model.dtype)
+def _rounded(source: Source, layer: str, family: Sequence[str], layout: Layout, dtype: torch.dtype) -> Tensors:
+    """A weight, rounded to nearest, under the largest of the second-level scales of its family."""
+    spec = layout.spec
+
+    def weight(name: str) -> torch.Tensor:
+        return source.read(f"{name}.weight", dtype, source.shape(f"{name}.weight"))
+
+    with naming(f"{layer}.weight"):
+        x = weight(layer)
+        if spec.is_cast:
+            return layout.store(x, None)
+        if len(family) < 2:
+            return layout.store(x, tensor_qparams(x, spec))
+        seconds = [tensor_qparams(weight(name), spec).second for name in family]
+        largest = torch.stack([second.scale for second in seconds if second is not None]).amax(0)
+        return layout.store(x, qparams_under(largest, x, spec))
