@@ -152,11 +152,11 @@ def _named_alone(config: QConfig, model: nn.Module, selected: Collection[str]) -
     A selector says what is usually left in float. An entry that is about that alone (`lm_head`) is meant; one that is
     about others as well (`*.layers.0.*`) is not about a router among them.
     """
-    layers = _layer_names(model)
-    named = set()
-    for pattern in config.layer_quant_config if selected else ():
-        found = {name for name in layers if matches(name, pattern)}
-        if pattern not in config.kv_cache_quant_config and found.issubset(selected):
+    layers = _layer_names(model) if selected and config.layer_quant_config else set()
+    named, others = set(), layers.difference(selected)
+    for pattern in (name for name in config.layer_quant_config if name not in config.kv_cache_quant_config):
+        found = {name for name in layers.intersection(selected) if matches(name, pattern)}
+        if found and not any(matches(name, pattern) for name in others):
             named |= found
     return named
 
@@ -287,9 +287,11 @@ def _require_present(
 
 def _say_lost(config: QConfig, choice: Choice, candidates: Collection[str]) -> None:
     """Warn of an entry for layers that are all excluded: it changes nothing."""
-    for pattern in config.layer_quant_config:
-        found = [name for name in candidates if matches(name, pattern)]
-        if found and pattern not in config.kv_cache_quant_config and all(map(choice.excludes, found)):
+    excluded = [name for name in candidates if choice.excludes(name)]
+    others = set(candidates).difference(excluded)
+    for pattern in (name for name in config.layer_quant_config if name not in config.kv_cache_quant_config):
+        found = [name for name in excluded if matches(name, pattern)]
+        if found and not any(matches(name, pattern) for name in others):
             logger.warning(
                 "layer_quant_config: %r changes nothing, as `exclude` names all that it matches (%s%s).",
                 pattern, found[0], ", ..." if len(found) > 1 else "",
