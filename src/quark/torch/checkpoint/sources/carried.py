@@ -29,10 +29,11 @@ from quark.torch.config.lowering import lower_layer
 from quark.torch.config.selectors import output_head, routers
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.layers import layer_class
+from quark.torch.layers.shapes import check_shapes
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.model_folder import read_config
 from quark.torch.model.published_names import dropped_names
-from quark.torch.plan import Plan, check_shapes, chooser
+from quark.torch.plan import Plan, chooser
 
 
 @dataclass(frozen=True)
