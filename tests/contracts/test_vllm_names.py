@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from quark.core.dtypes import DTYPES
+from quark.errors import NotSupportedError
+from quark.goals import GOALS
 from quark.goals.expert_names import EXPERT_NAMES, expert_names, unread_experts
+from quark.torch import LLMTemplate
+from quark.torch.flows.check_plan import check_goal
+from quark.torch.flows.predicted_size import planned
+from quark.torch.model.meta_model import empty_twin
 from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
 from quark.torch.model.published_names import published_names
 from tests.contracts.test_reader_classes import CLASSES
@@ -51,3 +57,15 @@ def test_each_type_has_one_row_and_types_of_weights_exist() -> None:
     names = [name for row in EXPERT_NAMES for name in row.model_types]
     assert len(names) == len(set(names))
     assert {dtype for row in EXPERT_NAMES for dtype in row.quark} <= set(DTYPES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "lost"), [("int8_dynamic", True), ("ptpc_fp8", False), ("mxfp4", False)])
+def test_experts_that_vllm_would_pass_over_are_refused_on_the_plan(scheme: str, lost: bool) -> None:
+    model = empty_twin(family("gpt_oss")).eval()
+    made, _ = planned(model, LLMTemplate.get("gpt_oss").get_config(scheme), "quark")
+    if not lost:
+        check_goal(model, made, GOALS["vllm"], "quark")
+        return
+    with pytest.raises(NotSupportedError, match=r"vLLM passes over .*experts.3.down_proj: int8.*fp4_e2m1 or fp8_e4m3"):
+        check_goal(model, made, GOALS["vllm"], "quark")

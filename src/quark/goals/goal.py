@@ -60,6 +60,7 @@ class RuntimeGoal:
         cache: Schemes of a cache of keys and values whose scales it reads.
         bfloat16: Types of models, by their config.json, that it does not run in float16.
         fuses: Whether it makes one layer of several (`quark.goals.fused_layers`), which must have one scheme then.
+        named_experts: Whether it looks for experts under the names of `quark.goals.expert_names`.
         heads: Forms in which it reads a quantized output head; None: all that it reads.
     """
 
@@ -71,6 +72,7 @@ class RuntimeGoal:
     cache: tuple[str, ...] = ()
     bfloat16: tuple[str, ...] = ()
     fuses: bool = False
+    named_experts: bool = False
     heads: tuple[str, ...] | None = None
 
     @property

@@ -11,6 +11,7 @@ from torch import nn
 
 from quark.core.spec import LayerSpec
 from quark.errors import NotSupportedError
+from quark.goals.expert_names import expert_names, unread_experts
 from quark.goals.goal import RuntimeGoal
 from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.shards import entries
@@ -22,6 +23,8 @@ from quark.torch.config.selectors import output_head
 from quark.torch.formats import FORMATS, Folder, FolderFormat, Format
 from quark.torch.formats.fused_groups import EXPERTS, FusedGroup, fused_groups
 from quark.torch.formats.readers import check_readers
+from quark.torch.model.passes import UnfusedExperts
+from quark.torch.model.published_names import layers_published
 from quark.torch.plan import Plan
 from quark.torch.replace import replaced
 from quark.torch.writers.gguf.blocks import GgufFormat, refuse_carried
@@ -72,6 +75,8 @@ def check_goal(model: nn.Module, made: Plan, goal: RuntimeGoal, form: str) -> No
     said = split_said(model, made) if goal.fuses else None
     if said is not None:
         raise NotSupportedError(f"{goal.program} {said}")
+    if goal.named_experts and (lost := lost_experts(model, made, form)) is not None:
+        raise NotSupportedError(f"{goal.program} {lost}")
     heads = [] if goal.heads is None or form in goal.heads else sorted(output_head(model) & made.layers.keys())
     if heads:
         possible = f"the format {' or '.join(goal.heads)}, or " if goal.heads else ""
@@ -79,6 +84,35 @@ def check_goal(model: nn.Module, made: Plan, goal: RuntimeGoal, form: str) -> No
             f"{goal.program} is not known to read an output head ({heads[0]}) that is quantized as {form}. Possible: "
             f"{possible}to leave it in float."
         )
+
+
+def lost_experts(model: nn.Module, made: Plan, form: str) -> str | None:
+    """What vLLM does with experts of a plan that it would not find in the folder; None where it finds all of them.
+
+    Args:
+        model, made: As `split_said` takes them.
+        form: A value of --export-format.
+    """
+    blocks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, UnfusedExperts))
+    experts = [name for name in made.layers if name.startswith(blocks)] if blocks else []
+    kind = str(getattr(getattr(model, "config", None), "model_type", ""))
+    row, publish = expert_names(kind), layers_published(model)
+    if row is None or form == "gguf" or not experts:
+        return None
+    unread = unread_experts(kind, map(publish, experts))
+    if unread:
+        return f"has no place for the experts of {kind} in the folder ({unread[0]}). Possible: the quark format."
+    kinds = {weight.dtype.name: name for name in experts if (weight := made.layers[name].weight) is not None}
+    other = next(
+        (name for kind, name in kinds.items() if form == "quark" and row.quark and kind not in row.quark), None
+    )
+    if other is None:
+        return None
+    return (
+        f"passes over the experts of {kind} in quark folders ({publish(other)}: {made.layers[other].weight}) unless "
+        f"their weights are {' or '.join(row.quark)}. Possible: such a scheme, or to leave them in float (--exclude "
+        "'*experts*')."
+    )
 
 
 def split_said(model: nn.Module, made: Plan) -> str | None:

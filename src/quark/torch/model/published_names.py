@@ -72,6 +72,12 @@ def published_names(model: nn.Module) -> Callable[[str], str]:
     return publish
 
 
+def layers_published(model: nn.Module) -> Callable[[str], str]:
+    """The function from the name of a layer to that in a checkpoint; see `published_names`."""
+    publish = published_names(model)
+    return lambda layer: publish(f"{layer}.weight").removesuffix(".weight")
+
+
 def source_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
     """Name in the model -> name in the checkpoint, by the renames that transformers itself applies when it loads."""
     core = sys.modules["transformers.core_model_loading"]
