@@ -1,4 +1,4 @@
-"""What is made without samples wins where it is the more exact, and no slower or larger for it; never else."""
+"""What is made without samples wins where it is the more exact, and no slower or larger; never else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.score import Scorer
 from quark.onnx.evaluation.recovery import rival as module
-from quark.onnx.evaluation.recovery.rival import Rival, ScoredModel, is_worth_it
+from quark.onnx.evaluation.recovery.rival import Rival, ScoredModel
 from quark.onnx.evaluation.recovery.search import recover
 from quark.onnx.evaluation.recovery.steps import QUICK_STEPS
 from quark.onnx.flow import convert
@@ -29,7 +29,7 @@ class Ratio:
 
 @pytest.mark.parametrize(
     ("times", "wins"),
-    [((1.0, 1.0), True), ((0.93, 0.95), True), ((0.5, 0.95), False), ((0.8, 1.0), False)],
+    [((1.0, 1.0), True), ((0.93, 0.95), True), ((0.5, 0.95), False), ((0.9, 1.0), False)],
 )
 def test_static_integers_are_worth_their_loss_where_they_win_time(
     times: tuple[float, float], wins: bool, monkeypatch: pytest.MonkeyPatch
@@ -48,24 +48,6 @@ def test_static_integers_are_worth_their_loss_where_they_win_time(
     assert (found is not None) == wins
     if found is not None:
         assert found.score > other.score
-
-
-@pytest.mark.parametrize(
-    ("more_exact", "other", "wins"),
-    [
-        ((1.04, 1000), (1.0, 1000), True),
-        ((1.06, 1000), (1.0, 1000), False),
-        ((1.0, 1030), (1.0, 1000), False),
-        ((0.966, 371), (0.92, 491), True),  # a direction of text: 36.5 dB with samples, 40.4 without
-        ((0.923, 278), (0.774, 405), True),  # where text is: 25.8 and 27.8 dB
-        ((0.956, 278), (0.665, 356), False),  # the same where integers win a third of the time
-        ((1.0, 250), (0.5, 500), False),
-    ],
-)
-def test_a_file_may_be_slower_in_the_measure_that_it_is_smaller(
-    more_exact: tuple[float, int], other: tuple[float, int], wins: bool
-) -> None:
-    assert is_worth_it(*more_exact, *other) == wins
 
 
 def test_what_is_less_exact_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

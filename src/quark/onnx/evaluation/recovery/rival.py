@@ -1,10 +1,9 @@
 """rival: the model that is made without samples, which one made with them has to be better than.
 
 Static integers lose what inputs quantized as they come, or weights alone, keep: they are worth it where they win time.
-So the rival wins where it is the more exact, and as fast and as small, or smaller in larger measure than it is slower:
+So the rival wins where it is the more exact, and
 
-    time <= (1 + WON) * time of the other                  bytes <= (1 + MORE) * bytes of the other
-    time <= (1 + SLOWER) * time of the other               time * bytes <= time * bytes of the other
+    time of the rival <= (1 + WON) * time of the other          bytes of the rival <= (1 + MORE) * bytes of the other
 
 Both times are those of the whole file beside the float model, on one sample.
 """
@@ -34,8 +33,6 @@ from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
 
 WON, MORE = 0.05, 0.02
 """Share of the time that static integers have to win: sessions of one file differ by 0.03. Share of the bytes."""
-SLOWER = 0.2
-"""Share of the time from which on no size makes up for it: who brings samples wants speed."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +52,6 @@ class ScoredModel:
     score: float
     output: OutputPart
     seconds: float
-
-
-def is_worth_it(seconds: float, size: int, others_seconds: float, others_size: int) -> bool:
-    """Whether the more exact of two files is not too slow, or too large, to be taken."""
-    as_good = seconds <= (1 + WON) * others_seconds and size <= (1 + MORE) * others_size
-    smaller = seconds <= (1 + SLOWER) * others_seconds and seconds * size <= others_seconds * others_size
-    return as_good or smaller
 
 
 class Rival:
@@ -99,7 +89,7 @@ class Rival:
             logger.info("Nothing that is made without samples is compared: %s", error)
             self._given_up = True
             return None
-        wins = is_worth_it(*self._costs, seconds, size)
+        wins = self._costs[0] <= (1 + WON) * seconds and self._costs[1] <= (1 + MORE) * size
         metric = scorer.metric
         logger.info(
             f"Made without samples: {metric.text(scored.score)}, time / float {self._costs[0]:.2f}, {self._costs[1]} "
