@@ -101,6 +101,13 @@ def test_an_expert_without_tokens_stops_nothing_and_leaves_the_others_alone(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [GPTQConfig, AutoRoundConfig])
+def test_no_score_is_known_of_an_expert_without_tokens(kind: type[AlgoConfig]) -> None:
+    _, said = quantized("qwen3_moe", replace(settings(kind), fisher=True))
+    assert said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_all_tokens_to_all_experts_leaves_none_without(name: str, kind: type[AlgoConfig]) -> None:
     _, said = quantized(name, settings(kind), calibrate_all_experts=True)

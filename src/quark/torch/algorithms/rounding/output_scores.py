@@ -143,7 +143,8 @@ def _shrunk(sums: Sequence[_Sums]) -> list[torch.Tensor]:
     rows = torch.stack([row.to(numbers[0].device) for row in numbers]).tolist()
     for own, (trace, square, fourth, count) in zip(sums, rows, strict=True):
         own.any = trace != 0  # a sum of squares; NaN is not 0
-        found.append(shrunk(own.products, fourth, int(count), (trace, square)))
+        # An expert that no token reached has none.
+        found.append(shrunk(own.products, fourth, int(count), (trace, square)) if count else own.products)
     return found
 
 
