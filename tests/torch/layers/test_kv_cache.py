@@ -23,6 +23,7 @@ from quark.torch.config.tensor.shorthand_specs import (
     Int8PerTensorSpec,
     Uint8PerTensorSpec,
 )
+from quark.torch.layers.attention.heads import stored_heads
 from quark.torch.layers.replace import quantized_layers
 from tests.models.families import family
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, mlp
@@ -99,6 +100,23 @@ def test_heads_that_a_module_does_not_tell_apart_are_refused_before_any_data() -
     made = LLMTemplate.get("deepseek_v3").get_config("int8_wo", kv_cache_scheme="fp8_per_head")
     with pytest.raises(NotSupportedError, match="does not say how many heads its cache stores"):
         ModelQuantizer(made).quantize_model(family("deepseek_v3"), None)
+
+
+def test_a_config_whose_layers_differ_says_nothing() -> None:
+    """As those of transformers that raise an error for what each layer has for itself (Dots 3)."""
+
+    class Differing:
+        hidden_size = 64
+
+        @property
+        def num_attention_heads(self) -> int:
+            raise RuntimeError("this differs from layer to layer")
+
+    owner = nn.Module()
+    owner.k_proj = nn.Linear(64, 32)
+    assert stored_heads(owner, "k_proj", Differing()) is None
+    owner.num_key_value_heads, owner.head_dim = 2, 16  # type: ignore[assignment]
+    assert stored_heads(owner, "k_proj", Differing()) == 2
 
 
 def test_before_rope_the_projections_are_quantized() -> None:
