@@ -638,3 +638,17 @@ def test_a_folder_without_its_own_tokenizer_files(tmp_path: Path) -> None:
     shutil.copyfile(LANGUAGE_MODEL / "tokenizer.json", tmp_path / "tokenizer.json")
     shutil.copyfile(LANGUAGE_MODEL / "config.json", tmp_path / "config.json")
     assert export_gguf(quantized("int8_wo"), tmp_path, "m", tmp_path).exists()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "said"), [(64, "all of 16 layers have rows that are no multiple of 256 values, and get Q5_0"), (256, "")]
+)
+def test_a_mix_whose_types_do_not_fit_says_what_the_layers_get(
+    hidden: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from quark.torch.writers.gguf.mix_config import gguf_config
+    from tests.models.families import family
+
+    with caplog.at_level("WARNING", "quark"):
+        gguf_config(family("llama", hidden_size=hidden, intermediate_size=2 * hidden), "q4_k_m")
+    assert said in caplog.text and bool(said) == bool(caplog.text)

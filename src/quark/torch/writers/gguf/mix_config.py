@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from quark.core.block_types import fitting_block_type
 from quark.core.spec import LayerSpec, TensorSpec, block_spec
 from quark.errors import ConfigError, did_you_mean
+from quark.log import logger
 from quark.torch.config.algo_configs import ImatrixConfig
 from quark.torch.config.block_mixes import MIXES, Place, place_of
 from quark.torch.config.config import QConfig
@@ -21,6 +23,8 @@ from quark.torch.writers.gguf.architectures.table import architecture_of
 from quark.torch.writers.gguf.names import tensor_names
 from quark.torch.writers.gguf.writer import is_conv1d
 
+WIDE = 256
+"""Values in a block of the types that need most."""
 KEPT = ("position_embd", "token_types", "ffn_gate_inp", "ffn_gate_inp_shexp")
 """Tensors that stay in float: small, and read by few values or by the choice of experts."""
 
@@ -77,10 +81,26 @@ def _specs(model: Any, mix: str | Mapping[str, str], places: Mapping[str, Place]
     row = MIXES[mix]
     if not places:
         raise ConfigError(f"{type(model).__name__} has no layer that the mix {mix!r} could quantize.")
-    for name, place in places.items():
-        chosen = row.type_of(place)
-        if chosen is not None:
-            yield name, block_spec(chosen)
+    chosen = {name: found for name, place in places.items() if (found := row.type_of(place)) is not None}
+    _say_narrower(mix, [(row.type_of(replace(places[name], columns=WIDE)), got) for name, got in chosen.items()])
+    for name, got in chosen.items():
+        yield name, block_spec(got)
+
+
+def _say_narrower(mix: str, kinds: Sequence[tuple[str | None, str]]) -> None:
+    """Log layers whose rows are no whole blocks of what the mix has for them: the file is larger than its name says.
+
+    Args:
+        mix: Its name.
+        kinds: Of each layer what the mix has for it, and what it gets.
+    """
+    others = [got for wanted, got in kinds if got != wanted]
+    if others:
+        logger.warning(
+            "%s: %s of %d layers have rows that are no multiple of %d values, and get %s.",
+            mix, "all" if len(others) == len(kinds) else len(others), len(kinds), WIDE,
+            ", ".join(sorted({kind.upper() for kind in others})),
+        )  # fmt: skip
 
 
 def fitting_spec(kind: str, place: Place) -> TensorSpec | None:
