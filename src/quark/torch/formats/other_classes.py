@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -37,18 +38,22 @@ def names_elsewhere(model: nn.Module) -> Callable[[str], tuple[str, ...]]:
     return names
 
 
-def other_twins(model: Any) -> Iterator[Any]:
+def other_twins(model: Any) -> list[Any]:
     """An empty model of each other class that one of LOADERS takes for the config of a model."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not is_transformers_model(model):
-        return
-    seen = {type(model)}
+        return []
+    seen: set[Any] = {type(model)}
+    twins: list[Any] = []
     for loader in LOADERS:
         found = getattr(transformers, loader)._model_mapping.get(type(model.config), ())
         for kind in found if isinstance(found, tuple) else (found,):
             if kind not in seen:
                 seen.add(kind)
-                yield empty_model(kind, _config_for(kind, model.config), model.dtype)
+                # A class that cannot be built of this config loads no such folder.
+                with suppress(ImportError, AttributeError, KeyError, TypeError, ValueError):
+                    twins.append(empty_model(kind, _config_for(kind, model.config), model.dtype))
+    return twins
 
 
 def _config_for(kind: Any, config: Any) -> Any:
