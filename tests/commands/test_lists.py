@@ -52,7 +52,7 @@ def test_algorithms_show_their_parameters() -> None:
 
 def test_formats_name_who_loads_them() -> None:
     rows = {row["format"]: row["loaded by"] for row in tables("formats")[0]["rows"]}
-    assert "llama.cpp" in rows["gguf"] and "vLLM" in rows["awq"] and rows["fp8"] is None
+    assert "llama.cpp" in rows["gguf"] and "vLLM" in rows["awq"] and rows["gptq"] is None
 
 
 def test_doctor_names_what_is_missing_and_the_line_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:

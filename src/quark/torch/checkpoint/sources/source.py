@@ -69,6 +69,8 @@ class Source:
             self._files |= dict.fromkeys(file.names, file)
         self._tile = _tile(quantization)
         self._quantized = quantization is not None
+        transforms = (quantization or {}).get("transform_config") or {}
+        self._transforms = tuple(f"{group}_" for group in transforms.get("config_groups") or {})
         for name in self.names() if self._quantized else ():
             self._require_scale(name)
 
@@ -82,7 +84,7 @@ class Source:
                 yield f"{parent}.weight"
             elif name.endswith(BLOCKS) and self._sibling(name, BLOCKS, EXPONENTS):
                 yield name.removesuffix(BLOCKS)
-            elif leaf not in PARTS and not self._is_scale(name):
+            elif leaf not in PARTS and not self._is_scale(name) and not self._is_transform(parent):
                 yield name
 
     def stored_names(self) -> list[str]:
@@ -194,6 +196,10 @@ class Source:
         of = [name.removesuffix(end) for end in SCALES if name.endswith(end)]
         coded = any(other in self._files and self.meta(other).dtype.itemsize == 1 for other in of)
         return coded or (name.endswith(EXPONENTS) and self._sibling(name, EXPONENTS, BLOCKS))
+
+    def _is_transform(self, parent: str) -> bool:
+        """Whether a module is the matrix of a rotation, which compressed-tensors stores beside the layer."""
+        return parent.rpartition(".")[2].startswith(self._transforms)
 
     def _sibling(self, name: str, end: str, other: str) -> bool:
         return name.removesuffix(end) + other in self._files

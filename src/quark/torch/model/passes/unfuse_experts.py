@@ -184,10 +184,10 @@ class UnfusedExperts(nn.Module):
         """The activations between the two phases, (rows, I)."""
         gate_name, up_name, _ = self.names
         fused: Any = self.origin[0]
+        gate = None if gate_name is None else expert.get_submodule(gate_name)(x)
         up = expert.get_submodule(up_name)(x)
-        if gate_name is None:
+        if gate is None:
             return fused._apply_gate(up) if self.first == "gate_up_proj" else fused.act_fn(up)
-        gate = expert.get_submodule(gate_name)(x)
         if not hasattr(fused, "_apply_gate"):
             return fused.act_fn(gate) * up
         return fused._apply_gate(torch.cat((gate, up), -1))
