@@ -24,6 +24,7 @@ settings.load_profile("quark")
 OVER_REGISTRIES = (
     "contracts/test_attention_masks.py",
     "contracts/test_device_maps.py",
+    "contracts/test_doors.py",
     "contracts/test_fused_layers.py",
     "contracts/test_gpu.py",
     "contracts/test_idle_experts.py",
@@ -33,6 +34,7 @@ OVER_REGISTRIES = (
     "contracts/test_reader_classes.py",
     "core/test_block_solvers.py",
     "core/test_group_kernels.py",
+    "jobs/test_doors.py",
 )
 """Contracts over products of registries, hours in all: `make test-all` runs one in ten of their slow tests, always
 the same, and `make contracts` all of them."""
