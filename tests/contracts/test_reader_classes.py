@@ -42,11 +42,6 @@ def whole(said: dict[str, set[str]]) -> bool:
     return not any(names for key, names in said.items() if key != "unexpected_keys")
 
 
-def outputs(model: Any, batch: Any, base: bool) -> torch.Tensor:
-    """Logits, or what the model without its head returns."""
-    return result(model.model if base else model, batch)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_each_class_that_loads_the_float_folder_loads_the_quantized_one(name: str, tmp_path: Path) -> None:
@@ -92,7 +87,7 @@ def _write_and_load(make: Any, config: Any, form: str, folder: Path, kinds: dict
         other = make()[0]
         for parameter in other.parameters():
             parameter.data.zero_()
-        _equal(outputs(import_model_from_safetensors(other, folder), data[0], False), outputs(frozen, data[0], False))
+        _equal(result(import_model_from_safetensors(other, folder), data[0]), result(frozen, data[0]))
         return
     for kind, left in kinds.items():
         _loads(kind, left, folder, frozen, data[0])
@@ -103,11 +98,15 @@ def _loads(kind: Any, left: set[str], folder: Path, frozen: Any, batch: Any) -> 
     assert found is not None, (folder.name, kind)
     model, said = found
     assert whole(said), (folder.name, kind, said)
-    parts = {name.rpartition(".")[0] for name in said["unexpected_keys"]}
-    assert parts <= {name.rpartition(".")[0] for name in left}, (folder.name, kind, said)
+    unexpected = {name.rpartition(".")[0] for name in said["unexpected_keys"]}
+    assert unexpected <= {name.rpartition(".")[0] for name in left}, (folder.name, kind, said)
     assert form_of(model) == folder.name
-    base = not hasattr(model, "lm_head") and hasattr(frozen, "lm_head")
-    _equal(outputs(model, batch, False), outputs(frozen, batch, base))
+    parts = [part for part in frozen.modules() if type(part) is type(model)]
+    if not parts and not hasattr(frozen, "lm_head"):
+        return  # what a body gives that is no part of the model, as of Kosmos 2.5, there is nothing to compare with
+    body = frozen if hasattr(model, "lm_head") else getattr(frozen, "model", frozen)
+    same = parts[0] if parts else body
+    _equal(result(model, batch), result(same, batch))
 
 
 def _equal(got: torch.Tensor, expected: torch.Tensor) -> None:

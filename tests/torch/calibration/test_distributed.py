@@ -33,6 +33,7 @@ from quark.torch.algorithms.rounding import gptq
 from quark.torch.bit_budget.measure import measure_sensitivity
 from quark.torch.calibration import distributed
 from quark.torch.calibration.distributed import processes
+from quark.torch.checkpoint.sources.origins import Origin
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.algo_configs import (
     AlgoConfig,
@@ -213,7 +214,10 @@ def test_a_rank_that_ends_is_named_by_the_others_and_nothing_stays(victim: int, 
     for rank in {0, 1, 2} - {victim}:
         words = said[rank].read_text()
         assert words.startswith(f"ProcessLostError: Rank {rank} cannot go on: rank {victim} (process ")
-        assert ("No space left on device" if how == "full" else "died or can no longer be reached") in words
+        # Rank 0 holds what ranks tell each other: on a slow machine it may be gone before another one has read it.
+        reasons = ["No space left on device"] if how == "full" else []
+        reasons += ["died or can no longer be reached"] if how == "killed" or victim == 0 else []
+        assert any(reason in words for reason in reasons), words
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         ["float", "victim", *(path.name for path in said.values() if path.exists())]
     )
@@ -268,7 +272,10 @@ def test_a_group_that_never_comes_together(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_shares_of_a_checkpoint_hold_each_tensor_once_and_alike_many_bytes(size: int, tmp_path: Path) -> None:
     names = [f"t{i:02}" for i in range(40)]
     save_file({name: torch.zeros(i + 1, 8) for i, name in enumerate(names)}, tmp_path / "model.safetensors")
-    families = [(file2file.TensorJob(name, name, torch.float32, (i + 1, 8), None, {}),) for i, name in enumerate(names)]
+    families = [
+        (file2file.TensorJob(name, Origin((name,)), torch.float32, (i + 1, 8), None, {}),)
+        for i, name in enumerate(names)
+    ]
     source = Source([tmp_path / "model.safetensors"])
     shares = [file2file._share(families, source, own, size) for own in range(size)]
     assert [family for share in shares for family in share] == families

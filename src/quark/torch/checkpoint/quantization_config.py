@@ -20,7 +20,7 @@ from quark.torch.layers.low_rank import branches, record_branches
 from quark.torch.layers.online_rotation import record_rotations, rotated_inputs
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
-from quark.torch.model.published_names import published_names
+from quark.torch.model.published_names import layers_published
 from quark.torch.plan import Plan
 
 
@@ -51,7 +51,7 @@ def folder_of(
         if spec != LayerSpec():
             specs[name] = spec
     specs |= plan.beside
-    publish = published_names(model)
+    publish = layers_published(model)
     elsewhere = names_elsewhere(model) if everywhere else lambda layer: ()
 
     def forms(name: str) -> tuple[str, ...]:
