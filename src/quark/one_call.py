@@ -12,6 +12,8 @@ from typing import Any
 from quark.errors import ConfigError, QuarkError
 from quark.log import severity
 
+OF_THE_COMMAND = ("report", "write_recipe", "log_file")
+"""Options that say what the command writes beside its output."""
 IN_MEMORY = "transformers"
 """The goal of a module that stays in memory: every scheme computes there."""
 
@@ -26,7 +28,7 @@ def quantize(
     bits: float | None = None,
     effort: str | None = None,
     algorithm: str | Sequence[str] | None = None,
-    exclude: Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     samples: int | None = None,
     overwrite: bool = False,
     **options: Any,
@@ -49,7 +51,7 @@ def quantize(
         exclude: Patterns of layers or nodes that stay in float.
         samples: Most calibration samples.
         overwrite: Replace the output.
-        options: Of a path, every other option of `quark quantize`, by the name of its field in `quark.jobs.JobRequest`:
+        options: Of a path, the other options of `quark quantize`, by the names of their fields in `quark.jobs.request`:
             `device="cuda"`, `kv_cache="fp8"`, `layer=("*.down_proj=int8_wo",)`.
 
     Returns:
@@ -63,13 +65,14 @@ def quantize(
         >>> quark.quantize("./llama", goal="llama.cpp", output="llama.gguf")
     """
     words = (algorithm,) if isinstance(algorithm, str) else None if algorithm is None else tuple(algorithm)
+    kept = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     with _spelled():
         if not isinstance(model, (str, os.PathLike)):
-            return _module(model, scheme, data, goal, output, bits, effort, words, list(exclude), overwrite, options)
+            return _module(model, scheme, data, goal, output, bits, effort, words, [*kept], overwrite, options)
         is_path = isinstance(data, (str, os.PathLike))
         said = {
             "goal": goal, "scheme": scheme, "bits": bits, "effort": effort, "algorithm": words, "samples": samples,
-            "exclude": tuple(exclude) or None, "calib": Path(data) if is_path else None,
+            "exclude": kept or None, "calib": Path(data) if is_path else None,
             "output": None if output is None else os.fspath(output), "force": overwrite or None,
         }  # fmt: skip
         return _path(Path(model), said, options, None if is_path else data)
@@ -85,6 +88,8 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
     twice = sorted({*options} & {*said})
     if twice:
         raise ConfigError(f"{', '.join(twice)}: said twice. Possible: data= for calib, overwrite= for force.")
+    if printed := sorted({*options} & {*OF_THE_COMMAND}):
+        raise ConfigError(f"{', '.join(printed)}: written by the command alone. Possible: `quark quantize`.")
     said["goal"] = said["goal"] or ("onnxruntime" if is_onnx(model) else IN_MEMORY)
     if data is not None and not is_onnx(model):
         raise ConfigError(
@@ -107,14 +112,19 @@ def _spelled() -> Iterator[None]:
     try:
         yield
     except QuarkError as error:
-        error.args = tuple(re.sub(r"--([a-z][a-z-]*)", _keyword, str(part)) for part in error.args)
+        error.args = tuple(re.sub(r"--([a-z][a-z-]*)( (?=['\d]))?", _keyword, str(part)) for part in error.args)
         raise
 
 
 def _keyword(flag: re.Match[str]) -> str:
-    """The keyword of an option."""
-    names = {"for": "goal", "calib": "data", "force": "overwrite", "format": "export_format"}
-    return f"{names.get(flag[1], flag[1].replace('-', '_'))}="
+    """The keyword of an option, and of its value where one stands behind it; other words with dashes stay."""
+    from quark.jobs.request import options_of
+
+    named = {"for": "goal", "calib": "data", "force": "overwrite", "format": "export_format"}
+    name = named.get(flag[1], flag[1].replace("-", "_"))
+    if name not in (*options_of(), *named.values()):
+        return flag[0]
+    return f"{name}=" if flag[2] else name
 
 
 def _scheme_of(model: Any, has_data: bool) -> str | None:

@@ -6,6 +6,7 @@ What each would write is looked at where the writing begins, so that a case cost
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,9 @@ def told_by(door: str, output: Path, begun: list[Any], said: dict[str, Any]) -> 
 def bare(message: str) -> str:
     """An error without the spelling of options, which is that of the door."""
     message = message.strip().removeprefix("quark: ").removeprefix("quark run: ")
-    for name in ("goal", "effort", "scheme", "bits"):
-        message = message.replace(f"{name}=", f"--{name}")
-    return "".join(message.replace("--goal", "--for").split())
+    message = message.replace("--for", "goal").replace("--calib", "data")
+    message = re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), message)
+    return "".join(message.replace("=", "").split())
 
 
 CASES = [

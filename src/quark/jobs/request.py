@@ -14,7 +14,7 @@ from typing import Any
 
 from quark.errors import ConfigError, UsageError, did_you_mean
 from quark.goals import GOALS
-from quark.jobs.options import FOR_FILES, FOR_FOLDERS, flag_of, option
+from quark.jobs.options import FOR_FILES, FOR_FOLDERS, flag_of, option, option_of
 
 SAMPLES, LENGTH = 128, 512
 """Most calibration samples, and tokens in one of text, where nothing else is asked for."""
@@ -223,16 +223,16 @@ def request_of(model: str | os.PathLike[str], given: Mapping[str, Any]) -> Folde
         given: Name of a field -> what was said. None says nothing.
 
     Raises:
-        ConfigError: There is no such field.
+        ConfigError: There is no such field, or the value is none for it.
         UsageError: The field is of the other kind of model.
     """
     path = Path(model)
     kind = FileRequest if is_onnx(path) else FolderRequest
     own, known = options_of(kind), options_of()
-    said = {name: _as_field(value) for name, value in given.items() if value is not None}
-    for name in said:
+    for name in given:
         if name not in known:
             raise ConfigError(f"There is no option {name!r}. {did_you_mean(name, known)}")
+    said = {name: _as_field(known[name], value) for name, value in given.items() if value is not None}
     of_file = [] if kind is FolderRequest or "goal" in said else [name for name in WITH_A_GOAL if name in said]
     for name in [name for name in known if name in said and (name not in own or name in of_file)]:
         panel = panel_of(name) or ""
@@ -244,6 +244,21 @@ def request_of(model: str | os.PathLike[str], given: Mapping[str, Any]) -> Folde
     return kind(model=path, said=frozenset(said), **said)
 
 
-def _as_field(value: Any) -> Any:
-    """A value as a field holds it: what cannot be changed."""
-    return tuple(value) if isinstance(value, list) else value
+def _as_field(each: Field[Any], value: Any) -> Any:
+    """A value as a field holds it: several as a tuple, places as paths. Raises ConfigError for another kind."""
+    kind, least = str(each.type), option_of(each).least
+    if kind.startswith("tuple"):
+        value = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else value
+        fits = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    elif kind.startswith("Path"):
+        value = Path(value) if isinstance(value, (str, os.PathLike)) else value
+        fits = isinstance(value, Path)
+    else:
+        name = kind.partition(" ")[0]
+        kinds = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}[name]
+        fits = isinstance(value, kinds) and (name == "bool" or not isinstance(value, bool))
+    if not fits or (least is not None and not value >= least):
+        wanted = kind.removesuffix(" | None").replace("tuple[str, ...]", "one text, or several")
+        bound = f" of {least:g} or more" if least is not None else ""
+        raise ConfigError(f"{flag_of(each)} {value!r:.60} is none: it takes {wanted}{bound}.")
+    return value
