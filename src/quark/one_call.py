@@ -198,7 +198,7 @@ def _check_loading(model: Any, config: Any, chosen: Any) -> None:
     from quark.torch.flows.check_plan import check_goal
     from quark.torch.flows.predicted_size import planned
     from quark.torch.model.meta_model import empty_twin
-    from quark.torch.model.published_names import is_transformers_model
+    from quark.torch.model.names import is_transformers_model
 
     if chosen.goal.looks_at_layers and is_transformers_model(model):
         twin = empty_twin(model)

@@ -14,8 +14,8 @@ from quark.torch import LLMTemplate
 from quark.torch.flows.check_plan import check_goal
 from quark.torch.flows.predicted_size import planned
 from quark.torch.model.meta_model import empty_twin
+from quark.torch.model.names import published_names
 from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
-from quark.torch.model.published_names import published_names
 from tests.contracts.test_reader_classes import CLASSES
 from tests.models.families import family
 

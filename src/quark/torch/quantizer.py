@@ -34,8 +34,8 @@ from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks.offloading import Offloaded, has_device_map, onloaded
 from quark.torch.model.calibration_data import calibration_data
+from quark.torch.model.names import is_transformers_model
 from quark.torch.model.outside_reads import weights_read_elsewhere
-from quark.torch.model.published_names import is_transformers_model
 from quark.torch.model.tied_weights import overlapping
 from quark.torch.plan import make_plan
 from quark.torch.replace import attention_quantized, prepared, replaced

@@ -26,7 +26,7 @@ from quark.torch.model.model_folder import (
     model_class,
     read_config,
 )
-from quark.torch.model.published_names import dropped_names, loaded_as, merged_names, source_names
+from quark.torch.model.names import dropped_names, loaded_as, merged_names, source_names
 
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """What folders held before safetensors; torch reads tensors from it and runs nothing."""

@@ -26,7 +26,7 @@ from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import fill_buffers, saved_dtype
 from quark.torch.model.model_folder import as_format_error, load_config, model_class, read_config
-from quark.torch.model.published_names import layers_in_model
+from quark.torch.model.names import layers_in_model
 from quark.torch.model.tied_weights import tying_configs
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from quark.core.patterns import first_match, matches_any
 from quark.torch.config.config import QConfig
-from quark.torch.model.published_names import layers_in_model
+from quark.torch.model.names import layers_in_model
 
 
 def config_for(model: Any, config: QConfig, stored: Iterable[str]) -> QConfig:

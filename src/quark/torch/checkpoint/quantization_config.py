@@ -13,14 +13,13 @@ from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.config.config import QConfig
 from quark.torch.config.selectors import output_head
 from quark.torch.formats import FORMATS, Folder
-from quark.torch.formats.other_classes import names_elsewhere
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention.cache_rules import feeds_cache
 from quark.torch.layers.low_rank import branches, record_branches
 from quark.torch.layers.online_rotation import record_rotations, rotated_inputs
+from quark.torch.model.names import layers_published, names_elsewhere
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
-from quark.torch.model.published_names import layers_published
 from quark.torch.plan import Plan
 
 

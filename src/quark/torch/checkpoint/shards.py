@@ -35,7 +35,7 @@ from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
 from quark.torch.layers.online_rotation import BUFFER, input_rotations, stored_matrix
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.folder_files import INDEX
-from quark.torch.model.published_names import published_names
+from quark.torch.model.names import published_names
 from quark.torch.plan import Plan
 
 Entry = tuple[str, Callable[[], Tensors], Tensors]

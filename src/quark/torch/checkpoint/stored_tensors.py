@@ -25,7 +25,7 @@ from quark.torch.layers.base import EXTRA_SUFFIXES
 from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.layers.online_rotation import BUFFER
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.published_names import dropped_names, names_in, published_names
+from quark.torch.model.names import dropped_names, names_in, published_names
 
 HALF = (torch.float16, torch.bfloat16)
 CACHE_SCALE = ".output_quantizer.scale"

@@ -19,7 +19,7 @@ from quark.torch.checkpoint.sources.source import Source
 from quark.torch.checkpoint.stored_tensors import HALF, is_wide
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import saved_dtype
-from quark.torch.model.published_names import source_names
+from quark.torch.model.names import source_names
 
 
 class StoredTypes:

@@ -18,8 +18,8 @@ from quark.torch.formats import FORMATS
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import saved_dtype
+from quark.torch.model.names import merged_names, names_in
 from quark.torch.model.passes import UnfusedExperts
-from quark.torch.model.published_names import merged_names, names_in
 
 
 def _map_to_quark(

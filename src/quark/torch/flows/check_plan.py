@@ -23,8 +23,8 @@ from quark.torch.config.selectors import output_head
 from quark.torch.formats import FORMATS, Folder, FolderFormat, Format
 from quark.torch.formats.fused_groups import EXPERTS, FusedGroup, fused_groups
 from quark.torch.formats.readers import check_readers
+from quark.torch.model.names import layers_published
 from quark.torch.model.passes import UnfusedExperts
-from quark.torch.model.published_names import layers_published
 from quark.torch.plan import Plan
 from quark.torch.replace import replaced
 from quark.torch.writers.gguf.blocks import GgufFormat, refuse_carried

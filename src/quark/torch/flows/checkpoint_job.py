@@ -41,10 +41,10 @@ from quark.torch.layers.attention.cache_rules import check_cache_config
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import build_skeleton
 from quark.torch.model.model_folder import read_config
+from quark.torch.model.names import dropped_names, source_names
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.passes import prepare
 from quark.torch.model.passes.conv1d import is_conv1d
-from quark.torch.model.published_names import dropped_names, source_names
 from quark.torch.model.tied_weights import tied_names
 from quark.torch.plan import chooser, make_plan
 from quark.torch.writers.model_card import write_card

@@ -22,9 +22,9 @@ from quark.torch.config.selectors import routers
 from quark.torch.model.batches import evaluating, forward_batch
 from quark.torch.model.dataflow import Trace
 from quark.torch.model.meta_model import empty_twin
+from quark.torch.model.names import is_transformers_model
 from quark.torch.model.outside_reads import example
 from quark.torch.model.passes import UnfusedExperts
-from quark.torch.model.published_names import is_transformers_model
 from quark.torch.model.record_forward import record
 
 EXPERTS = "experts"

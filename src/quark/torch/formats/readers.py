@@ -21,8 +21,8 @@ from quark.errors import NotSupportedError
 from quark.torch.formats.format import Folder, FolderFormat
 from quark.torch.layers.online_rotation import BUFFER
 from quark.torch.model.meta_model import empty_twin
+from quark.torch.model.names import is_transformers_model, loaded_as, published_names
 from quark.torch.model.passes import UnfusedExperts
-from quark.torch.model.published_names import is_transformers_model, loaded_as, published_names
 
 SHOWN = 3
 """How many names an error lists."""

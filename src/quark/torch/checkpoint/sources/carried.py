@@ -32,7 +32,7 @@ from quark.torch.layers import layer_class
 from quark.torch.layers.shapes import check_shapes
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.model_folder import read_config
-from quark.torch.model.published_names import dropped_names
+from quark.torch.model.names import dropped_names
 from quark.torch.plan import Plan, chooser
 
 

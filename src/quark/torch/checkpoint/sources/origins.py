@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from quark.torch.checkpoint.sources.source import Source
+from quark.torch.model.names import conversions, source_names
 from quark.torch.model.passes.unfuse_experts import UnfusedExperts, is_transposed
-from quark.torch.model.published_names import conversions, source_names
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ from quark.torch.formats.format import (
 )
 from quark.torch.formats.layout import Layout
 from quark.torch.layers.online_rotation import BUFFER
+from quark.torch.model.names import layers_in_model
 from quark.torch.model.passes.conv1d import is_conv1d
-from quark.torch.model.published_names import layers_in_model
 
 GLOBAL_SCALES = {"weight_scale_2": "weight_global_scale", "input_scale_2": "input_global_scale"}
 FORMS = (

@@ -32,8 +32,8 @@ from quark.torch.formats.format import (
 )
 from quark.torch.formats.gptq.layout import GptqLayout, Variant
 from quark.torch.formats.layout import WORD, Layout
+from quark.torch.model.names import published_names
 from quark.torch.model.passes.conv1d import is_conv1d
-from quark.torch.model.published_names import published_names
 
 NAMES = {"weight": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros", "weight_g_idx": "g_idx"}
 SOURCES = {stored: name for name, stored in NAMES.items()}

@@ -30,8 +30,8 @@ from quark.log import logger
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.layers.replace import set_submodule
 from quark.torch.model.blocks.forwards import with_plain_forward
+from quark.torch.model.names import conversions, expert_leaves
 from quark.torch.model.passes.base import Wanted, linear_of
-from quark.torch.model.published_names import conversions, expert_leaves
 
 TOLERANCE = 1e-6
 """Largest difference of the two forms, of the largest value, in float64; a wrong layout differs by about 1."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from quark.errors import require_packages
-from quark.torch.model.published_names import published_names
+from quark.torch.model.names import published_names
 
 EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 IN_BLOCK = re.compile(r"(?<=\d\.)\w+(?=\.experts\.)")

@@ -15,7 +15,8 @@ from typing import Any
 from torch import nn
 
 from quark.torch.model.meta_model import empty_model
-from quark.torch.model.published_names import is_transformers_model, layers_in_model
+from quark.torch.model.names.conversions import is_transformers_model
+from quark.torch.model.names.in_model import layers_in_model
 
 LOADERS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
 """What people load a folder with."""

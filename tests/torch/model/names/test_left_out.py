@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from quark.torch.model.published_names import dropped_names
+from quark.torch.model.names import dropped_names
 
 
 @pytest.mark.slow

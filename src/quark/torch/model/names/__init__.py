@@ -1,0 +1,34 @@
+"""The one map of names: source <-> module <-> published checkpoint, of every class that loads one.
+
+transformers keeps a list of conversions for each model: renamings (`.block_sparse_moe.` of Mixtral is `.mlp.` in the
+module) and mergers (`experts.*.w1.weight` and `experts.*.w3.weight` make `experts.gate_up_proj`). A quantized
+checkpoint is written under the published names: those are what runtimes read.
+
+    published_names, layers_published      module -> published checkpoint
+    source_names, loaded_as, merged_names  file -> module, as transformers renames and merges
+    names_in, layers_in_model              file -> module of any class, experts by their numbers
+    names_elsewhere, other_twins           the classes beside the model's own by which one folder is loaded
+    dropped_names                          what no class builds
+"""
+
+from quark.torch.model.names.conversions import conversions, expert_leaves, is_transformers_model
+from quark.torch.model.names.in_model import layers_in_model, loaded_as, merged_names, names_in, source_names
+from quark.torch.model.names.left_out import dropped_names
+from quark.torch.model.names.other_classes import names_elsewhere, other_twins
+from quark.torch.model.names.published import layers_published, published_names
+
+__all__ = [
+    "conversions",
+    "dropped_names",
+    "expert_leaves",
+    "is_transformers_model",
+    "layers_in_model",
+    "layers_published",
+    "loaded_as",
+    "merged_names",
+    "names_elsewhere",
+    "names_in",
+    "other_twins",
+    "published_names",
+    "source_names",
+]

@@ -1,0 +1,83 @@
+"""From the file to the module: which tensor of a model one of a checkpoint becomes, in any class that loads it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from quark.torch.model.names.conversions import conversions
+from quark.torch.model.names.published import published_names
+
+
+def source_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
+    """Name in the model -> name in the checkpoint, by the renames that transformers itself applies when it loads."""
+    core = sys.modules["transformers.core_model_loading"]
+    renames = [rule for rule in conversions(model, legacy=True) if isinstance(rule, core.WeightRenaming)]
+    own = model.state_dict()
+    prefix = getattr(model, "base_model_prefix", None)
+    return {core.rename_source_key(name, renames, [], prefix, own)[0]: name for name in stored}
+
+
+def loaded_as(model: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
+    """The function from the name of a tensor in a checkpoint to the name of the one that transformers loads it into.
+
+    Args:
+        model: Of the class that loads.
+        own: Its state dict.
+    """
+    known, core = conversions(model, legacy=True), sys.modules.get("transformers.core_model_loading")
+    if core is None or not known:
+        return lambda name: name
+    renames = [rule for rule in known if isinstance(rule, core.WeightRenaming)]
+    mergers = [rule for rule in known if isinstance(rule, core.WeightConverter)]
+    prefix = getattr(model, "base_model_prefix", None)
+    return lambda name: str(core.rename_source_key(name, renames, mergers, prefix, own)[0])
+
+
+def names_in(model: Any) -> Callable[[str], str]:
+    """The function from the name of a tensor in a checkpoint to that in a model, of any class that loads it.
+
+    As transformers renames, but that merges nothing: experts keep their numbers. So a text model finds what a composite
+    has as `model.language_model.*`, and a model without a head what one with a head has as `model.*`.
+    """
+    known, core = conversions(model, legacy=True), sys.modules.get("transformers.core_model_loading")
+    renames = [rule for rule in known if core is not None and isinstance(rule, core.WeightRenaming)]
+    prefix = getattr(model, "base_model_prefix", "") or ""
+    roots = {name.partition(".")[0] for name, _ in model.named_modules() if name}
+
+    def find(name: str) -> str:
+        out: str = core.apply_renamings(name, renames) if core is not None and renames else name
+        first = out.partition(".")[0]
+        if not prefix or first in roots:
+            return out
+        return f"{prefix}.{out}" if prefix in roots else out.removeprefix(f"{prefix}.")
+
+    return find
+
+
+def layers_in_model(model: Any) -> Callable[[str], str]:
+    """The function from the name of a layer in a checkpoint to that in a model; see `names_in`."""
+    find = names_in(model)
+    return lambda layer: find(f"{layer}.weight").removesuffix(".weight")
+
+
+def merged_names(model: nn.Module, names: Iterable[str], stored: Mapping[str, str] | None = None) -> set[str]:
+    """The names of a module's tensors that transformers merges with others when it loads a checkpoint.
+
+    It does not where the name in the file is the module's own: such a tensor is taken as it is.
+
+    Args:
+        model: The module.
+        names: In it.
+        stored: Name in the module -> name in the file; None: the published ones.
+    """
+    publish, known = published_names(model), conversions(model)
+    renamed = [name for name in names if (publish(name) if stored is None else stored.get(name, name)) != name]
+    if not renamed:
+        return set()
+    core = sys.modules["transformers.core_model_loading"]
+    converters = [c for c in known if isinstance(c, core.WeightConverter)]
+    return {name for name in renamed if core.apply_converters(name, converters)[1] is not None}
