@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from quark.checked import snapshot
 from quark.core.metrics import Metric
-from quark.errors import CalibrationError, ConfigError, NotSupportedError
+from quark.errors import CalibrationError, ConfigError, DamageError, NotSupportedError
 from quark.files import check_apart, check_file
 from quark.log import logger
 from quark.onnx.algorithms import check_algorithms
@@ -31,6 +31,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
 from quark.onnx.evaluation.cpu_price import cpu_price
 from quark.onnx.evaluation.lost_outputs.damage import SpreadSamples, damage, refuse_damage
+from quark.onnx.evaluation.lost_outputs.on_noise import lost_on_noise
 from quark.onnx.evaluation.lost_outputs.retry import Retrying
 from quark.onnx.evaluation.lost_outputs.verdict import Damage
 from quark.onnx.evaluation.output_metrics import OutputMetrics, output_metrics
@@ -220,15 +221,31 @@ class ModelQuantizer:
         if isinstance(quantized, Path) or quantized.ByteSize() < PROTOBUF_LIMIT:
             with suppress(NotSupportedError):  # of operators that it does not know it cannot say
                 require_loads(quantized, "What was quantized")
-        if kept is None and not self.settings.measurement.whole_file:
+        judged = kept is not None or self.settings.least_sqnr is not None
+        if not (judged or self.settings.measurement.whole_file):
             return
         model, feeds = read(source), [] if kept is None else kept.feeds()
         if kept is not None:
             self.damage = damage(model, quantized, feeds, self.settings, kept)
             retry = Retrying(source, self.settings, kept.feeds()) if self.settings.tries_advice else None
             refuse_damage(self.damage, self.settings.least_sqnr, model, quantized, kept.feeds(), retry)
+        elif judged:
+            _refuse_lost_on_noise(model, quantized, self.settings)
         if self.settings.measurement.whole_file:
             refuse_slower(model, quantized, feeds, self.settings)
+
+
+def _refuse_lost_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path, settings: Settings) -> None:
+    """Say that outputs are lost where only noise tells. Raises DamageError where others are next to be tried."""
+    lost = lost_on_noise(model, quantized)
+    if lost is not None and not settings.tries_advice:
+        raise DamageError(f"Without samples: {lost}.")
+    if lost is not None:
+        logger.warning(
+            "There are no samples, and on noise the quantized model has lost its outputs: %s. Noise is not what it is "
+            "for: look with quark evaluate at data of yours, or give samples (--calib), which have it judged.",
+            lost,
+        )
 
 
 def _rival(model: Model, quantizer: ModelQuantizer | None) -> Rival | None:

@@ -12,6 +12,9 @@ from quark.onnx.graph.model_file import load
 from quark.onnx.placement.before_log import nodes_before_log
 from tests.models.onnx_zoo import Array, Builder, run
 
+KEEP = ("floor", "wide", "unbounded", "sum")
+"""What leaves a tensor its orders of magnitude."""
+
 
 def log_mel(opset: int = 17) -> onnx.ModelProto:
     """Power spectra, a filter bank, a floor, a logarithm, and a layer behind it."""
@@ -41,13 +44,15 @@ def test_the_weight_alone_is_stored_as_integers(opset: int) -> None:
 
 
 def test_what_a_saturation_limits_is_not_before_a_logarithm() -> None:
-    """A Softmax, a Relu and a Clip with an upper bound stand between; a floor, sums and other layers do not."""
+    """A Softmax, a Relu and a Clip to a narrow range stand between; a floor, sums and other layers do not."""
     b = Builder()
     for name, op_type, more in (
         ("softmax", "Softmax", []),
         ("relu", "Relu", []),
         ("bounded", "Clip", ["low", "high"]),
         ("floor", "Clip", ["low"]),
+        ("wide", "Clip", ["low", "highest"]),
+        ("unbounded", "Clip", ["", "high"]),
         ("sum", "Add", ["low"]),
     ):
         inner = b.node("MatMul", ["x", b.constant(f"{name}_a", np.eye(4))], f"{name}_inner")
@@ -55,6 +60,7 @@ def test_what_a_saturation_limits_is_not_before_a_logarithm() -> None:
         b.node("Log", [b.node(op_type, [product, *more], f"{name}_limited")], f"{name}_y")
     b.constant("low", np.array(0.1))
     b.constant("high", np.array(6.0))
+    b.constant("highest", np.array(3e38))
     outputs = {node.output[0]: [2, 4] for node in b.nodes if node.op_type == "Log"}
     found = {node.name for node in nodes_before_log(load(b.model({"x": [2, 4]}, outputs)).graph)}
-    assert found == {f"{name}_{part}_node" for name in ("floor", "sum") for part in ("inner", "product")}
+    assert found == {f"{name}_{part}_node" for name in KEEP for part in ("inner", "product")}

@@ -7,6 +7,7 @@ length that is not 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import numpy as np
@@ -18,8 +19,10 @@ from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.graph.model_file import split_weights
 from quark.onnx.graph.sessions import open_session, run_sample
 
-SIZES = (128, 64, 48, 32, 16, 256, 8, 1)
-"""Of all axes without one, but the first: usual ones of images, lines of text and sequences."""
+SIZES = (128, 64, 48, 32, 16, 256, 8, 1024, 16000, 1)
+"""Of all axes without one, but the first: usual ones of images, lines of text and sequences; last of sound."""
+MOST_VALUES = 1 << 24
+"""Values of an input that are still tried."""
 
 
 def noise_sample(model: ir.Model) -> tuple[Feed, str] | None:
@@ -41,6 +44,8 @@ def noise_sample(model: ir.Model) -> tuple[Feed, str] | None:
     ones = {name: (1, 1) for name, entry in inputs.items() if np.dtype(entry.dtype).kind != "f"}
     for size in SIZES[-1:] if fixed else SIZES:
         shapes = {name: _shape(entry, size, batch) for name, entry in inputs.items()}
+        if size > 1 and any(math.prod(shape) > MOST_VALUES for shape in shapes.values()):
+            continue
         try:
             feed = RandomDataReader(model, shapes, ones).get_next()
             assert feed is not None

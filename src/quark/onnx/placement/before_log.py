@@ -11,12 +11,15 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from quark.onnx.graph.edit import is_op
+from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.operators import RULES
 from quark.onnx.placement.kernels import DYNAMIC_KERNELS
 
-KEEPS_ORDERS = {"Abs", "Add", "Cast", "Div", "Max", "Mul", "Neg", "Pow", "ReduceL2", "ReduceMean", "ReduceSum",
+KEEPS_ORDERS = {"Abs", "Add", "Cast", "Div", "Max", "Min", "Mul", "Neg", "Pow", "ReduceL2", "ReduceMean", "ReduceSum",
                 "ReduceSumSquare", "Sqrt", "Sub", "Where"}  # fmt: skip
 """Op types whose output spans as many orders of magnitude as their input; a saturation, as a Softmax, limits both."""
+LEAST_ORDERS = 256.0
+"""Upper over lower bound of a Clip from which on its output spans orders: one scale of 8 bits serves less."""
 KEEPS_ORDERS |= {name for name, rule in RULES.items() if rule.shares_scale} | set(DYNAMIC_KERNELS)
 
 
@@ -34,8 +37,16 @@ def nodes_before_log(graph: ir.Graph) -> set[ir.Node]:
 
 
 def _keeps_orders(node: ir.Node) -> bool:
-    """Whether the output of a node spans what its input spans; a Clip without an upper bound is a floor."""
+    """Whether the output of a node spans what its input spans; a Clip does unless its bounds are near each other."""
     if is_op(node, "Clip"):
-        bound = node.inputs[2] if len(node.inputs) > 2 else None
-        return bound is None and "max" not in node.attributes
+        low, high = _bound(node, 1, "min"), _bound(node, 2, "max")
+        return low is None or high is None or low <= 0 or high > LEAST_ORDERS * low
     return node.domain in ("", "ai.onnx") and node.op_type in KEEPS_ORDERS
+
+
+def _bound(node: ir.Node, index: int, name: str) -> float | None:
+    """A bound of a Clip, an input or an attribute; None where there is none, or it is computed."""
+    value = node.inputs[index] if index < len(node.inputs) else None
+    if value is not None:
+        return float(constant(value).reshape(-1)[0]) if is_constant(value) and constant(value).size else None
+    return node.attributes.get_float(name) if name in node.attributes else None
