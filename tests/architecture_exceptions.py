@@ -6,13 +6,12 @@ LISTS = {
     "commands": "a command each",
     "core/observers": "an observer each",
     "onnx/passes": "a pass each",
-    "onnx/tools": "a documented address each",
 }
 FULL_FOLDERS = {
     "core/solvers": "a solver each, and what several of them call",
     ".": "what both flows stand on, in files of their own, beside the rooms",
     "core": "a concept of quantizing each; two of them are the block types of GGUF, their rows and their search",
-    "torch": "the rooms of the flow, its four files and the documented addresses",
+    "torch": "the rooms of the flowand its files",
     "onnx": "the files that are the flow, beside the rooms that it leads through",
 }
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -34,41 +33,22 @@ from tests.source_tree import (
     share_a_word,
 )
 
-ADDRESSES = (
-    "common/",
-    "contrib/",
-    "shares/",
-    "torch/quantization/",
-    "torch/export/",
-    "torch/pruning/",
-    "torch/utils/",
-    "onnx/quantization/",
-    "onnx/tools/",
-    "onnx/operators/custom_ops.py",
-    "onnx/custom_ops/",
-    "onnx/quant_utils.py",
-)
-
 # From the ground up: each imports itself and what stands further down, never what stands beside it, but on the ground.
 ARROWS = [
     "errors checked files image_files installed_packages json_objects loading log memory_and_disk progress profiler "
-    "native command_line documented_paths telemetry yaml_objects __version__",
+    "native command_line compat telemetry yaml_objects __version__",
     "core",
     "report",
     "onnx_ops goals",
     "torch onnx",
     "jobs",
-    "commands common contrib shares",
+    "commands",
     "cli one_call",
     "__main__",
 ]
 
 MOST_ENTRIES = 14
 MOST_LINES, MOST_LINES_OF_FUNCTION = 400, 60
-
-
-def is_address(entry: Path) -> bool:
-    return f"{relative(entry)}/".startswith(ADDRESSES)
 
 
 def under(name: str, *packages: str) -> bool:
@@ -109,12 +89,12 @@ def test_the_core_needs_numpy_only_and_onnx_ops_no_torch() -> None:
     assert not wrong, wrong
 
 
-def test_nothing_but_an_address_imports_an_address() -> None:
+def test_nothing_but_the_package_itself_imports_what_makes_documented_paths() -> None:
     wrong = [
         f"{file} imports {target}"
         for file, targets in imports_between_files().items()
         for target in targets
-        if target.startswith(ADDRESSES) and not file.startswith(ADDRESSES)
+        if target.startswith("compat/") and not file.startswith("compat/") and file != "__init__.py"
     ]
     assert not wrong, wrong
 
@@ -151,7 +131,7 @@ def test_a_folder_is_seen_at_a_glance() -> None:
     full = {}
     for folder in FOLDERS:
         entries = {file for file in folder.iterdir() if file.suffix == ".py" or (file / "__init__.py").exists()}
-        entries = {file for file in entries if file.name != "__init__.py" and not is_address(file)}
+        entries = {file for file in entries if file.name != "__init__.py"}
         if len(entries) > MOST_ENTRIES and relative(folder) not in LISTS:
             full[relative(folder)] = len(entries)
     check(full, FULL_FOLDERS)
@@ -175,7 +155,7 @@ def test_a_file_is_named_for_what_it_holds() -> None:
     """A word of its name is in one of the public names that it defines, or in its first sentence."""
     wrong = {}
     for file in FILES:
-        if file.stem in ("__init__", "__main__", "__version__", "base") or is_address(file):
+        if file.stem in ("__init__", "__main__", "__version__", "base"):
             continue  # base.py is what the entries of its folder share
         public = [
             node.name
@@ -201,27 +181,6 @@ def test_files_and_functions_stay_small() -> None:
                     long_functions[f"{relative(file)}:{node.name}"] = length
     check(long_files, LONG_FILES)
     check(long_functions, LONG_FUNCTIONS)
-
-
-def test_addresses_hold_imports_only() -> None:
-    wrong = [
-        f"{relative(file)}: {ast.unparse(node)}"
-        for file in FILES
-        for node in parsed(file).body
-        if is_address(file) and not may_stand_in_an_address(node)
-    ]
-    assert not wrong, wrong
-
-
-def may_stand_in_an_address(node: ast.stmt) -> bool:
-    """A docstring, an import, `__all__`, or a start of the program by one call."""
-    if isinstance(node, ast.If):
-        started = [statement for statement in node.body if isinstance(statement, ast.Expr)]
-        calls = [statement for statement in started if isinstance(statement.value, ast.Call)]
-        return ast.unparse(node.test) == "__name__ == '__main__'" and len(node.body) == len(calls) == 1
-    documented = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    exported = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
-    return documented or exported or isinstance(node, (ast.Import, ast.ImportFrom))
 
 
 def loaded_after(statement: str) -> set[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from benchmarks import __main__ as program
 from benchmarks import gpu, solver_peers
 from benchmarks.cases import solvers
@@ -16,7 +17,6 @@ from benchmarks.figures import FIGURES, PARTS, Figure
 from benchmarks.gpu_parts.contracts import SOLVED, TIES, judged
 from benchmarks.gpu_parts.rows import Found, Report
 from benchmarks.stored import load, store, worse
-
 from quark.core.solvers.block_solvers import SOLVERS
 from quark.core.solvers.kernels import Kernels
 from tests.pretended_gpu import PretendedGpu

@@ -5,22 +5,66 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from quark import documented_paths
-from quark.documented_paths import ABSENT, HOMES, PATHS, homes_of
+from quark.compat.absent import ABSENT
+from quark.compat.documented_paths import DocumentedPaths, homes, names_of, paths, write_files
 from quark.errors import NotSupportedError
-from tests.source_tree import MODULES
+from tests.source_tree import MODULES, SOURCE
 
-NAMES = [(path, name) for path in HOMES for name in homes_of(path)]
+NAMES = [(path, name) for path in homes() for name in names_of(path) if not path.endswith("__main__")]
 MISSING = [(path, name) for path, (names, _) in ABSENT.items() for name in names.split()]
+STARS = [path for path, rows in homes().items() if any("*" in names.split() for names in rows.values())]
+NOT_DOCUMENTED = {
+    "UnknownAlgoConfig": "what a checkpoint records of an algorithm that this version does not know",
+    "Row": "a row of the table of presets",
+    "QRow": "a row of the table of presets",
+}
 
 
-@pytest.mark.parametrize(("path", "name"), NAMES)
-def test_a_name_is_what_its_home_defines(path: str, name: str) -> None:
-    home, own = homes_of(path)[name]
-    assert getattr(importlib.import_module(path), name) is getattr(importlib.import_module(home), own)
+def visible(module: ModuleType) -> set[str]:
+    """The public names of a module that are no modules themselves."""
+    return {
+        name for name, value in vars(module).items() if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+
+
+def star_homes(path: str) -> list[ModuleType]:
+    """The modules of which a path shows all names."""
+    rows = homes()[path].items()
+    return [importlib.import_module(home) for home, names in rows if home != "run" and "*" in names.split()]
+
+
+def test_every_name_is_what_its_home_defines() -> None:
+    wrong = [
+        (path, name)
+        for path, name in NAMES
+        for home, own in [names_of(path)[name]]
+        if getattr(importlib.import_module(path), name) is not getattr(importlib.import_module(home), own)
+    ]
+    assert len(NAMES) > 120 and not wrong, wrong
+
+
+@pytest.mark.parametrize("path", STARS)
+def test_a_path_shows_what_its_homes_list(path: str) -> None:
+    module, listed = importlib.import_module(path), set(names_of(path))
+    for home in star_homes(path):
+        # A path of a path has no list of its own: it shows what the other shows.
+        of_home = set(getattr(home, "__all__", visible(home)))
+        hidden = [name for name in of_home if getattr(module, name) is not getattr(home, name)]
+        assert not hidden, f"{hidden} of {home.__name__} come from another home"
+        listed |= of_home
+    assert visible(module) == {name for name in listed if not name.startswith("_")}
+
+
+def test_a_home_lists_every_public_class() -> None:
+    for home in {home for path in STARS for home in star_homes(path) if hasattr(home, "__all__")}:
+        own = {name for name in visible(home) if getattr(getattr(home, name), "__module__", None) == home.__name__}
+        classes = {name for name in own if isinstance(getattr(home, name), type)}
+        assert classes - NOT_DOCUMENTED.keys() <= set(home.__all__), home.__name__
 
 
 @pytest.mark.parametrize(("path", "name"), MISSING)
@@ -34,9 +78,18 @@ def test_what_is_absent_is_imported_and_refuses_its_use(path: str, name: str) ->
 
 def test_no_path_hides_a_file_and_none_is_named_twice() -> None:
     """A parent may be a package of files; the finder is asked last."""
-    assert not {*HOMES, *ABSENT} & MODULES.keys()
-    assert not [name for path, name in MISSING if name in homes_of(path)]
-    assert sum(isinstance(finder, documented_paths.DocumentedPaths) for finder in sys.meta_path) == 1
+    assert not {*homes(), *ABSENT} & MODULES.keys()
+    assert not [name for path, name in MISSING if name in names_of(path)]
+    assert sum(isinstance(finder, DocumentedPaths) for finder in sys.meta_path) == 1
+
+
+def test_a_wheel_holds_the_paths_as_files(tmp_path: Path) -> None:
+    """For type checkers, editors and packagers."""
+    files = dict(write_files(tmp_path))
+    assert files.keys() >= {"quark/torch/quantization/__init__.py", "quark/onnx/tools/fix_shapes.py"}
+    assert not [place for place in files if (SOURCE.parent / place).exists()]
+    for place, file in files.items():
+        compile(file.read_text(encoding="utf-8"), place, "exec")
 
 
 def test_an_unknown_name_is_an_import_error_with_the_nearest_ones() -> None:
@@ -55,4 +108,13 @@ def test_a_module_below_is_an_attribute_and_lists_its_names() -> None:
     space: dict[str, object] = {}
     exec("from quark.torch.utils.diffusers import *", space)
     assert "get_calib_dataloader" in space and "calibration" not in space
-    assert "quark.torch.kernel" in PATHS
+    assert "quark.torch.kernel" in paths()
+
+
+def test_a_path_runs_as_a_program() -> None:
+    for path, shown in {
+        "quark.onnx.tools.fix_shapes": "fix_shapes",
+        "quark.onnx.tools.evaluate.py": "BASELINE",
+    }.items():
+        done = subprocess.run([sys.executable, "-m", path, "--help"], capture_output=True, text=True, check=True)
+        assert shown in done.stdout

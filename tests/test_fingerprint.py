@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from benchmarks.fingerprint import __main__ as program
 from benchmarks.fingerprint import outputs, worker
-
 from quark.errors import ConfigError
 
 

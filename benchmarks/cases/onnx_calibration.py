@@ -31,8 +31,8 @@ class Reader:
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
     import onnxruntime
-    from benchmarks.onnx_models import samples
 
+    from benchmarks.onnx_models import samples
     from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
     from quark.onnx.calibration.calibrate import activation_params
     from quark.onnx.graph.model_file import load

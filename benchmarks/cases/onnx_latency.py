@@ -73,7 +73,6 @@ def quantize(name: str, source: Path, output: Path, feeds: list[Any]) -> None:
 
 def measure(model: str, folder: Path) -> dict[str, Any]:
     from benchmarks.onnx_models import samples
-
     from quark.core.metrics import sqnr
 
     source, feeds = folder / f"{model}.onnx", samples(model, SAMPLES)

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from tests.models.onnx_zoo import cnn, images, mlp, vectors
-from tests.models.torch_zoo import tiny_llama, token_batches
 
 from quark.core.metrics import sqnr
 from quark.errors import NothingToQuantizeError
@@ -21,6 +19,8 @@ from quark.goals.facts import ONNX_FILE
 from quark.onnx import ModelQuantizer as FileQuantizer
 from quark.onnx import PathDataReader, get_library_path
 from quark.torch import LLMTemplate, ModelQuantizer, export_onnx, export_safetensors
+from tests.models.onnx_zoo import cnn, images, mlp, vectors
+from tests.models.torch_zoo import tiny_llama, token_batches
 
 Feed = dict[str, Any]
 LEAST = 30.0

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from tests.models.onnx_zoo import ZOO, Builder, cnn, feed, images, mlp, vectors
 
 from benchmarks.fingerprint.outputs import MODELS, OUT
 from benchmarks.fingerprint.torch_models import language_model, tokens
 from quark.onnx import ModelQuantizer
+from tests.models.onnx_zoo import ZOO, Builder, cnn, feed, images, mlp, vectors
 
 Feeds = list[dict[str, np.ndarray]]
 Network = tuple[onnx.ModelProto, Feeds]

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.models.gguf_rows import CONFIGS, FACTS, VARIANTS, facts_of, filled, known_facts
-from tests.models.torch_zoo import LANGUAGE_MODEL
 
 from quark.torch import ModelQuantizer, gguf_config
 from quark.torch.config.block_mixes import MIXES
 from quark.torch.writers.gguf.writer import write_gguf
+from tests.models.gguf_rows import CONFIGS, FACTS, VARIANTS, facts_of, filled, known_facts
+from tests.models.torch_zoo import LANGUAGE_MODEL
 
 IDS = np.random.RandomState(0).randint(3, 2048, 40)
 READER = Path(__file__).with_name("llama_cpp.py")

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.commands.program import quark
-from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, text_windows, tiny_llama, token_batches
 
 from benchmarks.gpu_parts.rows import Found, Report
 from quark.core.schemes import SCHEMES
 from quark.torch import LLMTemplate, ModelQuantizer, accelerate, import_model_from_gguf, import_model_from_safetensors
 from quark.torch.config.algo_configs import AlgoConfig, AutoRoundConfig, DistillationConfig
 from quark.torch.config.named_algorithms import algo_config_by_name
+from tests.commands.program import quark
+from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, text_windows, tiny_llama, token_batches
 
 UNTIL = 0.55
 """Share of the time after which none is begun."""

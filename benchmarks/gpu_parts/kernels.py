@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.models.column_rules import RULES, grid_of, weights
 
 from benchmarks.gpu_parts.rows import Found, Report, one_line
 from quark.core.kernels.groups import TRUST
@@ -26,6 +25,7 @@ from quark.core.solvers.kernels import MODULE, Kernels
 from quark.core.solvers.plain_columns import PlainBlocks
 from quark.core.spec import TensorSpec
 from quark.torch.calibration.calibrate import tensor_qparams
+from tests.models.column_rules import RULES, grid_of, weights
 
 UNTIL = 0.65
 """Share of the time after which none is begun."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.architectures.__main__ import build, result
 from transformers.models.auto import modeling_auto as auto
 
+from benchmarks.architectures.__main__ import build, result
 from quark.errors import CalibrationError, NotSupportedError, QuarkError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.flows.check_plan import check_plan

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from benchmarks.algorithm_models import MINILM, export_minilm, minilm_batches, with_outliers
 
+from benchmarks.algorithm_models import MINILM, export_minilm, minilm_batches, with_outliers
 from quark.core.metrics import sqnr
 from quark.onnx import (
     CalibMethod,

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from benchmarks.algorithm_models import DIGITS
-from benchmarks.algorithm_models import badly_scaled as hard_digits
 from onnx import numpy_helper
 
+from benchmarks.algorithm_models import DIGITS
+from benchmarks.algorithm_models import badly_scaled as hard_digits
 from quark.core.metrics import sqnr
 from quark.core.solvers.equalize import channel_range, equalizing_scale
 from quark.core.spec import LayerSpec, spec

@@ -17,6 +17,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import quark.onnx
+from quark.compat.documented_paths import paths, source_of
 from quark.core.granularity import PerChannel
 from quark.core.metrics import sqnr
 from quark.core.spec import LayerSpec, spec
@@ -69,12 +70,13 @@ def code_types(proto: onnx.ModelProto, op_type: str) -> set[str]:
 # Command line ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_tool_has_its_address_and_every_address_its_tool() -> None:
-    folder = Path(quark.onnx.__file__).parent / "tools"
-    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert files == {*TOOLS, "float16"}  # a module without a command
+def test_every_tool_has_its_path_and_every_path_its_tool() -> None:
+    prefix = "quark.onnx.tools."
+    named = {path.removeprefix(prefix) for path in paths() if path.startswith(prefix)}
+    named -= {"evaluate", "evaluate.py", "evaluate.__main__"}  # a comparison of folders, with a command of its own
+    assert named == {*TOOLS, "float16"}  # a module without a command
     for name in TOOLS:
-        assert f'run_tool("{name}")' in (folder / f"{name}.py").read_text()
+        assert f'run_tool("{name}")' in source_of(f"{prefix}{name}")
 
 
 @pytest.mark.slow

@@ -144,8 +144,9 @@ def test_blocks_that_share_their_weights_in_float_hold_codes_of_their_own(tmp_pa
 
 def test_a_bias_that_a_quantized_head_shares_is_loaded_from_its_one_name(tmp_path: Path) -> None:
     """BLIP's head and the predictions around it hold one bias, which files hold once."""
-    from benchmarks.architectures.__main__ import build as tiny
     from transformers import BlipTextLMHeadModel
+
+    from benchmarks.architectures.__main__ import build as tiny
 
     model, _ = tiny("blip_text_model", "BlipTextLMHeadModel")
     for parameter in model.parameters():

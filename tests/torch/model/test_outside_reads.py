@@ -70,8 +70,9 @@ def test_a_tied_weight_may_be_used_by_any_module_that_holds_it() -> None:
 @pytest.mark.slow
 def test_a_model_may_have_several_main_inputs() -> None:
     """OneFormer takes an image and the task to do."""
-    from benchmarks.architectures.tiny import tiny_config, tiny_model
     from transformers import ViTConfig, ViTModel
+
+    from benchmarks.architectures.tiny import tiny_config, tiny_model
 
     class Tasks(ViTModel):
         main_input_name = ["pixel_values", "task_inputs"]  # type: ignore[assignment]  # noqa: RUF012

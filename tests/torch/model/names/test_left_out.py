@@ -13,8 +13,9 @@ from quark.torch.model.names import dropped_names
 @pytest.mark.slow
 def test_what_a_part_leaves_out_and_another_part_holds_is_not_dropped(tmp_path: Path) -> None:
     """The text model of Tipsv2 leaves out `vision_encoder`, the vision model `text_encoder`, the names in its files."""
-    from benchmarks.architectures.__main__ import build
     from transformers import Tipsv2Model, Tipsv2VisionModel
+
+    from benchmarks.architectures.__main__ import build
 
     model, _ = build("tipsv2", "Tipsv2Model")
     model.save_pretrained(tmp_path)

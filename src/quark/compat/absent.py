@@ -1,55 +1,9 @@
-"""Paths and names of the documented system that have no file of their own here: two tables, and the finder of both.
-
-`from quark.torch.algorithm.svdquant import build_quant_layer_config` works: a row of HOMES says where the name is
-defined. A name of ABSENT can be imported, and its use raises NotSupportedError, which says what is possible instead.
-A path with a file of its own never comes here.
-"""
+"""Documented names that this version does not have. They can be imported; their use says what is possible instead."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any, NoReturn
-
-MX = "quark.torch.kernels.mx_emulation"
-SVDQUANT_NAMES = {"quark.torch.config.svdquant_modes": "QUANT_MODE_TO_SCHEME build_quant_layer_config"}
-ALGORITHM_CLASSES = {"quark.torch.algorithms.base": "QuarkAlgorithm=Algorithm"}
-
-HOMES: dict[str, dict[str, str]] = {
-    "quark.torch.algorithm": {"quark.torch.algorithms": "ALGORITHM_REGISTRY=ALGORITHMS", **ALGORITHM_CLASSES},
-    "quark.torch.algorithm.algorithm": ALGORITHM_CLASSES,
-    "quark.torch.algorithm.registry": {"quark.torch.algorithms": "ALGORITHM_REGISTRY=ALGORITHMS"},
-    "quark.torch.algorithm.svdquant": SVDQUANT_NAMES,
-    "quark.torch.algorithm.svdquant.svdquant": SVDQUANT_NAMES,
-    "quark.torch.export.nn.modules.qparamslinear": {"quark.torch.layers.linear": "QParamsLinear=QuantLinear"},
-    "quark.torch.kernel": {},
-    "quark.torch.kernel.mx": {
-        MX: "dq_mxfp4 qdq_mxfp4 dq_mxfp4_hip=dq_mxfp4 qdq_mxfp4_hip=qdq_mxfp4 dq_mxfp4_triton=dq_mxfp4 "
-        "qdq_mxfp4_triton=qdq_mxfp4"
-    },
-    "quark.torch.kernel.hw_emulation.hw_emulation_interface": {
-        MX: "fake_quantize_fp4_fp6_per_group_with_scale dequantize_fp4_fp6_per_group"
-    },
-    "quark.torch.quantization.config.algo_configs": {
-        "quark.torch.config.family_maps": "ALGORITHM_CONFIG_MAPS AWQ_MAP GPTQ_MAP GPTAQ_MAP QRONOS_MAP SQ_MAP "
-        "AUTOSMOOTHQUANT_MAP ROTATION_MAP get_algo_config get_supported_algorithm_types"
-    },
-    "quark.torch.utils.diffusers": {
-        "quark.torch.llm.diffusion_pipelines": "get_calib_dataloader qconfig_needs_activation_calibration "
-        "quantize_diffusion_model_in_place"
-    },
-    "quark.torch.utils.diffusers.calibration": {"quark.torch.llm.diffusion_pipelines": "get_calib_dataloader"},
-    "quark.torch.utils.diffusers.integration": {
-        "quark.torch.llm.diffusion_pipelines": "qconfig_needs_activation_calibration quantize_diffusion_model_in_place"
-    },
-    "quark.torch.utils.pack": {MX: "create_pack_method"},
-}
-"""Documented path -> home -> names that it defines; "new=old" where the home calls it otherwise."""
 
 NAMED = "name it in QConfig(algo_config=[...]), and ModelQuantizer runs it"
 PRUNING = "a model that another program has pruned, which is quantized as it is"
@@ -168,27 +122,6 @@ ABSENT: dict[str, tuple[str, str]] = {
 """Documented path -> its names that this version does not have, and what is possible instead."""
 
 
-def parents(path: str) -> list[str]:
-    """The path, and the packages that it lies in."""
-    parts = path.split(".")
-    return [".".join(parts[: count + 1]) for count in range(1, len(parts))]
-
-
-PATHS = frozenset(parent for path in (*HOMES, *ABSENT) for parent in parents(path))
-"""Every module that the finder can make."""
-
-
-@cache
-def homes_of(path: str) -> dict[str, tuple[str, str]]:
-    """Name -> its home and its name there, for the names of a documented path."""
-    found = {}
-    for home, names in HOMES.get(path, {}).items():
-        for name in names.split():
-            documented, _, own = name.partition("=")
-            found[documented] = (home, own or documented)
-    return found
-
-
 class _Absent(type):
     """Class of the names that this version does not have: to call, derive from or ask anything of one raises."""
 
@@ -223,45 +156,3 @@ def absent(path: str, name: str) -> type:
     instead = ABSENT[path][1]
     doc = f"Not part of this version. Possible: {instead}."
     return _Absent(name, (), {"__module__": path, "__doc__": doc, "instead": instead})
-
-
-def names_of(path: str) -> list[str]:
-    """The names of a documented path, submodules too."""
-    below = {other.removeprefix(f"{path}.").split(".")[0] for other in PATHS if other.startswith(f"{path}.")}
-    return sorted({*homes_of(path), *ABSENT.get(path, ("", ""))[0].split(), *below})
-
-
-class DocumentedPaths(MetaPathFinder, Loader):
-    """Makes the modules of the two tables, where no file has the path."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname in PATHS else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        path = module.__name__
-
-        def find(name: str) -> Any:
-            if name == "__all__":
-                return [*homes_of(path), *ABSENT.get(path, ("", ""))[0].split()]
-            if name in homes_of(path):
-                home, own = homes_of(path)[name]
-                return vars(module).setdefault(name, getattr(import_module(home), own))
-            if name in ABSENT.get(path, ("", ""))[0].split():
-                return absent(path, name)
-            if f"{path}.{name}" in PATHS:
-                return import_module(f"{path}.{name}")
-            from quark.errors import did_you_mean
-
-            hint = "" if name.startswith("_") else f" {did_you_mean(name, names_of(path))}"
-            raise AttributeError(f"module {path!r} has no attribute {name!r}.{hint}")
-
-        module.__doc__ = "A documented path; the names are defined elsewhere, see quark.documented_paths."
-        vars(module).update(__getattr__=find, __dir__=lambda: names_of(path))
-
-
-def install() -> None:
-    """Let the paths of the tables be imported. Files come first."""
-    if not any(isinstance(finder, DocumentedPaths) for finder in sys.meta_path):
-        sys.meta_path.append(DocumentedPaths())

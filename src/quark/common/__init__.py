@@ -1,1 +1,0 @@
-"""Address of the logger and the profiler."""

@@ -1,1 +1,0 @@
-"""Address; see llm_eval."""

@@ -1,4 +1,0 @@
-"""Address of the functions that evaluate language models. The code is in quark.torch.llm."""
-
-from quark.torch.llm.evaluation import *
-from quark.torch.llm.generated_text import *

@@ -1,3 +1,0 @@
-"""Address of the extended operators."""
-
-from quark.onnx_ops.library import *

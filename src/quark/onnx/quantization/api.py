@@ -1,3 +1,0 @@
-"""Address of the quantizer."""
-
-from quark.onnx.quantizer import ModelQuantizer as ModelQuantizer

@@ -1,3 +1,0 @@
-"""Address of the automatic search."""
-
-from quark.onnx.auto_search import *

@@ -1,3 +1,0 @@
-"""Address of the model configs."""
-
-from quark.onnx.config.config import *

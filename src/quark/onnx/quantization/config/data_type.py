@@ -1,4 +1,0 @@
-"""Address of the data types."""
-
-from quark.onnx.config.tensor_specs import *
-from quark.onnx.config.tensor_specs import parse_data_type as parse_data_type

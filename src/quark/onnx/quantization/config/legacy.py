@@ -1,3 +1,0 @@
-"""Address of the older config classes."""
-
-from quark.onnx.config.legacy import *

@@ -1,3 +1,0 @@
-"""Address: the functional interface."""
-
-from quark.onnx.quantizer import *

@@ -1,1 +1,0 @@
-"""The documented command lines: `python -m quark.onnx.tools.<name>`."""

@@ -1,9 +1,0 @@
-"""`python -m quark.onnx.tools.convert_fp16_to_fp32`."""
-
-from quark.onnx.converters.command_line import run_tool
-from quark.onnx.converters.functions import fp16_to_fp32_of_arguments as convert
-
-__all__ = ["convert"]
-
-if __name__ == "__main__":
-    run_tool("convert_fp16_to_fp32")

@@ -1,6 +1,0 @@
-"""`python -m quark.onnx.tools.evaluate.py`: the spelling of the guide."""
-
-from quark.onnx.evaluation.compare_folders import main
-
-if __name__ == "__main__":
-    main()

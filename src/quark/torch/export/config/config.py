@@ -1,3 +1,0 @@
-"""Address: the documented path of the export configs."""
-
-from quark.torch.config.export_config import *

@@ -1,3 +1,0 @@
-"""Address of LLMTemplate."""
-
-from quark.torch.config.llm_template import *

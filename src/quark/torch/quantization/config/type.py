@@ -1,3 +1,0 @@
-"""Address of the enums."""
-
-from quark.torch.config.tensor.enums import *

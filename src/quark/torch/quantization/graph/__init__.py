@@ -1,1 +1,0 @@
-"""Address; see ops.quant_stubs."""

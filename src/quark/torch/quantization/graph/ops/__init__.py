@@ -1,1 +1,0 @@
-"""Address of the operators of graph mode."""

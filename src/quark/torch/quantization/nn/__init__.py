@@ -1,1 +1,0 @@
-"""Address of the quantized modules. The code is in quark.torch.layers."""

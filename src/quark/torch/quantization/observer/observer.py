@@ -1,3 +1,0 @@
-"""Address of the observers."""
-
-from quark.torch.config.tensor.observer_classes import *
