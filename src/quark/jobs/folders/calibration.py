@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from quark.log import logger
 
 if TYPE_CHECKING:
     from quark.jobs.folders.model_inputs import ModelInputs
+    from quark.torch.algorithms import Algorithm
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,25 @@ class Calibration:
         from quark.torch.calibration.synthetic_data import synthetic_batches
 
         return [*samples, *synthetic_batches(model, samples, self.synthetic, self.seed or 0)]
+
+    def joined(self, model: Any, samples: list[Any] | None, algorithms: Sequence[Algorithm]) -> list[Any] | None:
+        """The samples, those that are not packed several to a batch where that changes no result.
+
+        Args:
+            model: The float model, which reads them.
+            samples: Of `read`.
+            algorithms: What else reads them. One that draws batches, or learns from what the model says of a next
+                token, gets a sample at a time.
+        """
+        if self.packing is not False or samples is None or any(a.learns or not a.sums for a in algorithms):
+            return samples
+        from quark.torch.model.calibration_data import joined_texts
+
+        batches = joined_texts(model, samples, self.length or LENGTH)
+        if batches is None or len(batches) == len(samples):
+            return samples
+        logger.info("%d samples run in %d batches; each is read alone.", len(samples), len(batches))
+        return batches
 
     def described(self, samples: list[Any]) -> str:
         """What was taken, in words."""

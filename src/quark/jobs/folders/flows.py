@@ -75,6 +75,7 @@ def _in_memory(
     """
     from quark.jobs.folders.models import check_loading, inputs_of, is_read, load_model
     from quark.torch import ModelQuantizer
+    from quark.torch.algorithms import algorithms_of
 
     check_loading(device, dtype)
     other = not is_read(model)
@@ -84,6 +85,7 @@ def _in_memory(
         data = calibration.read(inputs_of(model, float_model))
     data = calibration.with_synthetic(float_model, data)
     before(float_model, data)
+    data = calibration.joined(float_model, data, algorithms_of(config.algo_config or []))
     quantizer = ModelQuantizer(config)
     quantized: Any = quantizer.freeze(quantizer.quantize_model(float_model, data))
     return export.write(quantized, model), quantized.quant_errors
