@@ -252,6 +252,14 @@ def test_paths_exist(page: Path) -> None:
         assert (ROOT / path).exists(), f"{page_name(page)} names {path}"
 
 
+def test_the_files_that_the_page_of_rooms_walks_through_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", text))
+    source = ROOT / "src" / "quark"
+    assert len(named) > 40
+    assert not [path for path in named if not (source / path).exists() and not (ROOT / path).exists()]
+
+
 @EVERY_PAGE
 def test_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
