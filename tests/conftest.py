@@ -25,6 +25,7 @@ OVER_REGISTRIES = (
     "contracts/test_attention_masks.py",
     "contracts/test_device_maps.py",
     "contracts/test_doors.py",
+    "contracts/test_float_layers.py",
     "contracts/test_fused_layers.py",
     "contracts/test_gpu.py",
     "contracts/test_idle_experts.py",

@@ -180,7 +180,7 @@ def _module(
         template, kept = LLMTemplate.get(kind), [*default_exclusions(kind), *exclude]
         chosen = chosen.fitted(lambda name: divides(template.get_config(name, exclude_layers=kept), model))
         config = template.get_config(chosen.scheme, algorithms, exclude_layers=kept)
-        _check_loading(model, config, chosen)
+        config = _loadable(model, config, chosen)
     quantizer = ModelQuantizer(config)
     made = quantizer.freeze(quantizer.quantize_model(model, data))
     if output is None:
@@ -193,15 +193,21 @@ def _module(
     return made
 
 
-def _check_loading(model: Any, config: Any, chosen: Any) -> None:
-    """Raise NotSupportedError for a model of transformers of which the program would not load the folder."""
+def _loadable(model: Any, config: Any, chosen: Any) -> Any:
+    """The config, without layers of a model of transformers that the program builds in float.
+
+    Raises NotSupportedError for one of which the program would not load the folder.
+    """
     from quark.torch.flows.check_plan import check_goal
+    from quark.torch.flows.float_layers import left_in_float
     from quark.torch.flows.predicted_size import planned
     from quark.torch.model.meta_model import empty_twin
     from quark.torch.model.names import is_transformers_model
 
     if chosen.goal.looks_at_layers and is_transformers_model(model):
         twin = empty_twin(model)
+        config = left_in_float(twin, config, chosen.goal)
         with severity(3):  # what a plan says is said when it is carried out
             plan = planned(twin, config, chosen.form)[0]
         check_goal(twin, plan, chosen.goal, chosen.form)
+    return config

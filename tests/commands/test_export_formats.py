@@ -130,6 +130,15 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(case: str, folder:
     assert done.code == code and message in done.err and not (tmp_path / "out").exists()
 
 
+def test_what_servers_would_refuse_is_said_of_a_folder_that_is_for_no_program(folder: Path, tmp_path: Path) -> None:
+    done = quark("quantize", folder, "--scheme", "int8_wo", "--exclude", "*.q_proj", "-o", tmp_path / "not theirs")
+    assert "Servers" not in done.log
+    done = quark("quantize", folder, "--scheme", "int8_dynamic", "--exclude", "*.q_proj", "-o", tmp_path / "parted")
+    assert "Servers: each of vLLM, SGLang makes one layer (qkv_proj)" in done.log
+    done = quark("quantize", folder, "--scheme", "int8_dynamic", "--exclude", "*.[qkv]_proj", "-o", tmp_path / "whole")
+    assert "Servers" not in done.log
+
+
 def test_gguf_of_an_unknown_architecture_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     opt = tiny_opt(tmp_path / "opt")
     (opt / "model.safetensors").unlink()

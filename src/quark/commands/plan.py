@@ -13,8 +13,6 @@ from quark.commands.options.log_file import check_log_file, say_first
 from quark.commands.options.of_request import option_for, said_on, takes
 from quark.commands.results.goals import choice_rows, serve_line
 from quark.errors import UsageError
-from quark.goals import GOALS
-from quark.goals.choice import may_be_fused
 from quark.jobs import FileJob, FolderJob, request_of, resolve
 from quark.jobs.request import is_onnx
 from quark.jobs.words import usage
@@ -84,11 +82,11 @@ def _plan_file(job: FileJob) -> None:
 def _plan_folder(job: FolderJob) -> None:
     # The flow imports torch: after the arguments are parsed, so that --help is instant.
     from quark.commands.results.choice import choice_table
-    from quark.jobs.configure_folder import configure
+    from quark.jobs.configure_folder import configure, servers_say
     from quark.jobs.folders.bit_budget import choose_for_budget
     from quark.jobs.folders.models import inputs_of, load_meta_model
     from quark.torch.checkpoint.shards import predicted_bytes
-    from quark.torch.flows.check_plan import check_plan, split_said
+    from quark.torch.flows.check_plan import check_plan
     from quark.torch.flows.predicted_size import planned
 
     request, console = job.request, results()
@@ -105,12 +103,11 @@ def _plan_folder(job: FolderJob) -> None:
     made, after = planned(meta, config, job.form)
     layers = made.table(meta)
     check_plan(meta, config, made, job.form)
-    servers = [goal.program for goal in GOALS.values() if goal.fuses and configured.choice is None]
-    split = split_said(meta, made) if servers and may_be_fused(job.form, configured.schemes) else None
+    split = servers_say(configured, meta, made)
     console.print(layers)
     console.print(f"size: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})", highlight=False)
     if split is not None:
-        console.print(f"servers: each of {', '.join(servers)} {split}", highlight=False, soft_wrap=True)
+        console.print(f"servers: {split}", highlight=False, soft_wrap=True)
     inputs = inputs_of(request.model, meta)
     if calibration.is_default and not inputs.reads_text:
         console.print("data: needed, and not given (--calib)", highlight=False)

@@ -61,6 +61,7 @@ class RuntimeGoal:
         bfloat16: Types of models, by their config.json, that it does not run in float16.
         fuses: Whether it makes one layer of several (`quark.goals.fused_layers`), which must have one scheme then.
         named_experts: Whether it looks for experts under the names of `quark.goals.expert_names`.
+        float_layers: Whether layers are known that it builds in float (`quark.goals.float_layers`).
         heads: Forms in which it reads a quantized output head; None: all that it reads.
     """
 
@@ -73,6 +74,7 @@ class RuntimeGoal:
     bfloat16: tuple[str, ...] = ()
     fuses: bool = False
     named_experts: bool = False
+    float_layers: bool = False
     heads: tuple[str, ...] | None = None
 
     @property

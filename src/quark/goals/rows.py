@@ -29,6 +29,7 @@ GOALS.register("vllm", RuntimeGoal(
     # "requires all to use the same scheme": its quark and compressed-tensors loaders, of packed_modules_mapping.
     fuses=True,
     named_experts=True,
+    float_layers=True,
     # Its source: the loader of quark folders asks for LinearBase, which a ParallelLMHead is not; those of awq and of
     # compressed-tensors ask for both.
     heads=("awq", "compressed-tensors"),

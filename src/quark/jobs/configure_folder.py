@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from quark.errors import ConfigError, NotSupportedError, QuarkError, UsageError
 from quark.goals import GoalChoice
-from quark.goals.goal import RuntimeGoal
+from quark.goals.choice import may_be_fused
+from quark.goals.goal import GOALS, RuntimeGoal
 from quark.jobs.choose import fitted_choice
 from quark.jobs.folders.bit_budget import Budget, asked_budget
 from quark.jobs.folders.calibration import Calibration
@@ -22,7 +23,7 @@ from quark.jobs.folders.schemes import is_mix, mix_config, scheme_config
 from quark.jobs.request import FolderRequest
 from quark.jobs.resolve import FolderJob
 from quark.jobs.words import torch_algorithms
-from quark.log import severity
+from quark.log import logger, severity
 
 if TYPE_CHECKING:
     from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
@@ -100,9 +101,52 @@ def configure(job: FolderJob) -> Configured:
     Imatrices.of(request).check(mixed, request.calib, choice.algorithms if choice is not None else request.algorithm)
     config = _calibrated(request, _config(job, scheme, budget, algorithms or None))
     if choice is not None and choice.goal.looks_at_layers:
-        _check_loading(job, choice.goal, config)
+        config = _loadable(job, choice.goal, config)
     calibration = with_default(Calibration.of(request), scheme, request.layer, inside, config, budget)
     return Configured(job, choice, scheme, budget, algorithms, config, calibration)
+
+
+def servers_say(configured: Configured, meta: Any, made: Any) -> str | None:
+    """What servers do with a plan that gives parts of what they make one layer different schemes; else None.
+
+    Args:
+        configured: The job; of one with a goal, or of a file that no server fuses layers of, nothing is said.
+        meta: As the plan was made of it.
+        made: The plan.
+    """
+    from quark.torch.flows.check_plan import split_said
+    from quark.torch.formats import FORMATS
+
+    job = configured.job
+    servers = [goal.program for goal in GOALS.values() if goal.fuses]
+    if configured.choice is not None or job.form not in FORMATS or not may_be_fused(job.form, configured.schemes):
+        return None
+    said = split_said(meta, made)
+    return said and f"each of {', '.join(servers)} {said}"
+
+
+def warn_of_servers(configured: Configured, config: Any) -> None:
+    """Log what `servers_say` of a job in which some layers get something else than the others.
+
+    Args:
+        configured: The job.
+        config: That runs.
+    """
+    from quark.jobs.folders.models import is_read, load_meta_model
+    from quark.torch.flows.predicted_size import planned
+
+    request = configured.job.request
+    if configured.choice is not None or not (request.exclude or request.layer) or not is_read(request.model):
+        return
+    meta = load_meta_model(request.model, request.trust_remote_code)
+    try:
+        with severity(3):  # what a plan says is said when it is carried out
+            made, _ = planned(meta, config, configured.job.form)
+    except QuarkError:  # which the work itself meets
+        return
+    said = servers_say(configured, meta, made)
+    if said is not None:
+        logger.info("Servers: %s", said)
 
 
 def _budget_of(job: FolderJob, choice: GoalChoice | None) -> Budget | None:
@@ -146,19 +190,25 @@ def _config(job: FolderJob, scheme: str | None, budget: Budget | None, algorithm
     return scheme_config(scheme, request.exclude, request.layer, kind, request.kv_cache, request.attention, algorithms)
 
 
-def _check_loading(job: FolderJob, goal: RuntimeGoal, config: Any) -> None:
-    """Raise NotSupportedError for a plan whose result the program of a goal would not load."""
+def _loadable(job: FolderJob, goal: RuntimeGoal, config: Any) -> Any:
+    """The config, without layers that the program of a goal builds in float.
+
+    Raises NotSupportedError for a plan whose result it would not load.
+    """
     from quark.jobs.folders.models import load_meta_model
     from quark.torch.flows.check_plan import check_goal
+    from quark.torch.flows.float_layers import left_in_float
     from quark.torch.flows.predicted_size import planned
 
     meta = load_meta_model(job.request.model, job.request.trust_remote_code)
+    config = left_in_float(meta, config, goal)
     try:
         with severity(3):  # what a plan says is said when it is carried out
             made, _ = planned(meta, config, job.form)
     except QuarkError:  # which the work itself meets, or does not: of a checkpoint in FP8 there is no plan
-        return
+        return config
     check_goal(meta, made, goal, job.form)
+    return config
 
 
 def _calibrated(request: FolderRequest, config: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.goals.efforts import DEFAULT_TEXT
-from quark.jobs.configure_folder import Configured, configure
+from quark.jobs.configure_folder import Configured, configure, warn_of_servers
 from quark.jobs.folders.bit_budget import choose_for_budget
 from quark.jobs.folders.calibration import Calibration
 from quark.jobs.folders.export import Export
@@ -73,6 +73,7 @@ def run_folder(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], 
         if show is not None:
             show(*chosen)
         config = configured.completed(*chosen)
+    warn_of_servers(configured, config)
     recipe = _recipe_of(request, configured.calibration)
     export = replace(export, attachments={RECIPE: recipe.text(in_folder=True)})
     after, errors = write_folder(

@@ -152,7 +152,7 @@ def _named_alone(config: QConfig, model: nn.Module, selected: Collection[str]) -
     A selector says what is usually left in float. An entry that is about that alone (`lm_head`) is meant; one that is
     about others as well (`*.layers.0.*`) is not about a router among them.
     """
-    layers = _layer_names(model) if selected and config.layer_quant_config else set()
+    layers = quantizable_layers(model) if selected and config.layer_quant_config else set()
     named, others = set(), layers.difference(selected)
     for pattern in (name for name in config.layer_quant_config if name not in config.kv_cache_quant_config):
         found = {name for name in layers.intersection(selected) if matches(name, pattern)}
@@ -161,7 +161,7 @@ def _named_alone(config: QConfig, model: nn.Module, selected: Collection[str]) -
     return named
 
 
-def _layer_names(model: nn.Module) -> set[str]:
+def quantizable_layers(model: nn.Module) -> set[str]:
     """The layers that can be quantized, experts that are kept in one tensor among them."""
     names = {name for name, module in model.named_modules() if layer_class(module)}
     return names | {
@@ -275,7 +275,7 @@ def _require_present(
 ) -> None:
     """Raise ConfigError for a pattern or a class in the config that nothing in the model has."""
     # Experts that are kept fused may be excluded by the names that their layers would have.
-    names = {name for name, _ in model.named_modules()} | _layer_names(model) | {*beside}
+    names = {name for name, _ in model.named_modules()} | quantizable_layers(model) | {*beside}
     if any(isinstance(algorithm, SVDQuantConfig) for algorithm in config.algo_config or []):
         names |= {f"{name}.{BRANCH}" for name in candidates}  # float in any case; the documented examples exclude them
     require_matches(required_patterns(config.exclude), names, "exclude")

@@ -1,0 +1,153 @@
+"""Which linear layers of its models vLLM builds without a quantization, read from its source.
+
+A layer that is built with `quant_config=None`, without one, or as an `nn.Linear`, has a place for a float weight only.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cache
+
+from benchmarks.facts.source_tree import Source, SourceFile, SourceTree, built_of
+from quark.goals.float_layers import ANY
+
+QUANTIZES = "quant_config"
+PREDICTORS = ("MultiTokenPredictorLayer", "MTPLayer")
+"""How classes end that predict a further token."""
+
+
+def architectures(tree: SourceTree) -> dict[str, list[Source]]:
+    """Name of an architecture, as config.json has it -> the classes that vLLM has for it, one for each platform."""
+    registry = tree.read(next(iter(tree.root.glob("model_executor/models/registry.py"))).relative_to(tree.root))
+    found: dict[str, list[Source]] = {}
+    for node in ast.walk(registry.body) if registry is not None else ():
+        for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
+            pair = [each.value for each in value.elts if isinstance(each, ast.Constant)] if _is_pair(value) else []
+            if not isinstance(key, ast.Constant) or len(pair) != 2:
+                continue
+            module = pair[0] if "." in pair[0] else f"{tree.package}.model_executor.models.{pair[0]}"
+            file = tree.file_of(module)
+            classes = file.classes_named(pair[1]) if file is not None else []
+            if classes:
+                found.setdefault(str(key.value), []).extend(classes)
+    return found
+
+
+def float_layers(model: Source) -> dict[str, Source]:
+    """The layers of a model that are built without a quantization: `module.layer` by their last names -> their class.
+
+    A layer alone where nothing says what its module is called, and `quant_config=None` is said of it. What some other
+    part of the model builds quantized under the same names (attention of its text, and of its tower) is left out.
+    """
+    parts = built_of(model)
+    stacked, places = _stacked(parts), _places(parts)
+    found: dict[str, Source] = {}
+    quantized: set[str] = set()
+    for part in parts:
+        for leaf, how in _linear_in(part).items():
+            for member in stacked.get(leaf, (leaf,)):
+                names = [f"{place}.{member}" for place in sorted(places.get(part, ())) if not place.startswith("is_")]
+                alone = [member] if how is not None and not names else []
+                if how:
+                    quantized.update(names, [member])
+                else:
+                    found.update(dict.fromkeys([*names, *alone], part))
+    return {name: part for name, part in found.items() if name not in quantized}
+
+
+def rows(tree: SourceTree) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Layer -> the architectures whose models build it in float, and the files that do, sorted.
+
+    Layers of models that predict further tokens are of every architecture: a folder has them beside its own.
+    """
+    models: dict[str, set[str]] = defaultdict(set)
+    files: dict[str, set[str]] = defaultdict(set)
+    for architecture, classes in architectures(tree).items():
+        predicts = "MTP" in architecture
+        for name, part in [item for each in classes for item in float_layers(each).items()]:
+            layer = _last(name) if predicts and part.name.endswith(PREDICTORS) else name
+            models[layer].add(ANY if layer != name else architecture)
+            files[layer].add(part.file.path.as_posix())
+    return {
+        layer: ((ANY,) if ANY in models[layer] else tuple(sorted(models[layer])), tuple(sorted(files[layer])))
+        for layer in sorted(models)
+    }
+
+
+def _is_pair(node: ast.expr) -> bool:
+    return isinstance(node, ast.Tuple) and len(node.elts) == 2
+
+
+def _linear_in(part: Source) -> dict[str, bool | None]:
+    """The attributes of a class that are linear layers -> whether some branch of its code quantizes them.
+
+    None where nothing is said of it, so that they are float because the layers of vLLM are.
+    """
+    branches: dict[str, list[bool | None]] = defaultdict(list)
+    for attribute, call in part.assigned:
+        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2].endswith("Linear"):
+            branches[attribute].append(_quantized(call))
+    return {
+        attribute: True if True in each else False if False in each else None for attribute, each in branches.items()
+    }
+
+
+def _quantized(call: ast.Call) -> bool | None:
+    if ast.unparse(call.func).startswith(("nn.", "torch.nn.")):
+        return None
+    if any(each.arg is None for each in call.keywords) or any(QUANTIZES in ast.unparse(each) for each in call.args):
+        return True
+    given = next((each.value for each in call.keywords if each.arg == QUANTIZES), None)
+    return None if given is None else not (isinstance(given, ast.Constant) and given.value is None)
+
+
+def _places(parts: Iterable[Source]) -> dict[Source, set[str]]:
+    """Class -> the attributes of other classes that are made of it, or of a class that is one."""
+    places: dict[Source, set[str]] = defaultdict(set)
+    for part in parts:
+        for attribute, value in part.assigned:
+            names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+            for name in names:
+                for found in part.file.classes_named(name):
+                    for each in _ancestry(found):
+                        places[each].add(attribute)
+    return places
+
+
+def _ancestry(part: Source) -> list[Source]:
+    found, waiting = {part: None}, [part]
+    while waiting:
+        new = [base for base in waiting.pop().bases if base not in found]
+        found |= dict.fromkeys(new)
+        waiting += new
+    return list(found)
+
+
+def _stacked(parts: Iterable[Source]) -> dict[str, tuple[str, ...]]:
+    """Layer -> the layers of a folder that are loaded into it, by their last names, as the files of a model say."""
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for file in dict.fromkeys(part.file for part in parts):
+        for whole, member in _pairs(file):
+            found[_last(whole)][_last(member)] = None
+    return {whole: tuple(members) for whole, members in found.items()}
+
+
+@cache
+def _pairs(file: SourceFile) -> list[tuple[str, str]]:
+    """(layer, part of it) of the tables of a file: rows of three, and lists of parts."""
+    found = []
+    for node in ast.walk(file.body):
+        if isinstance(node, ast.Tuple) and len(node.elts) == 3:
+            row = [each.value for each in node.elts if isinstance(each, ast.Constant)]
+            found += [(row[0], row[1])] if len(row) == 3 else []
+        elif isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(value, ast.List):
+                    found += [(key.value, each.value) for each in value.elts if isinstance(each, ast.Constant)]
+    return [(whole, member) for whole, member in found if isinstance(whole, str) and isinstance(member, str)]
+
+
+def _last(name: str) -> str:
+    return name.strip(".").rpartition(".")[2]

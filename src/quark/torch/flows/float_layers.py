@@ -1,0 +1,65 @@
+"""Layers that a server builds in float: they stay so in what is made for it, or are refused where they are named."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from quark.core.patterns import matches
+from quark.errors import NotSupportedError
+from quark.goals.float_layers import FloatLayer, float_layers
+from quark.goals.goal import RuntimeGoal
+from quark.log import logger
+from quark.torch.checkpoint.sources.carried import carried_beside
+from quark.torch.checkpoint.stored_types import source_folder
+from quark.torch.config.config import QConfig
+from quark.torch.formats.fused_groups import architectures
+from quark.torch.plan import chooser, quantizable_layers
+
+
+def left_in_float(model: Any, config: QConfig, goal: RuntimeGoal) -> QConfig:
+    """A config that leaves in float what a server builds so; says what that is.
+
+    Args:
+        model: With or without weights; it is not changed.
+        config: What is asked for; it is not changed.
+        goal: The server.
+
+    Raises:
+        NotSupportedError: An entry for some layers is about such layers alone.
+    """
+    beside = carried_beside(model, source_folder(model)) if config.layer_quant_config else {}
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)] + list(beside)
+    rows = float_layers(goal.program, architectures(model), layers) if goal.float_layers else {}
+    choice = chooser(config, model)
+    asked = (name for name in rows if choice.wanted(name) and (name not in beside or _named(config, name)))
+    rows = {name: rows[name] for name in asked}
+    if not rows:
+        return config
+    _refuse_named(config, quantizable_layers(model).union(beside), rows, goal)
+    patterns = dict.fromkeys(f"*.{row.layer}" for row in rows.values())
+    covered = {name for name in rows for pattern in patterns if matches(name, pattern)}
+    logger.info(
+        "%s builds some layers without a quantization, so they stay in float: %s (%d in all).",
+        goal.program, ", ".join(dict.fromkeys(row.layer for row in rows.values())), len(rows),
+    )  # fmt: skip
+    return replace(config, exclude=[*config.exclude, *patterns, *(name for name in rows if name not in covered)])
+
+
+def _named(config: QConfig, name: str) -> bool:
+    return any(matches(name, pattern) for pattern in config.layer_quant_config)
+
+
+def _refuse_named(config: QConfig, layers: Collection[str], rows: Mapping[str, FloatLayer], goal: RuntimeGoal) -> None:
+    """Raise NotSupportedError for an entry that is about layers which stay in float alone."""
+    for pattern in (name for name in config.layer_quant_config if name not in config.kv_cache_quant_config):
+        found = [name for name in layers if matches(name, pattern)]
+        if found and all(name in rows for name in found):
+            row = rows[found[0]]
+            raise NotSupportedError(
+                f"{goal.program} {row.version} builds {row.layer} without a quantization ({row.source.split()[0]}), so "
+                f"it would not load {found[0]} as {pattern!r} asks for it. Possible: to leave it in float."
+            )
