@@ -33,6 +33,7 @@ OVER_REGISTRIES = (
     "contracts/test_observers.py",
     "contracts/test_padding.py",
     "contracts/test_reader_classes.py",
+    "contracts/test_sources.py",
     "core/test_block_solvers.py",
     "core/test_group_kernels.py",
     "jobs/test_doors.py",

@@ -191,14 +191,20 @@ def test_transformers_reads_the_fp8_source_alike(tmp_path: Path) -> None:
     assert torch.equal(ours[name], theirs[name])
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "modelopt"])
-def test_what_a_config_calls_quantized_by_a_program_that_is_not_known_is_refused(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [("bitsandbytes", r"is quantized \('bitsandbytes'\)\. Possible: float checkpoints"),
+     ("modelopt", "ModelOpt's NVFP4_AWQ are not read. Possible: FP8")],
+)  # fmt: skip
+def test_what_a_config_calls_quantized_in_a_way_that_is_not_known_is_refused(
+    method: str, said: str, tmp_path: Path
+) -> None:
     """Whatever its tensors are: transformers passes over the name modelopt, and asks for a package of the other."""
     from quark.jobs.folders.models import load_model
 
     tiny_llama().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, "load_in_4bit": True, "quant_algo": "FP8"}
+    config["quantization_config"] = {"quant_method": method, "load_in_4bit": True, "quant_algo": "NVFP4_AWQ"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(NotSupportedError, match=rf"is quantized \('{method}'\)\. Possible: float checkpoints"):
+    with pytest.raises(NotSupportedError, match=said):
         load_model(tmp_path, dequantize=True)

@@ -17,7 +17,7 @@ from quark.jobs.folders.model_inputs import ModelInputs
 from quark.torch import import_model_from_safetensors
 from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
 from quark.torch.checkpoint.shards import predicted_bytes
-from quark.torch.checkpoint.sources.source import READ, quantization_of
+from quark.torch.checkpoint.sources.methods import READ, method_of, quantization_of
 from quark.torch.llm.model_loading import DTYPES, FOREIGN
 from quark.torch.model.batches import named_device
 from quark.torch.model.meta_model import build_skeleton
@@ -51,14 +51,14 @@ def load_model(
     """The model of a folder, float or quantized, in evaluation mode. Raises FormatError naming the folder.
 
     With `dequantize` one that is quantized in a way that sources may be is the float model that it stands for; one of a
-    way that nobody here knows (bitsandbytes, ModelOpt) raises NotSupportedError.
+    way that nobody here knows (bitsandbytes) raises NotSupportedError.
     """
     if dequantize and not (dequantize := is_read(folder)):
         _refuse_unknown(folder)
-    stored = {} if dequantize else read_config(folder).get("quantization_config") or {}
+    method = None if dequantize else method_of(read_config(folder))
     where = check_loading(device, dtype)
     _quiet_transformers()
-    if str(stored.get("quant_method")) in FOREIGN:
+    if method in FOREIGN:
         # transformers would need the package of each of these formats, and computes some only on a GPU.
         with as_format_error(folder):
             return import_model_from_safetensors(None, folder, attn_implementation=None).eval().to(where)
@@ -72,7 +72,7 @@ def load_model(
 def _refuse_unknown(folder: Path) -> None:
     """Raise NotSupportedError for a folder that is quantized by a program whose formats are not known."""
     stored = read_config(folder)
-    method = (stored.get("quantization_config") or stored.get("compression_config") or {}).get("quant_method")
+    method = method_of(stored)
     if method != "quark" and method not in FOREIGN:
         quantization_of(stored, folder)
 
@@ -83,7 +83,7 @@ def is_read(folder: Path) -> bool:
     Raises NotSupportedError for a part of such a way that is not read.
     """
     stored = read_config(folder)
-    method = (stored.get("quantization_config") or stored.get("compression_config") or {}).get("quant_method")
+    method = method_of(stored)
     if method is None and not stored.get("quantization_config"):
         return True
     return method in READ and quantization_of(stored, folder) is not None

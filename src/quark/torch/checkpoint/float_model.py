@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from quark.errors import FormatError
-from quark.torch.checkpoint.sources.source import Source, check_finite, quantization_of
+from quark.log import logger
+from quark.torch.checkpoint.sources.methods import MODELOPT, method_of, quantization_of
+from quark.torch.checkpoint.sources.source import Source, check_finite
 from quark.torch.model.folder_files import INDEX, shard_files
 from quark.torch.model.meta_model import build_skeleton, read_generation_config
 from quark.torch.model.model_folder import (
@@ -49,7 +51,8 @@ def load_float_model(
         trust_remote_code: Run the code that `auto_map` names.
         keep_unexpected: Accept tensors that the class has no place for; a checkpoint that is made of the model holds
             them as they are.
-        dequantize: Load a folder in FP8, compressed-tensors or MXFP4 as the float model that it stands for.
+        dequantize: Load a folder in FP8, compressed-tensors or MXFP4 as the float model that it stands for. One of
+            ModelOpt always is.
         options: For `from_pretrained`.
 
     Raises:
@@ -61,6 +64,10 @@ def load_float_model(
     tensors = stored_metas(folder)
     shapes = shapes_of(tensors)
     check_sizes(folder, stored, shapes)
+    if not dequantize and method_of(stored) == MODELOPT:
+        # transformers passes over the name, and would take the codes for the weights.
+        dequantize = True
+        logger.info("%s is loaded as the float model that its weights stand for: inputs are not quantized.", folder)
     quantization = quantization_of(stored, folder) if dequantize else None
     source = None if quantization is None else Source(shard_files(folder), quantization)
     if not stored.get("quantization_config"):

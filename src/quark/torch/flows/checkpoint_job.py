@@ -30,8 +30,9 @@ from quark.torch.checkpoint.shards import (
     stored_shapes,
 )
 from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_entries, carried_layers, plan_carried
+from quark.torch.checkpoint.sources.methods import quantization_of
 from quark.torch.checkpoint.sources.origins import Origin, Origins, names_of
-from quark.torch.checkpoint.sources.source import Source, quantization_of
+from quark.torch.checkpoint.sources.source import Source
 from quark.torch.checkpoint.stored_types import StoredTypes
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS

@@ -34,6 +34,8 @@ MODULES, LENGTH = 2000, 1 << 24
 """What is always built: so many modules of a kind, and tables of so many entries."""
 LONGEST = 300
 """Characters of a foreign error's message that are shown."""
+OF_MODELOPT = "hf_quant_config.json"
+"""Where ModelOpt says how a folder is quantized, before its versions that say so in config.json."""
 PACKING = 64
 """A dimension may be this many times as long as what is stored of it: packed codes, and heads of several parts."""
 
@@ -48,19 +50,21 @@ def import_transformers() -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a model folder. Raises FormatError when it is not one, or a file of it lies elsewhere."""
+    """The config.json of a model folder; its `quantization_config` may lie in the file of ModelOpt beside it.
+
+    Raises FormatError when it is no such config, or a file of the folder lies elsewhere.
+    """
     path = folder / "config.json"
     check_files(folder)
     require_config(folder)
-    try:
-        config = plain_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not JSON: {one_line(error)}.") from None
+    config = _json_of(path)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise FormatError(f"{path} is not the config of a transformers model: it has no model_type.")
     for field, kind in (("quantization_config", dict), ("architectures", list), ("auto_map", dict)):
         if not isinstance(config.get(field), (kind, type(None))):
             raise FormatError(f"{path}: {field} is {config[field]!r}; possible: a {kind.__name__}.")
+    if not config.get("quantization_config") and (folder / OF_MODELOPT).is_file():
+        config["quantization_config"] = _said_beside(folder / OF_MODELOPT)
     check_quantization(path, config)
     for name, value in _leaves(config):
         leaf = name.rpartition(".")[2]
@@ -69,6 +73,22 @@ def read_config(folder: Path) -> dict[str, Any]:
         if leaf.endswith("_implementation") and isinstance(value, str) and "/" in value:
             raise FormatError(f"{path}: {name} is {value!r}, code to be downloaded; possible: eager, sdpa.")
     return config
+
+
+def _json_of(path: Path) -> Any:
+    try:
+        return plain_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not JSON: {one_line(error)}.") from None
+
+
+def _said_beside(path: Path) -> dict[str, Any]:
+    """What ModelOpt says of a folder in a file of its own, as newer versions say it in config.json."""
+    stored = _json_of(path)
+    said = stored.get("quantization") if isinstance(stored, dict) else None
+    if not isinstance(said, dict):
+        raise FormatError(f"{path} is not what ModelOpt writes: it holds no object `quantization`.")
+    return {**said, "quant_method": "modelopt"}
 
 
 def check_sizes(folder: Path, stored: Mapping[str, Any], shapes: Shapes) -> None:

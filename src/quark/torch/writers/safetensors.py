@@ -314,7 +314,8 @@ def write_config(model: Any, quantization: dict[str, Any], folder: Path) -> None
         custom_object_save(config, folder, config=config)
     # Not by save_pretrained, which refuses fields that transformers itself has read (output_attentions, return_dict).
     stored = json.loads(config.to_json_string())
-    stored.pop("transformers_weights", None)
+    for of_source in ("transformers_weights", "expert_dtype"):  # where the source has its weights, and in which codes
+        stored.pop(of_source, None)
     stored["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n")
 

@@ -23,7 +23,8 @@ from quark.log import logger
 from quark.torch.calibration.calibrate import qparams_under, sharing_scales, tensor_qparams
 from quark.torch.checkpoint.loading import stored_like
 from quark.torch.checkpoint.shards import Entry
-from quark.torch.checkpoint.sources.source import Source, readable_quantization
+from quark.torch.checkpoint.sources.methods import readable_quantization
+from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import lower_layer
 from quark.torch.config.selectors import output_head, routers

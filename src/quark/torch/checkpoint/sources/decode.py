@@ -1,9 +1,9 @@
 """Stored codes of a weight become float values, by the formulas of the formats that published folders come in.
 
-    w[i, j] = (code[i, j] - zero[i // r, j // c]) * scale[i // r, j // c] / global        tiles of r x c, the last cut
+    w[i, j] = (code[i, j] - zero[i // r, j // c]) * scale[i // r, j // c] / divisor * factor
 
-in float32, rounded once to the dtype of the model. Codes are FP8, int8, integers packed into words of 32 bits, or FP4
-in bytes, two in each, the lower half first.
+in float32, in tiles of r x c, the last cut, rounded once to the dtype of the model. Codes are FP8, int8, integers in
+words of 32 bits, FP4 in bytes, two in each, or FP6 (E2M3), four in three bytes; the lowest bits first.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from quark.torch.formats.layout import unpack_words
 
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 """Values of E2M1 by their codes."""
+_FP6 = [(code & 7) / 8 if code < 8 else (1 + (code & 7) / 8) * 2.0 ** ((code >> 3) - 1) for code in range(32)]
+FP6 = torch.tensor([*_FP6, *(-value for value in _FP6)])
+"""Values of E2M3 by their codes."""
+MX_GROUP = 32
+"""Values under one exponent in the MX formats."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class StoredCodes:
         packed: Whether one element of `stored` holds several codes.
         zero: Zero points, as the scale lies; packed along the rows where they are 32-bit words.
         order: Group of each column; None: columns lie in groups one after another.
-        divisor: The scale of the scales, which they are divided by.
+        divisor: The scale of the scales, which they are divided by (compressed-tensors).
+        factor: The scale of the scales, which they are multiplied by (ModelOpt).
         tile: What config.json says.
     """
 
@@ -52,6 +58,7 @@ class StoredCodes:
     zero: torch.Tensor | None = None
     order: torch.Tensor | None = None
     divisor: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
     tile: Tile = Tile()
 
 
@@ -72,7 +79,9 @@ def decode(codes: StoredCodes, shape: tuple[int, ...], dtype: torch.dtype) -> to
     scale = _matrix(codes.scale)
     scale = exp2(scale.int() - 127) if scale.dtype == torch.uint8 else scale.float()
     if codes.divisor is not None:
-        scale = scale / codes.divisor.float().reshape(1, 1)
+        scale = scale / _one(name, codes.divisor)
+    if codes.factor is not None:
+        scale = scale * _one(name, codes.factor)
     zero = _zero_point(codes.zero, bits, shape[0])
     if codes.order is not None:
         columns = codes.order.long()
@@ -98,12 +107,14 @@ def _unpacker(codes: StoredCodes, shape: tuple[int, ...]) -> tuple[Callable[[tor
         if tuple(stored.shape) != shape:
             raise FormatError(f"{name}.weight has shape {tuple(stored.shape)}; the model needs {shape}.")
         return torch.Tensor.float, 8
-    if stored.dtype == torch.uint8:
-        if 2 * stored.shape[1] != shape[1] or stored.shape[0] != shape[0]:
+    if stored.dtype in (torch.uint8, torch.int8):
+        stored = stored.view(torch.uint8)
+        known = {2 * stored.shape[1]: (unpack_fp4, 4), 4 * stored.shape[1] // 3: (unpack_fp6, 6)}
+        if shape[1] not in known or stored.shape[0] != shape[0]:
             raise FormatError(f"{name}: packed bytes of shape {tuple(stored.shape)} do not hold a weight of {shape}.")
         if codes.zero is not None:
             raise NotSupportedError(f"{name}: packed floats with zero points are not read; possible: without.")
-        return unpack_fp4, 4
+        return known[shape[1]]
     if stored.dtype != torch.int32:
         raise NotSupportedError(f"{name}: weights packed into {stored.dtype} are not read; possible: int32, uint8.")
     bits = _width(name, stored, shape)
@@ -112,15 +123,43 @@ def _unpacker(codes: StoredCodes, shape: tuple[int, ...]) -> tuple[Callable[[tor
 
 def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
     """E2M1 values of bytes, (..., n) -> (..., 2n), float32."""
+    packed = packed.view(torch.uint8)
     halves = torch.stack((packed & 15, packed >> 4), -1)
     return FP4[halves.long()].flatten(-2)
 
 
-def float_shape(stored: torch.Tensor, shape: torch.Tensor | None) -> tuple[int, ...]:
-    """The shape of a packed float weight: as it is stored beside it, or twice as many columns as bytes."""
+def unpack_fp6(packed: torch.Tensor) -> torch.Tensor:
+    """E2M3 values of bytes, (..., 3 n) -> (..., 4 n), float32."""
+    first, second, third = packed.int().reshape(*packed.shape[:-1], -1, 3).unbind(-1)
+    word = first | second << 8 | third << 16
+    return FP6[torch.stack([word >> shift & 63 for shift in (0, 6, 12, 18)], -1).long()].flatten(-2)
+
+
+def float_shape(
+    stored: torch.Tensor, shape: torch.Tensor | None = None, scale: torch.Tensor | None = None
+) -> tuple[int, ...]:
+    """The shape of a packed float weight.
+
+    Args:
+        stored: Its codes; may be on the meta device.
+        shape: What is stored of it; None: as many columns as the codes hold.
+        scale: Of the codes: bytes are FP6 where 24 of them have one exponent, else FP4.
+    """
     if shape is not None:
         return tuple(int(size) for size in shape)
-    return (*stored.shape[:-1], stored.shape[-1] * (2 if stored.dtype == torch.uint8 else 8))
+    columns = stored.shape[-1]
+    if stored.dtype not in (torch.uint8, torch.int8):
+        return (*stored.shape[:-1], columns * 8)
+    groups = scale.shape[-1] if scale is not None and scale.ndim and scale.dtype == torch.uint8 else 0
+    fp6 = groups > 0 and 4 * columns == 3 * MX_GROUP * groups
+    return (*stored.shape[:-1], MX_GROUP * groups if fp6 else 2 * columns)
+
+
+def _one(name: str, x: torch.Tensor) -> torch.Tensor:
+    """The one scale of the scales of a tensor, float32 (1, 1)."""
+    if x.numel() != 1:
+        raise FormatError(f"{name}: a scale of the scales of shape {tuple(x.shape)}; one number is needed.")
+    return x.float().reshape(1, 1)
 
 
 def _zero_point(zero: torch.Tensor | None, bits: int, rows: int) -> torch.Tensor | None:
@@ -146,7 +185,9 @@ def _tile_of(name: str, tile: Tile, scale: torch.Tensor, shape: tuple[int, ...])
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
-    """A scale as a matrix: one for the tensor, for each row, or as it is."""
+    """A scale as a matrix: one for the tensor, for each row, or for each tile (ModelOpt's are (n, 1, m, 1))."""
+    if x.ndim == 4 and x.shape[1] == x.shape[3] == 1:
+        return x[:, 0, :, 0]
     return x if x.ndim == 2 else x.reshape(-1, 1)
 
 

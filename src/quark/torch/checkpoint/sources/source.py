@@ -1,7 +1,8 @@
 """A checkpoint folder as float tensors: plain, or quantized in one of the ways that `decode` knows.
 
-FP8 in blocks (weight_scale_inv of DeepSeek), compressed-tensors, and MXFP4 of GPT-OSS (blocks and scales of all experts
-of a layer). A code and its scale may lie in different files; one tensor is decoded at a time.
+FP8 in blocks and FP4 in bytes (weight_scale_inv of DeepSeek), compressed-tensors, ModelOpt, and MXFP4 of GPT-OSS
+(blocks and scales of all experts of a layer). A code and its scale may lie in different files; one tensor is decoded at
+a time.
 """
 
 from __future__ import annotations
@@ -12,29 +13,25 @@ from typing import Any
 
 import torch
 
-from quark.errors import ConfigError, FormatError, NotSupportedError
+from quark.errors import FormatError
 from quark.torch.checkpoint.safetensors_file import TensorFile
 from quark.torch.checkpoint.sources.decode import StoredCodes, Tile, decode, float_shape
+from quark.torch.checkpoint.sources.methods import fp4_dtype, tile_of
 
 SCALES = ("_scale_inv", "_scale")
 """Behind the name of a coded tensor: its scale."""
+BESIDE = ("scale", "qscale_weight")
+"""Leaves that DeepSeek V4 and Mistral give the scale of a coded `weight`; beside another one they are parameters."""
 PACKED, SHAPE, ZERO, ORDER = "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"
-DIVISOR = "weight_global_scale"
+DIVISOR, FACTOR = "weight_global_scale", "weight_scale_2"
 PARTS = (
-    PACKED, SHAPE, ZERO, ORDER, DIVISOR, "weight_scale_inv", "weight_scale", "input_scale", "input_zero_point",
+    PACKED, SHAPE, ZERO, ORDER, DIVISOR, FACTOR, "weight_scale_inv", "weight_scale", "input_scale", "input_zero_point",
     "input_global_scale", "output_scale", "activation_scale", "k_scale", "v_scale", "q_scale",
 )  # fmt: skip
 """Leaves that describe a stored weight or what is quantized beside it; none is a tensor of the float model."""
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 """Behind the name of experts in MXFP4: codes (experts, rows, groups, 16), exponents (experts, rows, groups)."""
 NOT_FINITE = "values are NaN or infinite"
-READ = ("fp8", "compressed-tensors", "mxfp4")
-"""Values of `quant_method` of folders that are read as float."""
-COMPRESSED = (
-    "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision",
-    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
-)  # fmt: skip
-"""Values of `format` of compressed-tensors that are read."""
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
@@ -67,7 +64,7 @@ class Source:
         for path in files:
             file = TensorFile(path)
             self._files |= dict.fromkeys(file.names, file)
-        self._tile = _tile(quantization)
+        self._tile, self._fp4 = tile_of(quantization), fp4_dtype(quantization)
         self._quantized = quantization is not None
         transforms = (quantization or {}).get("transform_config") or {}
         self._transforms = tuple(f"{group}_" for group in transforms.get("config_groups") or {})
@@ -119,11 +116,13 @@ class Source:
             experts, rows, groups, size = self._blocks(name).shape
             return experts, 2 * groups * size, rows
         if form == "packed":
-            shape = f"{parent}.{SHAPE}"
-            return float_shape(self.meta(f"{parent}.{PACKED}"), self._raw(shape) if shape in self._files else None)
+            shape, scale = f"{parent}.{SHAPE}", self._scale_name(name)
+            said = self._raw(shape) if shape in self._files else None
+            return float_shape(self.meta(f"{parent}.{PACKED}"), said, self.meta(scale) if scale else None)
         if name not in self._files:
             raise FormatError(f"The checkpoint has no tensor {name}, which its other tensors need.")
-        return tuple(self.meta(name).shape)
+        stored = self.meta(name)
+        return float_shape(stored) if form == "coded" and stored.dtype == self._fp4 else tuple(stored.shape)
 
     def read(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], index: int | None = None) -> torch.Tensor:
         """A float tensor, or one entry of its first axis.
@@ -139,8 +138,8 @@ class Source:
         form = self._form(name)
         if form == "packed":
             return self._decode(name, shape, dtype)
-        if form != "blocks" and tuple(self._raw(name).shape) != shape:
-            there = tuple(self._raw(name).shape)
+        if form != "blocks" and self.shape(name) != shape:
+            there = self.shape(name)
             raise FormatError(f"{name} has shape {there} in the checkpoint; the model needs {shape}.")
         if form == "plain":
             stored = self._raw(name)
@@ -181,7 +180,10 @@ class Source:
         return "coded" if coded else "plain"
 
     def _scale_name(self, name: str) -> str | None:
-        return next((name + scale for scale in SCALES if name + scale in self._files), None)
+        known = [name + scale for scale in SCALES]
+        if name.endswith(".weight"):
+            known += [name.removesuffix("weight") + leaf for leaf in BESIDE]
+        return next((scale for scale in known if scale in self._files), None)
 
     def _require_scale(self, name: str) -> None:
         """Raise FormatError for codes without what scales them."""
@@ -193,7 +195,9 @@ class Source:
 
     def _is_scale(self, name: str) -> bool:
         """Whether a tensor is the scale, or the exponents, of another one that is stored in codes."""
+        parent, _, leaf = name.rpartition(".")
         of = [name.removesuffix(end) for end in SCALES if name.endswith(end)]
+        of += [f"{parent}.weight"] if leaf in BESIDE else []
         coded = any(other in self._files and self.meta(other).dtype.itemsize == 1 for other in of)
         return coded or (name.endswith(EXPONENTS) and self._sibling(name, EXPONENTS, BLOCKS))
 
@@ -226,69 +230,17 @@ class Source:
 
     def _decode(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, index: int | None = None) -> torch.Tensor:
         parent = name.rpartition(".")[0]
-        packed, weight = self._form(name) == "packed", name.endswith(".weight")
+        weight, packed = name.endswith(".weight"), self._form(name) == "packed"
         stored = self._raw(f"{parent}.{PACKED}" if packed else name)
         scale = self._raw(self._scale_name(name) or name + SCALES[0])
         if index is not None:
             stored, scale = stored[index], scale[index] if len(scale) == len(stored) else scale
-        found = {
-            leaf: self._raw(f"{parent}.{leaf}") for leaf in (ZERO, ORDER, DIVISOR) if f"{parent}.{leaf}" in self._files
-        }
-        parts = found if weight else {}
+        leaves = (ZERO, ORDER, DIVISOR, FACTOR) if weight else ()
+        found = {leaf: self._raw(f"{parent}.{leaf}") for leaf in leaves if f"{parent}.{leaf}" in self._files}
+        fp4 = not packed and stored.dtype == self._fp4
+        # The scales of FP4 lie in another grid than the one that the config names, and always in a whole one.
         codes = StoredCodes(
-            parent if weight else name, stored, scale, packed, parts.get(ZERO), parts.get(ORDER), parts.get(DIVISOR),
-            self._tile,
+            parent if weight else name, stored, scale, packed or fp4, found.get(ZERO), found.get(ORDER),
+            found.get(DIVISOR), found.get(FACTOR), Tile() if fp4 else self._tile,
         )  # fmt: skip
         return decode(codes, shape, dtype)
-
-
-def quantization_of(config: dict[str, Any], folder: Path) -> dict[str, Any] | None:
-    """The `quantization_config` of a config that can be read. Raises ConfigError or NotSupportedError for others."""
-    stored = config.get("quantization_config") or config.get("compression_config")
-    if not isinstance(stored, dict):
-        return None
-    method = stored.get("quant_method")
-    if method == "quark":
-        raise ConfigError(f"{folder} is quantized by quark already; give the model that it was made from.")
-    if method not in READ:
-        raise NotSupportedError(
-            f"{folder} is quantized ({method!r}). Possible: float checkpoints, 'fp8', 'compressed-tensors', "
-            "'mxfp4'; "
-            "or quark convert, whose --requantize rounds the values anew."
-        )
-    _check_compressed(stored, folder)
-    return stored
-
-
-def readable_quantization(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The `quantization_config` of a config, where its weights are read as float and are not; else None."""
-    stored = config.get("quantization_config") or config.get("compression_config")
-    return stored if isinstance(stored, dict) and stored.get("quant_method") in READ else None
-
-
-def _check_compressed(stored: dict[str, Any], folder: Path) -> None:
-    """Raise NotSupportedError for what compressed-tensors can say and is not read: the values would be others."""
-    groups = [group for group in (stored.get("config_groups") or {}).values() if isinstance(group, dict)]
-    forms = {form for form in (stored.get("format"), *(group.get("format") for group in groups)) if form}
-    if other := sorted(forms - {*COMPRESSED}) if stored.get("quant_method") == "compressed-tensors" else []:
-        raise NotSupportedError(f"{folder}: the format {other[0]!r} is not read. Possible: {', '.join(COMPRESSED)}.")
-    sparsity = (stored.get("sparsity_config") or {}).get("format", "dense")
-    if sparsity != "dense":
-        raise NotSupportedError(f"{folder}: weights stored as {sparsity!r} are not read. Possible: 'dense'.")
-    if (stored.get("transform_config") or {}).get("config_groups"):
-        raise NotSupportedError(
-            f"{folder}: its weights are rotated for inputs that a runtime rotates (transform_config), and are those of "
-            "no float model. Possible: the model that it was made from."
-        )
-
-
-def _tile(quantization: dict[str, Any] | None) -> Tile:
-    if quantization is None:
-        return Tile()
-    sizes = quantization.get("weight_block_size")
-    for group in (quantization.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
-        sizes = weights.get("block_structure") if weights.get("strategy") == "block" else sizes
-    if isinstance(sizes, str):
-        sizes = [int(side) for side in sizes.split("x")]
-    return Tile(*sizes) if sizes else Tile()
