@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import quark
 from quark.core.schemes import SCHEMES
-from quark.errors import ConfigError, NotSupportedError
+from quark.errors import ConfigError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.config.config import QConfig, QLayerConfig
@@ -116,9 +116,27 @@ def test_further_layers_are_quantized_on_request(model_type: str, scheme: str, t
         assert torch.equal(other.reshape(-1).view(torch.uint8), tensors[n].reshape(-1).view(torch.uint8)), n
     ignored = config["quantization_config"]["exclude"]
     assert not {n.removesuffix(".weight_scale") for n in tensors if n.endswith("weight_scale")} & {*ignored}
-    reloaded = quark.torch.import_model_from_safetensors(None, tmp_path / "file")
-    with pytest.raises(NotSupportedError, match="does not build, in codes"):
-        export_safetensors(reloaded, tmp_path / "again")
+    _same_again(tmp_path / "file", tmp_path)
+
+
+def _same_again(folder: Path, tmp_path: Path) -> None:
+    """A folder with further layers in codes is loaded, written again and converted there and back: the same bytes."""
+    reloaded = quark.torch.import_model_from_safetensors(None, folder)
+    export_safetensors(reloaded, tmp_path / "again")
+    convert(folder, tmp_path / "other", "compressed-tensors")
+    convert(tmp_path / "other", tmp_path / "back", "quark")
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    before, back = written(folder)[0], written(tmp_path / "back")[0]
+    assert before.keys() == back.keys()
+    for name, x in before.items():  # of compressed-tensors scales are read in float32
+        assert torch.equal(x.float(), back[name].float()), name
+    said = [written(tmp_path / name)[1]["quantization_config"] for name in ("again", "back")]
+    assert {*said[0]["exclude"]} == {*said[1]["exclude"]} == {*written(folder)[1]["quantization_config"]["exclude"]}
+
+
+def convert(folder: Path, output: Path, form: str) -> None:
+    done = program("convert", folder, "-o", output, "--format", form)
+    assert done.code == 0, done.err
 
 
 @pytest.mark.slow

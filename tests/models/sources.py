@@ -31,7 +31,7 @@ COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
                                 ("mxfp8", "mxfp8-quantized", 8))},
 }  # fmt: skip
 """Kind -> the format of compressed-tensors, and its arguments."""
-QUANTIZED = re.compile(r"proj|\.w[123]\.")
+QUANTIZED = re.compile(r"(proj|\.w[123])\.weight$")
 """In the names of the layers that are stored in codes."""
 LARGEST = 6.0
 """Of FP4."""

@@ -7,9 +7,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,18 @@ from quark.log import logger
 from quark.torch.calibration.distributed import rank, shared_folder
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.checkpoint.quantization_config import folder_of
-from quark.torch.checkpoint.shards import (
-    Entry,
-    entries,
-    names_in_file,
-    write_shards,
-)
-from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_modules, carried_of
+from quark.torch.checkpoint.shards import entries, names_in_file, write_shards
+from quark.torch.checkpoint.sources.carried import carried_of
 from quark.torch.checkpoint.stored_types import source_folder, stored_plain
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
-from quark.torch.formats.fused_groups import sibling_groups
-from quark.torch.formats.layout import Layout
 from quark.torch.formats.quark.layout import PACK_METHODS
 from quark.torch.formats.readers import check_readers
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import check_files, side_files
 from quark.torch.plan import Plan
+from quark.torch.writers.carried import carried_beside_model
 from quark.torch.writers.gguf.blocks import GgufFormat, refuse_carried
 from quark.torch.writers.gguf.writer import write_gguf
 from quark.torch.writers.model_card import CARD, write_card
@@ -86,10 +79,10 @@ def export_safetensors(
     _require_transformers(model, "export_safetensors")
     source = source_folder(model)
     form, real = FORMATS[custom_mode], weight_format == REAL_QUANTIZED
-    dropped = _carried(model, config, plan, partial(form.make_layout, pack_method=pack_method, real=real))
-    beside = [name for name, _, _ in dropped]
+    carried = carried_beside_model(model, config, plan, form, pack_method, real)
+    plan, beside = carried.plan, [name for name, _, _ in carried.entries]
     content = folder_of(model, config, plan, weight_format, pack_method, beside, everywhere=not form.own_loader)
-    form.check({**dict(model.named_modules()), **carried_modules(model, source, plan.beside)}, content)
+    form.check({**dict(model.named_modules()), **carried.modules}, content)
     plain = stored_plain(model, source, narrow=not config.algo_config)
     items = list(entries(model, pack_method, real, form, plain=plain))
     names = names_in_file(model, form, content.specs, as_they_are=beside)
@@ -99,19 +92,13 @@ def export_safetensors(
         check_files(source)  # what is copied at the end is refused at the beginning
     with shared_folder(output_dir, overwrite) as folder:
         if rank() == 0:
-            write_shards(folder, [*items, *dropped], names, max_shard_size)
+            write_shards(folder, [*items, *carried.entries], names, max_shard_size)
             write_config(model, form.describe(content), folder)
             write_companions(model, source, tokenizer, folder)
             write_card(model, plan.layers, source, folder)
             write_attachments(attachments, folder)
     logger.info("Exported to %s.", output_dir)
     return Path(output_dir)
-
-
-def _carried(model: nn.Module, config: QConfig, plan: Plan, make_layout: Callable[..., Layout]) -> list[Entry]:
-    """Entries of what the source folder holds beside the model."""
-    groups = sibling_groups(model, config.shared_scale_groups) if plan.beside else ()
-    return carried_of(model, source_folder(model), CarriedLayers(plan.beside, make_layout, groups))
 
 
 def save_quantized(model: Any, save_directory: str | os.PathLike[str], **options: Any) -> None:

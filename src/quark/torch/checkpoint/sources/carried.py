@@ -18,7 +18,7 @@ from torch import nn
 from quark.core.checks import naming
 from quark.core.patterns import first_match, matches
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import ConfigError, FormatError, NotSupportedError
+from quark.errors import ConfigError, FormatError
 from quark.log import logger
 from quark.torch.calibration.calibrate import qparams_under, sharing_scales, tensor_qparams
 from quark.torch.checkpoint.loading import stored_like
@@ -59,20 +59,14 @@ def carried_source(model: Any, folder: Path | None) -> Source | None:
     return Source(shard_files(folder), readable_quantization(read_config(folder)))
 
 
-def carried_of(model: Any, folder: Path | None, layers: CarriedLayers = CarriedLayers()) -> list[Entry]:
-    """Entries of what the folder that a model was loaded from holds beside it.
-
-    Raises NotSupportedError where that is in codes that are not read: what the new folder said of it were false.
-    """
+def carried_of(
+    model: Any, folder: Path | None, layers: CarriedLayers = CarriedLayers(), apart: Collection[str] = ()
+) -> list[Entry]:
+    """Entries of what the folder that a model was loaded from holds beside it, but for that of the layers `apart`."""
     source = carried_source(model, folder)
     if source is None:
         return []
-    names = dropped_names(model, source.names())
-    if coded := [name for name in names if name.endswith("_scale") and name.removesuffix("_scale") in names]:
-        raise NotSupportedError(
-            f"{folder} holds {coded[0].removesuffix('_scale')}, which the model's class does not build, in codes. "
-            "Possible: to quantize the float model anew, with the scheme that is wanted."
-        )
+    names = [name for name in dropped_names(model, source.names()) if name.rpartition(".")[0] not in apart]
     return carried_entries(source, names, model.dtype, layers)
 
 
@@ -104,7 +98,9 @@ def carried_layers(model: nn.Module, source: Source, names: Iterable[str]) -> di
     apart = {name.rpartition(".")[2] for name in routers(model)} | {
         name.rpartition(".")[2] for name, m in model.named_modules() if type(m).__name__.endswith("Router")
     }
-    shapes = {name.removesuffix(".weight"): source.shape(name) for name in names if name.endswith(".weight")}
+    # Codes of a folder in a form that is not read as float are no weights here; see writers/carried.py.
+    weights = [name for name in names if name.endswith(".weight") and (source.is_coded(name) or source.is_wide(name))]
+    shapes = {name.removesuffix(".weight"): source.shape(name) for name in weights}
     return {
         name: shape
         for name, shape in shapes.items()

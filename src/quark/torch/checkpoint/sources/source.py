@@ -109,6 +109,11 @@ class Source:
         """Whether a float tensor is stored in codes."""
         return self._form(name) != "plain"
 
+    def is_wide(self, name: str) -> bool:
+        """Whether a tensor is stored in floats of more than a byte, which are values and no codes."""
+        dtype = self.meta(name).dtype
+        return dtype.is_floating_point and dtype.itemsize > 1
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a float tensor. Raises FormatError for one that is not there."""
         form, parent = self._form(name), name.rpartition(".")[0]
