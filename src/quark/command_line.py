@@ -18,8 +18,8 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, ClassVar, cast
@@ -133,20 +133,11 @@ def run(app: typer.Typer, name: str = "quark", arguments: Sequence[str] | None =
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = DEBUG in words or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
     output = UnfailingStream(sys.stdout if _is_first("RANK") else None)
-    level, Results.collected = logger.level, {"tables": [], "lines": []} if JSON in words else None
-    if not _is_first("RANK"):
-        logger.setLevel(logging.ERROR)
-    elif QUIET in words or VERBOSE in words:
-        logger.setLevel(logging.WARNING if QUIET in words else logging.DEBUG)
-    try:
-        with redirect_stdout(cast(IO[str], output)):
-            code = _run(app, name, [word for word in words if word not in ANYWHERE], debug)
-            if Results.collected is not None and any(Results.collected.values()):
-                output.write(json.dumps(Results.collected, indent=2, ensure_ascii=False) + "\n")
-            output.flush()
-    finally:
-        Results.collected = None
-        logger.setLevel(level)
+    with _said_as_asked(words), redirect_stdout(cast(IO[str], output)):
+        code = _run(app, name, [word for word in words if word not in ANYWHERE], debug)
+        if Results.collected is not None and any(Results.collected.values()):
+            output.write(json.dumps(Results.collected, indent=2, ensure_ascii=False) + "\n")
+        output.flush()
     if output.error is not None:
         _silence(output)
         # A reader that has seen enough is no failure.
@@ -154,6 +145,22 @@ def run(app: typer.Typer, name: str = "quark", arguments: Sequence[str] | None =
             code = _say(name, f"All is done, but the results could not be printed: {_reason(output.error)}.")
     if code:
         sys.exit(code)
+
+
+@contextmanager
+def _said_as_asked(words: Sequence[str]) -> Iterator[None]:
+    """Within: the log has the level, and results the form, that the words of a command line ask for."""
+    level = logger.level
+    if not _is_first("RANK"):
+        logger.setLevel(logging.ERROR)
+    elif QUIET in words or VERBOSE in words:
+        logger.setLevel(logging.WARNING if QUIET in words else logging.DEBUG)
+    Results.collected = {"tables": [], "lines": []} if JSON in words else None
+    try:
+        yield
+    finally:
+        Results.collected = None
+        logger.setLevel(level)
 
 
 def _run(app: typer.Typer, name: str, words: list[str], debug: bool) -> int:

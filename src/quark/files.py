@@ -219,6 +219,11 @@ def digest_of(file: Path) -> str:
 # What may be written. ------------------------------------------------------------------------------------------------
 
 
+def _holds(folder: Path, path: Path) -> bool:
+    """Whether a path, or what it links to, lies in a folder."""
+    return any(_same(folder, parent) for parent in (*path.parents, *_real(path).parents))
+
+
 def check_apart(output: str | os.PathLike[str], *inputs: Any, whole: bool = False) -> None:
     """Raise OutputExistsError where an output is, or holds, an input: by its own name, a link, or another case.
 
@@ -232,12 +237,11 @@ def check_apart(output: str | os.PathLike[str], *inputs: Any, whole: bool = Fals
         if not isinstance(given, (str, os.PathLike)) or not os.fspath(given) or "\0" in os.fspath(given):
             continue
         source = Path(os.path.abspath(given))  # noqa: PTH100 - resolve() would follow links
-        # A folder may be made of links to files that lie elsewhere.
-        read = [source, *(path for path in _entries(source) if whole and path.is_symlink())]
         if _same(target, source):
             raise OutputExistsError(f"{output} is {given} itself, which is read. Choose another output.")
-        places = [place for path in read for place in (path, _real(path))] if _is_folder(target) else []
-        if any(_same(target, parent) for place in places for parent in place.parents):
+        # A folder may be made of links to files that lie elsewhere.
+        read = [source, *(path for path in _entries(source) if whole and path.is_symlink())]
+        if _is_folder(target) and any(_holds(target, path) for path in read):
             raise OutputExistsError(f"{output} holds {given}, which is read. Choose another output.")
         if whole and any(_same(parent, source) for parent in _real(target).parents):
             raise OutputExistsError(f"{output} lies in {given}, which is read. Choose an output outside it.")

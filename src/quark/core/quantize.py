@@ -19,6 +19,7 @@ GPU a kernel takes all of them in one launch, see kernels/groups.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -195,12 +196,16 @@ def _fake_quantize_in_steps(x: Array, params: QParams | None, spec: TensorSpec, 
         scale, zero = _broadcast(effective(params, spec), spec, tuple(x.shape))
     if isinstance(spec.split, PerTensor):
         source, target = source.reshape(-1), target.reshape(-1)
-        scale, zero = (None if p is None else p.reshape(1) for p in (scale, zero))
+        scale, zero = _each(lambda part: part.reshape(1), scale, zero)
     while source.ndim > 1 and source.shape[0] == 1:
         source, target = source[0], target[0]
-        scale, zero = (None if p is None else p[0] for p in (scale, zero))
+        scale, zero = _each(lambda part: part[0], scale, zero)
     for rows in row_chunks(source.shape[0], 4 * math.prod(source.shape[1:]), chunk_bytes_for(x)):
         target[rows] = _saturate(_qdq(source[rows], _rows(scale, rows), _rows(zero, rows), spec), x)
+
+
+def _each(change: Callable[[Array], Array], *parts: Array | None) -> tuple[Array | None, ...]:
+    return tuple(None if part is None else change(part) for part in parts)
 
 
 class FakeQuantizer:

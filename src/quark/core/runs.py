@@ -91,15 +91,22 @@ def packed_codes(
     rows, columns = x.shape[0] if x.ndim else 1, math.prod(x.shape[1:])
     words = 1 if spec.dtype.bits == 8 else 8
     length = _run_length(x, spec) if _is_compiled(x) and _is_plain(spec) else 0
-    if not length or length % (1 if transposed else words) or (rows if transposed else columns) % words:
+    counts = (rows,) if transposed else (length, columns)
+    if not length or any(count % words for count in counts):
         return None
     scale = (namespace(x).where(scale == 0, 1.0, scale) if spec.dtype.is_float else 1.0 / scale).contiguous()
     if spec.dtype.is_float or (spec.symmetric and spec.dtype.signed):
         zero = None
     zero = None if zero is None else zero.contiguous()
     rule = rule_of(spec, order)
-    if not transposed:
-        return codes(x, length, scale.reshape(-1), zero, rule).reshape(rows, -1)
+    if transposed:
+        return _transposed_codes(x, length, scale, zero, rule)
+    return codes(x, length, scale.reshape(-1), zero, rule).reshape(rows, -1)
+
+
+def _transposed_codes(x: Array, length: int, scale: Array, zero: Array | None, rule: CodeRule) -> Array:
+    """Codes of 4 bits along the rows of a matrix, whose values share a scale for `length` columns."""
+    rows, columns = x.shape[0], math.prod(x.shape[1:])
     out = namespace(x).empty((columns, rows // 2), dtype=namespace(x).uint8)
     function, runs = _function("transposed", x), columns // length
 

@@ -162,7 +162,18 @@ def flaw(params: QParams, spec: TensorSpec) -> str | None:
     A scale is a positive finite number of its type; 0 only where the rule gives it for a part that is all zero (FP8
     types, and scales that are themselves quantized). A zero point is a code; of a symmetric type, that of its middle.
     """
-    xp, scale, zero = namespace(params.scale), params.scale, params.zero_point
+    found = _flaw_of_scale(params.scale, spec)
+    if found is None and params.zero_point is not None and spec.has_zero_point:
+        found = _flaw_of_zero_point(params.zero_point, spec)
+    second = spec.scale_spec or spec.code_spec
+    if found or params.second is None or second is None:
+        return found
+    inner = flaw(params.second, second)
+    return inner and f"second-level {inner}"
+
+
+def _flaw_of_scale(scale: Array, spec: TensorSpec) -> str | None:
+    xp = namespace(scale)
     zero_scales = spec.scale_spec is not None or spec.scale_type in (ScaleType.float8_e4m3, ScaleType.float8_e5m3)
     if not bool(xp.isfinite(scale).all()):
         return "scale holds NaN or infinity"
@@ -172,13 +183,7 @@ def flaw(params: QParams, spec: TensorSpec) -> str | None:
         return "scale holds other numbers than powers of two"
     if spec.scale_type is ScaleType.int16 and not bool((nearest_fraction(scale) == scale).all()):
         return "scale holds other numbers than M / 2^N"
-    if zero is not None and spec.has_zero_point:
-        found = _flaw_of_zero_point(zero, spec)
-        if found:
-            return found
-    second = spec.scale_spec or spec.code_spec
-    inner = flaw(params.second, second) if params.second is not None and second is not None else None
-    return inner and f"second-level {inner}"
+    return None
 
 
 def _flaw_of_zero_point(zero: Array, spec: TensorSpec) -> str | None:

@@ -90,6 +90,15 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.scale_spec and self.code_spec:
             raise ConfigError("A TensorSpec takes scale_spec or code_spec, not both.")
+        self._check_blocks()
+        if self.float_zero_point and (self.symmetric or self.dtype.is_float):
+            raise ConfigError("A float zero point needs an asymmetric integer type.")
+        if self.scale_type is ScaleType.int16 and self.dynamic:
+            raise ConfigError("Scales of the form M / 2^N are static: no graph rounds live ones to them.")
+        if self.learning is not None:
+            self._check_learning(self.learning)
+
+    def _check_blocks(self) -> None:
         if self.dtype.is_block and not isinstance(self.granularity, PerGroup):
             raise ConfigError(
                 f"{self.dtype} shares an exponent in blocks of {self.dtype.block} along one axis: "
@@ -102,12 +111,6 @@ class TensorSpec:
             )
         if self.dtype.name in MICRO_EXPONENT and getattr(self.granularity, "size", 0) % 2:
             raise ConfigError(f"{self.dtype} shifts pairs: its block size must be even, got {self.granularity}.")
-        if self.float_zero_point and (self.symmetric or self.dtype.is_float):
-            raise ConfigError("A float zero point needs an asymmetric integer type.")
-        if self.scale_type is ScaleType.int16 and self.dynamic:
-            raise ConfigError("Scales of the form M / 2^N are static: no graph rounds live ones to them.")
-        if self.learning is not None:
-            self._check_learning(self.learning)
 
     def _check_learning(self, learning: Learning) -> None:
         two_levels = self.scale_spec is not None or self.code_spec is not None

@@ -85,6 +85,9 @@ ALIGNED_PAIR_VIEW = """
   block_view = Constant <value_ints: ints = [{pairs}]> ()
   step_view = Constant <value_ints: ints = [{single}]> ()
 """
+# How x becomes blocks, and pairs; how they become y; the sum of a block.
+ALIGNED = (ALIGNED_VIEW, ALIGNED_PAIR_VIEW, ALIGNED_UNVIEW, "ReduceSum (magnitude, reduced)")
+ANY_SHAPE = (VIEW, PAIR_VIEW, UNVIEW, "{ReduceSumSquare} (v{axes})")
 # `base` is the step of the block, as a float64, before what bfp16 and pairs add to it.
 BASE = """
   one = Constant <value_ints: ints = [1]> ()
@@ -209,23 +212,22 @@ def block_body(
         rule: Of an E8M0 scale.
     """
     micro, aligned = dtype.name in MICRO_EXPONENT, inner is not None
-    if micro:
-        step = PAIR_STEP
-    else:
-        step = BFP_STEP if dtype.name == "bfp16" else OCP_STEP
-    body = BASE + step + (FLOAT if dtype.is_float else INTEGER) + (ALIGNED_UNVIEW if aligned else UNVIEW)
+    step = PAIR_STEP if micro else BFP_STEP if dtype.name == "bfp16" else OCP_STEP
+    view, pair_view, unview, total = ALIGNED if aligned else ANY_SHAPE
+    body = BASE + step + (FLOAT if dtype.is_float else INTEGER) + unview
     shape = "1, -1, {}" if inner == 1 else f"-1, {{}}, {inner}"
+    reduction, axes = ("", ", reduced") if opset >= 18 else (" <axes = [{axis}]>", "")
     words = {
         "rule": RULES[rule],
         "unit": "unit" if rule is ScaleRule.floor else "chosen_unit",
-        "view": ALIGNED_VIEW if aligned else VIEW,
-        "pair_view": ALIGNED_PAIR_VIEW if aligned else PAIR_VIEW,
+        "view": view,
+        "pair_view": pair_view,
         "round": ROUND[rounding],
         "v": "pairs" if micro else "v",
-        "Total": "ReduceSum (magnitude, reduced)" if aligned else "{ReduceSumSquare} (v{axes})",
-        "ReduceMax": "ReduceMax" if opset >= 18 else "ReduceMax <axes = [{axis}]>",
-        "ReduceSumSquare": "ReduceSumSquare" if opset >= 18 else "ReduceSumSquare <axes = [{axis}]>",
-        "axes": ", reduced" if opset >= 18 else "",
+        "Total": total,
+        "ReduceMax": f"ReduceMax{reduction}",
+        "ReduceSumSquare": f"ReduceSumSquare{reduction}",
+        "axes": axes,
         "axis": 2 if inner == 1 else 1,
         "block": shape.format(size),
         "pairs": shape.format(size // 2),

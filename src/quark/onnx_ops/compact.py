@@ -34,21 +34,24 @@ def share_constants(model: ir.Model) -> int:
     Returns:
         How many constants are gone.
     """
-    count = sum(_share(graph) for graph in _parts(model.graph))
-    bodies = list(_parts(model.graph))[1:]
-    taken = {value.name for graph in _parts(model.graph) for node in graph for value in node.outputs}
-    taken |= {value.name for graph in _parts(model.graph) for value in (*graph.inputs, *graph.initializers.values())}
-    for values in _alike([model.graph, *bodies] if bodies else [], SMALL):
+    graphs = list(_parts(model.graph))
+    count = sum(map(_share, graphs))
+    taken = set().union(*map(_names, graphs))
+    for values in _alike(graphs, SMALL) if len(graphs) > 1 else ():
         inside = [value for value in values if value.graph is not model.graph]
-        if len(values) < 2 or not inside:
-            continue
-        kept = next((value for value in values if value.graph is model.graph), None)
-        if kept is None:
+        outside = [value for value in values if value.graph is model.graph]
+        if len(values) > 1 and not outside:
             assert values[0].const_value is not None
-            kept = add_constant(model.graph, free_name(values[0].name or "", taken), values[0].const_value)
-            taken.add(kept.name)
-        count += _read_instead(inside, kept)
+            outside = [add_constant(model.graph, free_name(values[0].name or "", taken), values[0].const_value)]
+            taken.add(outside[0].name)
+        count += _read_instead(inside, outside[0]) if outside else 0
     return count
+
+
+def _names(graph: ir.Graph) -> set[str | None]:
+    """The names of the tensors of one graph."""
+    made = (value for node in graph for value in node.outputs)
+    return {value.name for value in (*graph.inputs, *graph.initializers.values(), *made)}
 
 
 def _share(graph: ir.Graph) -> int:
@@ -57,21 +60,23 @@ def _share(graph: ir.Graph) -> int:
 
 def _alike(graphs: list[ir.Graph], at_least: int = 0) -> Iterator[list[ir.Value]]:
     """The constants of these graphs, of so many bytes at least, in groups of the same type, shape and bits."""
-    similar: dict[tuple[object, ...], list[ir.Value]] = {}
+    similar: dict[tuple[object, ...], list[tuple[ir.Value, ir.TensorProtocol]]] = {}
     for value in (value for graph in graphs for value in graph.initializers.values()):
         tensor = value.const_value
-        # An input with a default may get another value; what is an output has a name that is asked for.
-        if tensor is None or value.is_graph_input() or value.is_graph_output() or tensor.dtype is ir.DataType.STRING:
-            continue
-        compared = tensor.nbytes <= LARGEST_COMPUTED or not isinstance(tensor, ir.LazyTensor)
-        if compared and tensor.nbytes >= at_least:
-            similar.setdefault((tensor.dtype, *tensor.shape.numpy()), []).append(value)
-    for values in (values for values in similar.values() if len(values) > 1):
+        if tensor is not None and tensor.nbytes >= at_least and _may_be_shared(value, tensor):
+            similar.setdefault((tensor.dtype, *tensor.shape.numpy()), []).append((value, tensor))
+    for pairs in (pairs for pairs in similar.values() if len(pairs) > 1):
         same: dict[bytes, list[ir.Value]] = {}
-        for value in values:
-            assert value.const_value is not None
-            same.setdefault(hashlib.sha256(value.const_value.tobytes()).digest(), []).append(value)
+        for value, tensor in pairs:
+            same.setdefault(hashlib.sha256(tensor.tobytes()).digest(), []).append(value)
         yield from same.values()
+
+
+def _may_be_shared(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
+    # An input with a default may get another value; what is an output has a name that is asked for.
+    if value.is_graph_input() or value.is_graph_output() or tensor.dtype is ir.DataType.STRING:
+        return False
+    return tensor.nbytes <= LARGEST_COMPUTED or not isinstance(tensor, ir.LazyTensor)
 
 
 def _read_instead(values: list[ir.Value], kept: ir.Value) -> int:
@@ -106,15 +111,10 @@ def drop_inferable(model: ir.Model) -> int:
 
 def _not_inferred(proto: onnx.ModelProto) -> list[set[str]]:
     """The tensors of each graph of a model whose types and shapes do not follow; the message is changed."""
-    for graph in _graphs(proto.graph):
-        for node in graph.node:
-            if node.domain == "com.microsoft" and node.op_type in INFERRED_BY_RUNTIME:
-                node.domain = ""
-    constants = [{tensor.name for tensor in graph.initializer} for graph in _graphs(proto.graph)]
-    declared = [
-        {info.name: info for info in graph.value_info if info.name not in known}
-        for graph, known in zip(_graphs(proto.graph), constants, strict=True)
-    ]
+    for node in (node for graph in _graphs(proto.graph) for node in graph.node):
+        if node.domain == "com.microsoft" and node.op_type in INFERRED_BY_RUNTIME:
+            node.domain = ""
+    declared = [_declared(graph) for graph in _graphs(proto.graph)]
     kept: list[set[str]] = [set() for _ in declared]
     for _ in range(ROUNDS):
         missing = _missing(proto, declared, kept)
@@ -127,6 +127,12 @@ def _not_inferred(proto: onnx.ModelProto) -> list[set[str]]:
                 if not anywhere.intersection(node.input):
                     stays |= names.intersection(node.output)
     return [stays | names for stays, names in zip(kept, _missing(proto, declared, kept), strict=True)]
+
+
+def _declared(graph: onnx.GraphProto) -> Infos:
+    """What a graph says of its tensors, constants apart."""
+    constants = {tensor.name for tensor in graph.initializer}
+    return {info.name: info for info in graph.value_info if info.name not in constants}
 
 
 def _missing(proto: onnx.ModelProto, declared: list[Infos], kept: list[set[str]]) -> list[set[str]]:

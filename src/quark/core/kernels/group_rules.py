@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from quark.core.dtypes import DTYPES, MICRO_EXPONENT
+from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.kernels.element_rule import ElementRule
 from quark.core.scales import narrow_scale
@@ -18,6 +18,8 @@ WIDEST = 1 << 14
 """Values of a group that a program holds at once."""
 RANGE, SHARED, PAIRS, WIDE = range(4)
 """How a live scale is found: from the range, as the exponent of a block, as that of pairs, as that of BFP16."""
+MANTISSA_BITS = {"": 23, "float16": 10, "bfloat16": 7}
+"""Of the types that a scale is rounded to by a shift; "": float32, so that it stays."""
 
 
 @dataclass(frozen=True)
@@ -103,33 +105,36 @@ def live_scale(spec: TensorSpec, dtype: str) -> dict[str, Any] | None:
     if name == "bfp16":
         return _arguments(WIDE)
     if spec.scale_type is ScaleType.float8_e8m0fnu:
-        return _arguments(
-            SHARED,
-            added=1 << (22 - (element.mbits if element.is_float else 8)) if spec.scale_rule is ScaleRule.even else 0,
-            up=spec.scale_rule is ScaleRule.ceil,
-            emax=element.emax if element.is_float else 0,
-            steps=0 if element.is_float else element.emax,
-            at_zero=spec.scale_rule is not ScaleRule.even,
-        )
+        return _arguments(SHARED, **_shared_exponent(element, spec.scale_rule))
     if element.is_block or spec.scale_spec is not None or not (spec.symmetric and element.signed):
         return None
     if spec.scale_type in (ScaleType.pof2, ScaleType.int16):
         return None
-    reach = element.max if element.is_float else (element.max - element.min) / 2
+    reach = float(element.max if element.is_float else (element.max - element.min) / 2)
     rounded = narrow_scale(spec, dtype)
-    if rounded in ("", "float16", "bfloat16"):
-        return _arguments(RANGE, reach=float(reach), narrow={"": 23, "float16": 10, "bfloat16": 7}[rounded])
+    if rounded in MANTISSA_BITS:
+        return _arguments(RANGE, reach=reach, narrow=MANTISSA_BITS[rounded])
     if not element.is_float:
         return None
     narrow = DTYPES[rounded]
     return _arguments(
         RANGE,
-        reach=float(reach),
+        reach=reach,
         narrow_low=float(narrow.min),
         narrow_high=float(narrow.max),
         narrow_bits=narrow.mbits,
         narrow_power=2.0**narrow.emin,
     )
+
+
+def _shared_exponent(element: Dtype, rule: ScaleRule) -> dict[str, Any]:
+    """How an E8M0 scale follows from the largest magnitude of its block."""
+    mantissa, emax, steps = (element.mbits, element.emax, 0) if element.is_float else (8, 0, element.emax)
+    even = rule is ScaleRule.even
+    return {
+        "added": 1 << (22 - mantissa) if even else 0, "up": rule is ScaleRule.ceil, "emax": emax, "steps": steps,
+        "at_zero": not even,
+    }  # fmt: skip
 
 
 def _arguments(kind: int, **given: Any) -> dict[str, Any]:

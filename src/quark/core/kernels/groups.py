@@ -79,24 +79,27 @@ def _stored(
     runs = Runs.of(spec.split, shape)
     if runs is None or math.prod(spec.split.scale_shape(shape)) != math.prod(params.scale.shape):
         return None
-    second = None
+    given = {"scale": params.scale}
     if spec.scale_spec is not None and params.second is not None:
-        second = _float32(params.second.scale)
-        is_one = isinstance(spec.scale_spec.split, PerTensor) and spec.scale_spec.dtype.is_float
-        if not is_one or spec.scale_spec.is_cast or second.numel() != 1:
+        given["second"] = params.second.scale
+        if not _is_one_float(spec.scale_spec, params.second.scale):
             return None
-    if element.zero_decoded and params.zero_point is None:
+    if element.zero_decoded:
+        given["zero"] = params.zero_point
+    if any(part is None or part.device != x.device for part in given.values()):
         return None
-    scale = _float32(params.scale)
-    zero = _float32(params.zero_point) if element.zero_decoded else None
-    if any(part is not None and part.device != x.device for part in (scale, zero, second)):
-        return None
+    scale, zero, second = (_float32(given[name]) if name in given else None for name in ("scale", "zero", "second"))
     rule = StoredRule(runs, element)
     key = (
         "stored", dtype_name(x), bytes(element), second is not None, min(runs.groups, 2), runs.groups > 1 and runs.size,
         min(runs.length, 1024).bit_length(),
     )  # fmt: skip
     return (lambda: kernel_module(MODULE).stored(x, out, scale, zero, second, rule)), key
+
+
+def _is_one_float(spec: TensorSpec, scale: Array) -> bool:
+    """Whether the scales of a tensor are floating point under one scale."""
+    return isinstance(spec.split, PerTensor) and spec.dtype.is_float and not spec.is_cast and scale.numel() == 1
 
 
 def _live(
