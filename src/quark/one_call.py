@@ -162,16 +162,8 @@ def _module(
         goal or IN_MEMORY, False, scheme=scheme if scheme or goal or bits else _scheme_of(model, data is not None),
         bits=bits, effort=effort, algorithms=words, has_data=data is not None,
     )  # fmt: skip
-    if chosen.mixed is not None:
-        raise ConfigError(
-            "A budget for a module: a mix is chosen for a folder. Possible: its path, or "
-            "quark.torch.bit_budget.measure.measure_sensitivity."
-        )
     folder = getattr(model, "name_or_path", "")
-    if output is not None and chosen.form == "onnx":
-        raise ConfigError("An ONNX file of a module needs inputs: quark.torch.export_onnx(model, folder, inputs).")
-    if output is not None and chosen.form == "gguf" and not folder:
-        raise ConfigError("A GGUF file needs a tokenizer: quark.torch.export_gguf(model, folder, name, tokenizer).")
+    _check_kind(chosen, output, folder)
     algorithms = torch_algorithms(chosen.algorithms) or None
     if chosen.scheme in MIX_NAMES:
         config = gguf_config(model, chosen.scheme, algorithms, exclude)
@@ -191,6 +183,19 @@ def _module(
     else:
         export_safetensors(made, path, chosen.form, overwrite=overwrite)
     return made
+
+
+def _check_kind(chosen: Any, output: Any, folder: str) -> None:
+    """Raise ConfigError for what is made of a folder, and not of a module: a mix, and files that need more."""
+    if chosen.mixed is not None:
+        raise ConfigError(
+            "A budget for a module: a mix is chosen for a folder. Possible: its path, or "
+            "quark.torch.bit_budget.measure.measure_sensitivity."
+        )
+    if output is not None and chosen.form == "onnx":
+        raise ConfigError("An ONNX file of a module needs inputs: quark.torch.export_onnx(model, folder, inputs).")
+    if output is not None and chosen.form == "gguf" and not folder:
+        raise ConfigError("A GGUF file needs a tokenizer: quark.torch.export_gguf(model, folder, name, tokenizer).")
 
 
 def _loadable(model: Any, config: Any, chosen: Any) -> Any:

@@ -224,18 +224,22 @@ def _with_cache(goal: RuntimeGoal, offer: Offer, cache: str, holding: Collection
     return replace(offer, default=next(iter(offer.cached.values())), bits=offer.cached, without_data=None)
 
 
+def _no_mix(goal: RuntimeGoal, offer: Offer, onnx: bool, bits: float | None) -> NotSupportedError:
+    asked = "A size" if bits is None else f"--bits {bits:g}"
+    known = ", ".join(map(str, offer.bits))
+    others = ", ".join(name for name, row in GOALS.items() if row.folder is not None and row.folder.mixed)
+    return NotSupportedError(
+        f"{asked} is a mix of schemes, which no format of {goal.program} is known to hold. Possible for "
+        f"{goal.name}: --bits {known}. A mix{' of a model folder' if onnx else ''}: {others}."
+    )
+
+
 def _mixed(
     goal: RuntimeGoal, offer: Offer, onnx: bool, bits: float | None, form: str | None, candidates: Sequence[str]
 ) -> tuple[str, tuple[str, ...], str]:
     """Form, candidates, and the reason for layers with schemes of their own."""
     if offer.mixed is None:
-        asked = "A size" if bits is None else f"--bits {bits:g}"
-        known = ", ".join(map(str, offer.bits))
-        others = ", ".join(name for name, row in GOALS.items() if row.folder is not None and row.folder.mixed)
-        raise NotSupportedError(
-            f"{asked} is a mix of schemes, which no format of {goal.program} is known to hold. Possible for "
-            f"{goal.name}: --bits {known}. A mix{' of a model folder' if onnx else ''}: {others}."
-        )
+        raise _no_mix(goal, offer, onnx, bits)
     if bits is not None and not 0 < bits < math.inf:
         known = ", ".join(map(str, offer.bits))
         raise ConfigError(f"--bits {bits:g} is no number of bits. Possible for {goal.name}: {known}, or between.")
@@ -280,16 +284,20 @@ def _scheme(
     if scheme is None:
         made, name = offer.default if has_data or offer.without_data is None else offer.without_data
         return _in_form(goal, onnx, name, form, made, holding), name, offer.why
-    names = {fact.scheme for fact in goal.facts(onnx)}
     rows = [offer.default, *offer.bits.values()]
-    found = scheme if scheme in names else named_in(scheme, [name for _, name in rows])
-    if found is None:
-        found = named_in(scheme, [fact.scheme for fact in goal.loaded(onnx)])
+    found = _named(goal, onnx, scheme, [name for _, name in rows])
     if found is None:
         raise _unknown(goal, onnx, scheme, form)
     preferred = next((row[0] for row in rows if row[1] == found), None)
     why = "asked for" if found == scheme else f"{scheme}: here it is {found}"
     return _in_form(goal, onnx, found, form, preferred, holding), found, why
+
+
+def _named(goal: RuntimeGoal, onnx: bool, scheme: str, usual: Sequence[str]) -> str | None:
+    """The scheme of a name; of a family, the usual one of it, or what the program loads."""
+    if any(fact.scheme == scheme for fact in goal.facts(onnx)):
+        return scheme
+    return named_in(scheme, usual) or named_in(scheme, [fact.scheme for fact in goal.loaded(onnx)])
 
 
 def _in_form(

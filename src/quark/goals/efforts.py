@@ -89,31 +89,40 @@ def steps_for(scheme: str, effort: str) -> Steps:
     return balanced if effort == BALANCED else best
 
 
+GPTQ = Steps(("gptq",), "GPTQ: most of what can be gained, at half the time of the best")
+SMOOTH = Steps(("smooth",), "SmoothQuant: outliers of inputs move to weights where that helps")
+FISHER = Steps((QRONOS,), WHY_FISHER)
+FISHER_IN_GROUPS = Steps((ON_THE_WAY,), WHY_FISHER)
+
+
+def _nearest(why: str) -> tuple[Steps, Steps]:
+    return Steps((), why), Steps((), why)
+
+
 def _steps(scheme: str) -> tuple[Steps, Steps]:
-    gptq = Steps(("gptq",), "GPTQ: most of what can be gained, at half the time of the best")
+    """What is balanced, and what is best."""
     if scheme in MIX_NAMES:
-        none = Steps((), "8 bits to nearest lose 0.1 millinats")
-        best = Steps(("qronos",), "Qronos: 3.1 millinats of Q4_K_M where to nearest has 6.1")
-        return (none, none) if scheme == "q8_0" else (gptq, best)
+        return _steps_of_mix(scheme)
     layer = SCHEMES[scheme]
     weight = layer.weight
     if weight is None or weight.is_cast or (weight.dtype.bits >= 8 and layer.input is None):
-        none = Steps((), "8 bits and more to nearest lose 0.1 millinats: no algorithm is needed")
-        return none, none
-    if weight.dtype.bits >= 8 and weight.dtype.is_float:
-        none = Steps((), "of FP8 and MX types of 8 bits no algorithm was measured to gain")
-        return none, none
+        return _nearest("8 bits and more to nearest lose 0.1 millinats: no algorithm is needed")
     if weight.dtype.bits >= 8:
-        smooth = Steps(("smooth",), "SmoothQuant: outliers of inputs move to weights where that helps")
-        return smooth, smooth
+        if weight.dtype.is_float:
+            return _nearest("of FP8 and MX types of 8 bits no algorithm was measured to gain")
+        return SMOOTH, SMOOTH
     if weight.code_spec is not None or weight.dtype.is_block:
-        none = Steps((), "for this type no algorithm was measured")
-        return none, none
+        return _nearest("for this type no algorithm was measured")
     if layer.input is None:
         in_groups = not weight.dtype.is_float and "per_channel" not in scheme
-        qronos = ON_THE_WAY if in_groups else QRONOS
-        return gptq, Steps((qronos,), WHY_FISHER)
+        return GPTQ, FISHER_IN_GROUPS if in_groups else FISHER
     if scheme.startswith("mxfp4"):
         why = "GPTQ: of MXFP4 with inputs Qronos lost more on two models, AutoRound on one, and 3 % less on the other"
-        return gptq, Steps(("gptq",), why)
-    return gptq, Steps((QRONOS,), "Qronos by Fisher information: of NVFP4 21.5 millinats, alone 22.5")
+        return GPTQ, Steps(("gptq",), why)
+    return GPTQ, Steps((QRONOS,), "Qronos by Fisher information: of NVFP4 21.5 millinats, alone 22.5")
+
+
+def _steps_of_mix(scheme: str) -> tuple[Steps, Steps]:
+    nearest = Steps((), "8 bits to nearest lose 0.1 millinats")
+    best = Steps(("qronos",), "Qronos: 3.1 millinats of Q4_K_M where to nearest has 6.1")
+    return (nearest, nearest) if scheme == "q8_0" else (GPTQ, best)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from quark.core.schemes import in_smaller_groups
 from quark.errors import ConfigError, QuarkError, ShapeError, UsageError
 from quark.goals import GOALS, GoalChoice, choose
 from quark.goals.efforts import check_effort
+from quark.goals.goal import Offer
 from quark.jobs.folders.bit_budget import named_candidates, size_within
 from quark.jobs.request import FileRequest, FolderRequest
 from quark.log import logger
@@ -59,6 +61,14 @@ def _holding(cache: str) -> set[str]:
     return {name for name, form in FORMATS.items() if form.holds_cache(spec)}
 
 
+def _rows(goal: str, offer: Offer, form: str | None) -> Iterator[tuple[str, list[str]]]:
+    """The form of each number of bits, and its schemes, those in smaller groups last."""
+    loaded = {(fact.form, fact.scheme) for fact in GOALS[goal].loaded(False)}
+    for made, usual in offer.bits.values():
+        if form in (None, made):
+            yield made, [usual, *(name for name in in_smaller_groups(usual) if (made, name) in loaded)]
+
+
 def _widest(goal: str, model: Path, size: str, form: str | None, trust_remote_code: bool) -> str:
     """The largest of a goal's schemes by bits that keeps a model within a size. Reads no weights."""
     # The flow imports torch: after the goal is known.
@@ -71,12 +81,10 @@ def _widest(goal: str, model: Path, size: str, form: str | None, trust_remote_co
         choose(goal, onnx=False)  # which says what is possible
         raise AssertionError(goal)
     limit = size_within(size, model)
-    rows = [row for row in offer.bits.values() if form in (None, row[0])]
-    loaded = {(fact.form, fact.scheme) for fact in GOALS[goal].loaded(False)}
     sizes: dict[str, int] = {}
     refused: ShapeError | None = None
-    for made, usual in rows:
-        for scheme in [usual, *(name for name in in_smaller_groups(usual) if (made, name) in loaded)]:
+    for made, schemes in _rows(goal, offer, form):
+        for scheme in schemes:
             config = config_of(model, scheme, made, trust_remote_code=trust_remote_code)
             try:
                 sizes[scheme] = planned(load_meta_model(model, trust_remote_code), config, made)[1]

@@ -233,15 +233,19 @@ def request_of(model: str | os.PathLike[str], given: Mapping[str, Any]) -> Folde
         if name not in known:
             raise ConfigError(f"There is no option {name!r}. {did_you_mean(name, known)}")
     said = {name: _as_field(known[name], value) for name, value in given.items() if value is not None}
-    of_file = [] if kind is FolderRequest or "goal" in said else [name for name in WITH_A_GOAL if name in said]
-    for name in [name for name in known if name in said and (name not in own or name in of_file)]:
-        panel = panel_of(name) or ""
-        mine = FOR_FILES if kind is FileRequest else FOR_FOLDERS
-        raise UsageError(
-            f"{flag_of(known[name])} does not apply to {path}: it is {panel[0].lower()}{panel[1:]}. Possible here: "
-            f"{', '.join(flag_of(each) for each in known.values() if panel_of(each.name) == mine)}."
-        )
+    allowed = own.keys() - ({*WITH_A_GOAL} if kind is FileRequest and "goal" not in said else {})
+    for name in known:
+        if name in said and name not in allowed:
+            raise _does_not_apply(known, name, path, kind)
     return kind(model=path, said=frozenset(said), **said)
+
+
+def _does_not_apply(known: Mapping[str, Field[Any]], name: str, path: Path, kind: type[JobRequest]) -> UsageError:
+    panel, mine = panel_of(name) or "", FOR_FILES if kind is FileRequest else FOR_FOLDERS
+    return UsageError(
+        f"{flag_of(known[name])} does not apply to {path}: it is {panel[0].lower()}{panel[1:]}. Possible here: "
+        f"{', '.join(flag_of(each) for each in known.values() if panel_of(each.name) == mine)}."
+    )
 
 
 def _as_field(each: Field[Any], value: Any) -> Any:
