@@ -57,6 +57,8 @@ def scales(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         pytest.param("qwen3", "sdpa", 0.05, marks=pytest.mark.slow),
         pytest.param("phi3", "sdpa", 0.0, marks=pytest.mark.slow),
         pytest.param("gpt_neox", "eager", 0.0, marks=pytest.mark.slow),
+        ("deepseek_v3", "sdpa", 0.0),
+        pytest.param("deepseek_v3", "eager", 0.0, marks=pytest.mark.slow),
     ],
 )
 def test_it_is_what_eager_mode_gives(name: str, attention: str, least: float) -> None:
@@ -99,8 +101,8 @@ def test_beside_quantized_layers_and_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_a_graph_does_not_have_is_refused() -> None:
     latent = exported("deepseek_v3")
-    with pytest.raises(NotSupportedError, match=r"kv_b_proj reads what another layer of .*latent attention"):
-        ModelQuantizer(config("deepseek_v3", quant_mode=GRAPH)).quantize_model(latent, [IDS])
+    with pytest.raises(NotSupportedError, match=r"kv_b_proj reads what another layer of .*has a single head"):
+        ModelQuantizer(config("deepseek_v3", True, quant_mode=GRAPH)).quantize_model(latent, [IDS])
     other = {"*up_proj": QLayerConfig(output_tensors=FP8E4M3PerTensorSpec())}
     absent = {"*nothing": other["*up_proj"]}
     for made, error, message in (

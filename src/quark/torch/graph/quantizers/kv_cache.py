@@ -2,13 +2,15 @@
 
 A graph has no cache. Keys behind their norm and rotary embedding, and values, are the second and third argument of
 `scaled_dot_product_attention`; in attention that is written out, the second ones of the products before and behind its
-softmax. Repeated for groups of queries they are the same values, so that one scale serves both; a scale for each head
-acts before they are repeated, on the heads that a cache stores.
+softmax. With latent attention (MLA) it is what these are made of, see `latent`. Repeated for groups of queries they are
+the same values, so that one scale serves both; a scale for each head acts before they are repeated, on the heads that a
+cache stores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import cast
 
 from torch import fx
@@ -20,6 +22,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import lower_tensor
 from quark.torch.graph.operators import SOFTMAX, is_call
 from quark.torch.graph.plan import QuantizableOperator
+from quark.torch.graph.quantizers.latent import latent_reads
 from quark.torch.layers.attention.cache_rules import feeds_cache
 from quark.torch.layers.attention.heads import holds
 from quark.torch.layers.fake_quant import FakeQuantize
@@ -48,7 +51,7 @@ def insert_caches(
 
     Raises:
         ConfigError: A pattern stands for no linear layer of the graph.
-        NotSupportedError: No attention reads what a layer makes, or latent attention does.
+        NotSupportedError: No attention reads what a layer makes, or not as heads that have a scale each.
     """
     linear = [name for name, operator in operators.items() if operator.kind.name == "linear"]
     require_matches(config.kv_cache_quant_config, linear, "kv_cache_quant_config")
@@ -59,10 +62,17 @@ def insert_caches(
         cache = first_match(name, config.kv_cache_quant_config)
         spec = lower_tensor(cache.output_tensors) if cache else None
         assert spec is not None  # as check_cache_config asks
-        _refuse_latent(name, operators[name])
         owner, parts = name.rpartition(".")[0], holds(name)
         alone = parts == "k" and not any(holds(other) == "v" for other in linear if other.rpartition(".")[0] == owner)
         reads = [read for read in _reads(model.graph, owner) if read[0] in ("kv" if alone else parts)]
+        inside = partial(_is_inside, owner)
+        compressed = latent_reads(operators[name].nodes, [(reader, x) for _, reader, x in reads], inside)
+        if compressed and spec.granularity == HEADS:
+            raise NotSupportedError(
+                f"{name} reads what another layer of {owner} makes (latent attention), whose cache has a single head. "
+                "Possible: one scale for it."
+            )
+        reads = [("kv", *read) for read in compressed] or reads
         if not reads:
             raise NotSupportedError(
                 f"{name} makes keys or values that no attention in {owner or 'the graph'} reads "
@@ -142,25 +152,8 @@ def _product_behind(softmax: fx.Node) -> fx.Node | None:
     return None
 
 
-def _refuse_latent(name: str, operator: QuantizableOperator) -> None:
-    """Raise NotSupportedError for a layer that reads what another layer of its module makes: latent attention, of which
-    a cache holds what this layer reads, and a rotary part that has no layer.
-    """
-    owner = name.rpartition(".")[0]
-    for node in operator.nodes:
-        waiting, seen = [node.args[0]], set[fx.Node]()
-        while waiting:
-            source = waiting.pop()
-            inside = isinstance(source, fx.Node) and f"{_module(source)}.".startswith(f"{owner}.")
-            if not isinstance(source, fx.Node) or source in seen or not inside:
-                continue
-            seen.add(source)
-            if is_call(source, "aten.linear.default"):
-                raise NotSupportedError(
-                    f"{name} reads what another layer of {owner} makes (latent attention), whose cache holds what it "
-                    "reads. Possible: eager_mode, or to leave kv_cache_quant_config."
-                )
-            waiting += source.all_input_nodes
+def _is_inside(owner: str, node: fx.Node) -> bool:
+    return f"{_module(node)}.".startswith(f"{owner}.")
 
 
 def _module(node: fx.Node) -> str:
