@@ -69,3 +69,16 @@ def test_experts_that_vllm_would_pass_over_are_refused_on_the_plan(scheme: str, 
         return
     with pytest.raises(NotSupportedError, match=r"vLLM passes over .*experts.3.down_proj: int8.*fp4_e2m1 or fp8_e4m3"):
         check_goal(model, made, GOALS["vllm"], "quark")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layer"), [("deepseek_v3", "kv_b_proj"), ("phi3", "qkv_proj"), ("qwen3", None)])
+def test_scales_of_a_cache_that_vllm_has_no_name_for_are_refused_on_the_plan(name: str, layer: str | None) -> None:
+    model = empty_twin(family(name)).eval()
+    made, _ = planned(model, LLMTemplate.get(name).get_config("fp8", kv_cache_scheme="fp8"), "quark")
+    check_goal(model, made, GOALS["transformers"], "quark")
+    if layer is None:
+        check_goal(model, made, GOALS["vllm"], "quark")
+        return
+    with pytest.raises(NotSupportedError, match=rf"vLLM does not know the scale beside .*\.{layer} in quark folders"):
+        check_goal(model, made, GOALS["vllm"], "quark")

@@ -58,6 +58,8 @@ class RuntimeGoal:
         onnx: Of an ONNX file; None where the program takes none.
         extra: Pip packages that the program needs to read such a file.
         cache: Schemes of a cache of keys and values whose scales it reads.
+        cache_layers: Form -> names of the layers beside which it finds scales of a cache; of other forms, all that they
+            hold.
         bfloat16: Types of models, by their config.json, that it does not run in float16.
         fuses: Whether it makes one layer of several (`quark.goals.fused_layers`), which must have one scheme then.
         named_experts: Whether it looks for experts under the names of `quark.goals.expert_names`.
@@ -71,6 +73,7 @@ class RuntimeGoal:
     onnx: Offer | None = None
     extra: tuple[str, ...] = field(default=())
     cache: tuple[str, ...] = ()
+    cache_layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     bfloat16: tuple[str, ...] = ()
     fuses: bool = False
     named_experts: bool = False

@@ -24,6 +24,8 @@ GOALS.register("vllm", RuntimeGoal(
     ),
     # Its loaders of a cache raise an error for other types ("Currently supported kv cache quantization is ...").
     cache=("fp8",),
+    # Its source (0.33): what `get_cache_scale_mapper` of quark folders renames; the weights of no other name are known.
+    cache_layers={"quark": ("q_proj", "k_proj", "v_proj")},
     # What it calls numerically unstable: --dtype float16 is an error there, and AWQ runs in the dtype of the model.
     bfloat16=("gemma2", "gemma3", "gemma3_text", "plamo2", "glm4"),
     # "requires all to use the same scheme": its quark and compressed-tensors loaders, of packed_modules_mapping.

@@ -77,6 +77,8 @@ def check_goal(model: nn.Module, made: Plan, goal: RuntimeGoal, form: str) -> No
         raise NotSupportedError(f"{goal.program} {said}")
     if goal.named_experts and (lost := lost_experts(model, made, form)) is not None:
         raise NotSupportedError(f"{goal.program} {lost}")
+    if (unnamed := unnamed_cache(made, goal, form)) is not None:
+        raise NotSupportedError(f"{goal.program} {unnamed}")
     heads = [] if goal.heads is None or form in goal.heads else sorted(output_head(model) & made.layers.keys())
     if heads:
         possible = f"the format {' or '.join(goal.heads)}, or " if goal.heads else ""
@@ -84,6 +86,24 @@ def check_goal(model: nn.Module, made: Plan, goal: RuntimeGoal, form: str) -> No
             f"{goal.program} is not known to read an output head ({heads[0]}) that is quantized as {form}. Possible: "
             f"{possible}to leave it in float."
         )
+
+
+def unnamed_cache(made: Plan, goal: RuntimeGoal, form: str) -> str | None:
+    """What a program does with a scale of a cache that it has no name for; None where it finds all of them.
+
+    Args:
+        made, goal, form: As `check_goal` takes them.
+    """
+    known = goal.cache_layers.get(form)
+    outputs = [name for name, spec in made.layers.items() if spec.output is not None]
+    other = next((name for name in outputs if known is not None and name.rpartition(".")[2] not in known), None)
+    if other is None:
+        return None
+    served = f", and{goal.folder.serve_cache} when it is served, which takes 1.0 for each scale" if goal.folder else ""
+    return (
+        f"does not know the scale beside {other} in {form} folders. Possible: compressed-tensors, which says itself "
+        f"whether it has a place for it; or no --kv-cache{served}."
+    )
 
 
 def lost_experts(model: nn.Module, made: Plan, form: str) -> str | None:

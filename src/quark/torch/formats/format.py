@@ -176,7 +176,7 @@ class Format(ABC):
         what = "attention probabilities" if folder.config.softmax_quant_spec is not None else next(unnamed, None)
         if what:
             raise NotSupportedError(
-                f"The {self.name} format has no place for scales of {what}. Possible: the quark format."
+                f"The {self.name} format has no place for scales of {what}. Possible: {_PLACE_OF_SCALES}."
             )
 
     def holds_cache(self, cache: TensorSpec) -> bool:
@@ -310,6 +310,12 @@ def renamed(name: str, leaves: Mapping[str, str]) -> str:
     return f"{parent}.{leaves[leaf]}" if leaf in leaves else name
 
 
+_PLACE_OF_SCALES = (
+    "the quark format, for quark alone; for vLLM a folder without them, served with --kv-cache-dtype fp8, which takes "
+    "1.0 for each scale"
+)
+
+
 def _unnamed(layers: Mapping[str, nn.Module], name: str, config: QConfig) -> str | None:
     """What of the cache that a layer feeds has no name in the formats of other programs; None where it has one."""
     parent, _, leaf = name.rpartition(".")
@@ -318,7 +324,7 @@ def _unnamed(layers: Mapping[str, nn.Module], name: str, config: QConfig) -> str
     if holds(leaf) != "kv" or not config.kv_cache_post_rope or cache_argument(layers[parent]) is None:
         return f"the cache of {name}, which is no k_proj or v_proj"
     if is_latent(layers[parent], leaf):
-        return f"the cache of {name}: latent attention, to which vLLM gives no scale in this format"
+        return f"the cache of {name}: latent attention, to which vLLM gives no scale but in folders of ModelOpt"
     if parent.rpartition(".")[2] == INNER and leaf != "qkv_proj":  # transformers knows attention by that
         return f"the cache of {name}: vLLM takes {INNER}.k_scale for a name inside its own attention"
     return None
