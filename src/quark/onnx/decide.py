@@ -96,27 +96,31 @@ def fold_relu(model: ir.Model, placement: Placement, params: dict[ir.Value, QPar
     count = 0
     for node in [n for n in placement.nodes if n.op_type == "Relu"]:
         source, output = node.inputs[0], node.outputs[0]
-        spec = placement.activations.get(output)
-        zero = params[placement.root(output)].zero_point if spec is not None and spec.has_zero_point else None
-        if source is None or zero is None or source in placement.activations or output.is_graph_output():
+        if source is None or source in placement.activations or not _is_clipped(node, placement, params):
             continue
-        if any(use.node.graph is not node.graph for use in output.uses()):
-            continue  # a body reads what is not quantized, so that nothing would clip it
-        assert spec is not None
-        if float(zero) != spec.dtype.min or len(list(source.uses())) != 1 or source.producer() is None:
+        if len(list(source.uses())) != 1 or source.producer() is None:
             continue
         output.replace_all_uses_with(source)
         root = placement.root(output)
-        del placement.activations[output]
-        placement.activations[source] = spec
+        placement.activations[source] = placement.activations.pop(output)
         if root is output:
             params[source] = params[output]
-            for member, target in list(placement.shared.items()):
-                if target is output:
-                    placement.shared[member] = source
+            placement.shared.update({member: source for member, to in placement.shared.items() if to is output})
         else:
             placement.shared[source] = root
         placement.nodes.remove(node)
         model.graph.remove(node, safe=True)
         count += 1
     return count
+
+
+def _is_clipped(relu: ir.Node, placement: Placement, params: dict[ir.Value, QParams]) -> bool:
+    """Whether the codes of what a Relu gives end at zero, and all that read it read codes."""
+    output = relu.outputs[0]
+    spec = placement.activations.get(output)
+    zero = params[placement.root(output)].zero_point if spec is not None and spec.has_zero_point else None
+    if spec is None or zero is None or output.is_graph_output():
+        return False
+    if any(use.node.graph is not relu.graph for use in output.uses()):
+        return False  # a body reads what is not quantized, so that nothing would clip it
+    return float(zero) == spec.dtype.min

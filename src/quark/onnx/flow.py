@@ -61,6 +61,14 @@ def convert(
         settings, quantized = equalize_if_better(model, settings, reader, convert, known)
         if quantized is not None:
             return quantized
+    _convert_graph_and_bodies(model, settings, reader, identity, known)
+    model.producer_name = "quark.onnx"
+    return model
+
+
+def _convert_graph_and_bodies(
+    model: ir.Model, settings: Settings, reader: Any, identity: str, known: dict[str, Statistics] | None
+) -> None:
     bodies = FloatBodies(model, settings)
     if settings.algorithms or settings.correct_biases or (bodies and settings.specs.bodies):
         reader = repeatable(reader, model, settings)
@@ -78,8 +86,6 @@ def convert(
         if nothing is not None and not settings.specs.bodies:
             logger.info("Nothing is quantized but bodies of If, Loop and Scan: all else has nothing to quantize.")
         drop_unused_constants(model.graph)
-    model.producer_name = "quark.onnx"
-    return model
 
 
 def finish(model: ir.Model, settings: Settings) -> None:
@@ -98,6 +104,14 @@ def finish(model: ir.Model, settings: Settings) -> None:
         drop_inferable(model)
 
 
+def _shared_statistics(settings: Settings, identity: str, known: dict[str, Statistics] | None) -> Statistics | None:
+    """The statistics in memory that several conversions of a graph use; None for those of a file, or of one."""
+    if known is not None:
+        return known.setdefault(identity, Statistics(identity))
+    tries = any(type(one) in PRECISION for one in settings.algorithms) and not settings.calibration.files
+    return Statistics(identity) if tries else None
+
+
 def _convert_graph(
     model: ir.Model, settings: Settings, reader: Any, identity: str, known: dict[str, Statistics] | None
 ) -> None:
@@ -112,13 +126,9 @@ def _convert_graph(
     if (simulate(model, settings) or changed) and identity:
         # Statistics of simulated operators, or rescaled layers, are not those of the float model.
         identity = fingerprint(model)
-    statistics = None
     if known is not None:
         identity = fingerprint(model)
-        statistics = known.setdefault(identity, Statistics(identity))
-    elif any(type(one) in PRECISION for one in settings.algorithms) and not settings.calibration.files:
-        # Its trials calibrate once for the result too.
-        statistics = Statistics(identity)
+    statistics = _shared_statistics(settings, identity, known)
     settings = run_precision(model, settings, data, statistics or Statistics(identity))
     if settings.measurement.enabled:
         reader = repeatable(reader, model, settings)

@@ -200,14 +200,13 @@ def _refuse_unsupported(settings: Settings) -> None:
         NotSupportedError: An element type is not part of the ONNX flow.
     """
     target, given = TARGETS[settings.qdq.target], settings.specs.layer.input
-    wanted = " or ".join(sorted(target.activations))
-    if given is not None and not given.dynamic and given.has_zero_point:
-        wanted = f"symmetric {wanted}" if target.symmetric else wanted
-    if wanted and given is not None and not given.dynamic and not _runs(target, given):
-        kind = "" if given.symmetric or not given.has_zero_point else "asymmetric "
+    if target.activations and given is not None and not given.dynamic and not _runs(target, given):
+        integers = target.symmetric and given.has_zero_point
+        wanted = f"{'symmetric ' if integers else ''}{' or '.join(sorted(target.activations))}"
+        kind = "asymmetric " if integers and not given.symmetric else ""
         raise ConfigError(
             f"The target {target.name!r} runs {wanted} activations in integers only; the config has "
-            f"{kind if target.symmetric else ''}{given.dtype}. Possible: {wanted} activations, or the target 'generic'."
+            f"{kind}{given.dtype}. Possible: {wanted} activations, or the target 'generic'."
         )
     for spec in _specs(settings):
         if spec.dtype.is_float and not (spec.is_block or spec.dtype.name in EXTENDED):

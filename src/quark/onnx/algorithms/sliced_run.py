@@ -116,10 +116,14 @@ class SlicedRun:
                 self.store.pop((self, sample, value))
         self._held &= needed
 
+    def _read_around(self, nodes: Sequence[ir.Node]) -> list[ir.Value]:
+        """What the nodes of a slice read that none of them gives."""
+        made = {value for node in nodes for value in node.outputs}
+        return list(dict.fromkeys(value for node in nodes for value in self._reads[node] if value not in made))
+
     def _compute(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> Iterator[list[NumpyArray]]:
         """The outputs of a slice, sample by sample."""
-        made = {value for node in nodes for value in node.outputs}
-        read = dict.fromkeys(value for node in nodes for value in self._reads[node] if value not in made)
+        read = self._read_around(nodes)
         inputs = [value for value in read if not _is_fixed(value)]
         proto = self._proto(nodes, inputs, [value for value in read if _is_fixed(value)], outputs)
         # A slice may begin behind a DequantizeLinear: in integers, ONNX Runtime would quantize its input once more.

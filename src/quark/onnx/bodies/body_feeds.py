@@ -25,6 +25,16 @@ Step = Callable[[Feed], list[NumpyArray]]
 """One run of a body: its outputs."""
 
 
+def _name(value: ir.Value) -> str:
+    return value.name or ""
+
+
+def _held(values: Iterable[ir.Value]) -> dict[str, NumpyArray]:
+    """What constants hold, and inputs that have a default."""
+    defaults = {_name(value): value.const_value.numpy() for value in values if value.const_value is not None}
+    return defaults | {_name(value): constant(value) for value in values if constant(value) is not None}
+
+
 class BodyFeeds:
     """The samples of a body, as often as they are asked for; computed anew each time.
 
@@ -43,17 +53,16 @@ class BodyFeeds:
     def __iter__(self) -> Iterator[Feed]:
         read = [value for value in (*self._body.node.inputs, *self._copy.captured.values()) if value is not None]
         given = {value.name for value in self._around.graph.inputs}
-        wanted = list(dict.fromkeys(v.name or "" for v in read if constant(v) is None and v.name not in given))
-        fixed = {value.name or "": value.const_value.numpy() for value in read if value.const_value is not None}
-        fixed |= {value.name or "": constant(value) for value in read if constant(value) is not None}
+        wanted = list(dict.fromkeys(_name(v) for v in read if constant(v) is None and v.name not in given))
+        held = _held(read)
         with ExitStack() as stack:
             session = stack.enter_context(model_session(self._around, wanted, self._settings))
             step = None if self._body.node.op_type == "If" else self._step(stack)
             for feed in self._data:
                 found = run_sample(session, wanted, feed) if wanted else []
-                values = {**fixed, **feed, **dict(zip(wanted, found, strict=True))}
-                captured = {name: values[value.name or ""] for name, value in self._copy.captured.items()}
-                inputs = [None if value is None else values[value.name or ""] for value in self._body.node.inputs]
+                values = {**held, **feed, **dict(zip(wanted, found, strict=True))}
+                captured = {name: values[_name(value)] for name, value in self._copy.captured.items()}
+                inputs = [None if value is None else values[_name(value)] for value in self._body.node.inputs]
                 yield from ({**captured, **own} for own in self._runs(inputs, captured, step))
 
     def _step(self, stack: ExitStack) -> Step:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import onnx_ir as ir
 
@@ -127,28 +128,35 @@ def put_back(body: Body, twin: Body, changed: BodyModel, model: ir.Model) -> Non
     for stands, value in zip(list(graph.inputs)[changed.own :], changed.captured.values(), strict=True):
         _read_instead(graph, stands, current[value])
         graph.inputs.remove(stands)
+    _share_constants(changed, current)
+    _read_nothing(old)
+    # What decodes a stored constant around the body may have no reader but the body, which has folded it since.
+    for read in [read for read in reads.values() if read is not None]:
+        producer = read.producer()
+        if producer is not None:
+            prune(producer)
+    body.node.attributes[body.attribute] = ir.AttrGraph(body.attribute, graph)
+    model.functions.update({**changed.model.functions, **model.functions})
+    model.opset_imports.update({**changed.model.graph.opset_imports, **model.opset_imports})
+    model.ir_version = max(model.ir_version or 0, changed.model.ir_version or 0)
+    _free_names(graph, model)
+
+
+def _share_constants(changed: BodyModel, current: dict[ir.Value, ir.Value]) -> None:
+    """Let a changed copy read constants around it, but those that an algorithm or a pass changed, here or there."""
+    graph = changed.model.graph
     for name, (tensor, value) in changed.constants.items():
         copied, now = graph.initializers.get(name), current[value]
-        # One that an algorithm or a pass changed, here or around, stays the body's own.
         unchanged = copied is not None and copied.const_value is tensor and now.const_value is value.const_value
         if copied is not None and unchanged and now.const_value is not None:
             _read_instead(graph, copied, now)
             del graph.initializers[name]
-    for node in old.all_nodes():
+
+
+def _read_nothing(graph: ir.Graph) -> None:
+    for node in graph.all_nodes():
         for index in range(len(node.inputs)):
             node.replace_input_with(index, None)
-    # What decodes a stored constant around the body may have no reader but the body, which has folded it since.
-    for read in reads.values():
-        producer = read.producer() if read is not None else None
-        if producer is not None:
-            prune(producer)
-    body.node.attributes[body.attribute] = ir.AttrGraph(body.attribute, graph)
-    for key, function in changed.model.functions.items():
-        model.functions.setdefault(key, function)
-    for domain, version in changed.model.graph.opset_imports.items():
-        model.opset_imports.setdefault(domain, version)
-    model.ir_version = max(model.ir_version or 0, changed.model.ir_version or 0)
-    _free_names(graph, model)
 
 
 def _read_instead(graph: ir.Graph, stands: ir.Value, value: ir.Value) -> None:
@@ -180,19 +188,17 @@ def _free_names(graph: ir.Graph, model: ir.Model) -> None:
     """Rename what a body has under a name of the model around it: an inner name must hide no other."""
     inside = _parts(graph)
     outside = [part for part in _parts(model.graph) if part not in inside]
-    own = _taken(value.name for part in inside for value in _values(part))
-    around = _taken(value.name for part in outside for value in _values(part))
-    for part in inside:
-        for value in list(_values(part)):
-            if value.name and value.name in around:
-                rename(value, free_name(value.name, around, own))
-                own.add(value.name)
-    nodes = _taken(node.name for part in outside for node in part)
-    for part in inside:
-        for node in part:
-            node.name = free_name(node.name or node.op_type, nodes)
-            nodes.add(node.name)
+    values = list(chain.from_iterable(map(_values, inside)))
+    own, around = _taken(values), _taken(chain.from_iterable(map(_values, outside)))
+    for value in values:
+        if value.name and value.name in around:
+            rename(value, free_name(value.name, around, own))
+            own.add(value.name)
+    nodes = _taken(chain.from_iterable(outside))
+    for node in chain.from_iterable(inside):
+        node.name = free_name(node.name or node.op_type, nodes)
+        nodes.add(node.name)
 
 
-def _taken(names: Iterable[str | None]) -> set[str]:
-    return {name for name in names if name}
+def _taken(named: Iterable[ir.Value | ir.Node]) -> set[str]:
+    return {each.name for each in named if each.name}

@@ -100,18 +100,22 @@ def _quantized(
     except NothingToQuantizeError:
         return False
     except QuarkError as error:
-        if isinstance(error, CalibrationError) and feeds is not None and first is None:
-            logger.warning("%s stays in float: no calibration sample runs it.", body)
-            return False
-        if isinstance(error, CalibrationError) and feeds is not None and not any(map(is_alive, feeds)):
-            # An initial state is zero in every sample of a model that is used step by step: no fault of the data.
-            logger.warning("%s stays in float: all that it reads is zero in the calibration samples.", body)
-            return False
-        if isinstance(error, CalibrationError) and feeds is None and _never_seen(settings, own):
-            logger.warning("%s stays in float: there are no statistics of it.", body)
-            return False
-        raise type(error)(f"{body}: {error}") from error
+        why = _why_without_data(feeds, settings, own) if isinstance(error, CalibrationError) else None
+        if why is None:
+            raise type(error)(f"{body}: {error}") from error
+        logger.warning("%s stays in float: %s.", body, why)
+        return False
     return True
+
+
+def _why_without_data(feeds: BodyFeeds | None, settings: Settings, own: Settings) -> str | None:
+    """Why a body has no calibration data, by no fault of the data; None where it has some, or should have."""
+    if feeds is None:
+        return "there are no statistics of it" if _never_seen(settings, own) else None
+    if next(iter(feeds), None) is None:
+        return "no calibration sample runs it"
+    # An initial state is zero in every sample of a model that is used step by step.
+    return None if any(map(is_alive, feeds)) else "all that it reads is zero in the calibration samples"
 
 
 def _never_seen(settings: Settings, own: Settings) -> bool:

@@ -31,16 +31,20 @@ def remove_qdq(model: ir.Model) -> int:
     return count
 
 
+def _pairs(between_ops: str) -> set[tuple[str, ...]]:
+    pairs = {tuple(part.strip() for part in pair.split(",")) for pair in between_ops.split(";") if pair.strip()}
+    if not pairs or any(len(pair) != 2 or not all(pair) for pair in pairs):
+        raise ConfigError(f"between_ops is of the form 'Conv,Relu;Mul,Add', got {between_ops!r}.")
+    return pairs
+
+
 def remove_qdq_between(model: ir.Model, between_ops: str) -> int:
     """Let the second op of each pair in "A,B;C,D" read the first directly; return how many inputs changed.
 
     Raises:
         ConfigError: The text is of another form.
     """
-    pairs = {tuple(part.strip() for part in pair.split(",")) for pair in between_ops.split(";") if pair.strip()}
-    if not pairs or any(len(pair) != 2 or not all(pair) for pair in pairs):
-        raise ConfigError(f"between_ops is of the form 'Conv,Relu;Mul,Add', got {between_ops!r}.")
-    count = 0
+    pairs, count = _pairs(between_ops), 0
     for node in [node for node in model.graph if node.op_type in DEQUANTIZE]:
         source = _quantized(node)
         producer = source.producer() if source is not None else None

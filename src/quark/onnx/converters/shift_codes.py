@@ -47,11 +47,10 @@ def resize_to_powers_of_two(model: ir.Model) -> int:
         if len(node.inputs) < 3 or node.outputs[0].is_graph_output() or not _beside_resize(node, readers):
             continue
         scale, zero = node.inputs[1], node.inputs[2]
-        steps, origin = constant(scale), constant(zero)
-        if steps is None or origin is None or steps.size != 1 or str(origin.dtype) != "int8":
+        if scale is None or zero is None or not _is_one_int8_scale(scale, zero):
             continue
-        assert scale is not None and zero is not None
         if (scale, zero) not in made:
+            steps, origin = constant(scale), constant(zero)
             reach = max(abs(-128 - int(origin.item())), abs(127 - int(origin.item()))) * float(steps.item()) / 128
             power = np.full(steps.shape, 2.0 ** np.ceil(np.log2(reach)), steps.dtype)
             made[scale, zero] = (
@@ -63,6 +62,11 @@ def resize_to_powers_of_two(model: ir.Model) -> int:
                 changed.replace_input_with(index, value)
         count += 1
     return count
+
+
+def _is_one_int8_scale(scale: ir.Value, zero: ir.Value) -> bool:
+    steps, origin = constant(scale), constant(zero)
+    return steps is not None and origin is not None and steps.size == 1 and str(origin.dtype) == "int8"
 
 
 def _beside_resize(encoder: ir.Node, decoders: list[ir.Node]) -> bool:

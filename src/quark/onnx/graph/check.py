@@ -37,6 +37,10 @@ def _check_versions(model: ir.Model, name: str) -> None:
             )
 
 
+def _is_given(value: ir.Value) -> bool:
+    return value.producer() is not None or value.is_graph_input() or value.is_initializer()
+
+
 def _check_names(model: ir.Model, name: str) -> None:
     for node in model.graph.all_nodes():
         values = [value for value in (*node.inputs, *node.outputs) if value is not None]
@@ -44,10 +48,10 @@ def _check_names(model: ir.Model, name: str) -> None:
         if any(isinstance(text, bytes) for text in (node.name, node.op_type, *(value.name for value in values))):
             raise FormatError(f"{name} is damaged: a name at the node {node.name!r} is no text.")
         for value in values:
-            if value.producer() is None and not value.is_graph_input() and not value.is_initializer():
+            if not _is_given(value):
                 raise FormatError(
                     f"{name} is not an ONNX model: {node.name} reads {quoted(value.name or '')}, which nothing gives."
                 )
     for value in model.graph.outputs:
-        if value.producer() is None and not value.is_graph_input() and not value.is_initializer():
+        if not _is_given(value):
             raise FormatError(f"{name} is not an ONNX model: nothing gives its output {quoted(value.name or '')}.")

@@ -83,34 +83,50 @@ def added_masks(graph: ir.Graph, range_of: RangeOf) -> set[ir.Value]:
         range_of: The ranges of tensors that are no constants. A tensor without one that no layer computes may be a
             mask, and counts as one.
     """
-    least, computed = _ways(graph), _computed_by_layers(graph)
-    possible = _possible_ranges(graph, range_of, computed)
+    masks = _Masks(graph, range_of)
+    for node in graph:
+        masks.find_added(node)
+    for node in reversed(graph):
+        masks.find_behind(node)
+    return {value for value in masks.found if _may_be_float(value)}
 
-    def is_wide(value: ir.Value, most: float, about: Callable[[Range], float], unknown: bool = True) -> bool:
-        limits = possible.get(value)
-        if value in computed:
+
+class _Masks:
+    """The search for masks: `found` grows."""
+
+    def __init__(self, graph: ir.Graph, range_of: RangeOf) -> None:
+        self.range_of, self.least, self.computed = range_of, _ways(graph), _computed_by_layers(graph)
+        self.possible = _possible_ranges(graph, range_of, self.computed)
+        self.found: set[ir.Value] = set()
+
+    def _is_wide(self, value: ir.Value, most: float, about: Callable[[Range], float], unknown: bool = True) -> bool:
+        limits = self.possible.get(value)
+        if value in self.computed:
             return limits is not None and most < MOST_LOGITS < about(limits)
         return unknown if limits is None else about(limits) > most
 
-    found: set[ir.Value] = set()
-    for node in graph:
-        for output in [value for value in node.outputs if value in least and node.op_type in CARRIES]:
-            seen, operands = range_of(output), _operands(node)
+    def find_added(self, node: ir.Node) -> None:
+        """Find what the node adds or selects, and what it gives on."""
+        operands = _operands(node) if node.op_type in CARRIES else []
+        for output in [value for value in node.outputs if value in self.least and operands]:
+            most, seen = self.least[output], self.range_of(output)
             if node.op_type in ADDS | SELECTS:
                 about = _spread if node.op_type in ADDS else _magnitude
-                unknown = seen is None or _spread(seen) > least[output]
-                found.update(value for value in operands if is_wide(value, least[output], about, unknown))
-            if any(value in found for value in operands):
-                found.add(output)
-    for node in reversed(graph):
-        if not any(output in found for output in node.outputs):
-            continue
-        given = [value for value in node.inputs if value is not None and value not in computed]
-        found.update(value for value in given if value in least and is_wide(value, least[value], _spread))
-        if not any(output in computed for output in node.outputs):
+                unknown = seen is None or _spread(seen) > most
+                self.found.update(value for value in operands if self._is_wide(value, most, about, unknown))
+            if not self.found.isdisjoint(operands):
+                self.found.add(output)
+
+    def find_behind(self, node: ir.Node) -> None:
+        """Find what a mask that the node gives is computed of."""
+        if self.found.isdisjoint(node.outputs):
+            return
+        given = [value for value in node.inputs if value is not None and value not in self.computed]
+        reaching = [value for value in given if value in self.least]
+        self.found.update(value for value in reaching if self._is_wide(value, self.least[value], _spread))
+        if self.computed.isdisjoint(node.outputs):
             # A mask is what is computed here: an error of 1 - m is magnified to one of (1 - m) * -1e4.
-            found.update(value for value in given if _may_be_float(value) and _only_for(value, found))
-    return {value for value in found if _may_be_float(value)}
+            self.found.update(value for value in given if _may_be_float(value) and _only_for(value, self.found))
 
 
 def _ways(graph: ir.Graph) -> dict[ir.Value, float]:
@@ -160,51 +176,61 @@ def _possible_ranges(graph: ir.Graph, range_of: RangeOf, computed: set[ir.Value]
 
     An input, and what is computed of integers, may be 0 and 1. Of what layers compute, only what was seen is known.
     """
-    possible: dict[ir.Value, Range] = {}
+    possible = _constant_ranges(graph)
 
     def note(value: ir.Value, limits: Range | None) -> None:
-        seen = range_of(value)
-        both = [one for one in (limits, seen) if one is not None]
-        if both:
-            possible[value] = min(one[0] for one in both), max(one[1] for one in both)
+        both = _either(limits, range_of(value))
+        if both is not None:
+            possible[value] = both
 
     for value in graph.inputs:
         if range_of(value) is not None or not _may_be_float(value):
             note(value, (0.0, 1.0))
     for node in graph:
-        for read in node.inputs:
-            if read is not None and read not in possible and is_constant(read):
-                possible[read] = _constant_range(read)
-        operands = [possible.get(value) for value in _operands(node)]
-        known = [limits for limits in operands if limits is not None]
-        complete = len(known) == len(operands) and known and node.op_type in CARRIES
+        operands = _operands(node) if node.op_type in CARRIES else []
+        known = [possible[value] for value in operands if value in possible]
+        complete = known and len(known) == len(operands)
+        follows = _result(node.op_type, known) if complete else None
         for output in node.outputs:
             if output in computed:
                 note(output, None)
-            elif complete:
-                note(output, _result(node.op_type, known))
+            elif complete or _may_be_float(output):
+                note(output, follows)
             else:
-                note(output, None if _may_be_float(output) else (0.0, 1.0))
+                note(output, (0.0, 1.0))
     return possible
+
+
+def _either(one: Range | None, other: Range | None) -> Range | None:
+    """The range of what is in one or the other."""
+    if one is None or other is None:
+        return one or other
+    return min(one[0], other[0]), max(one[1], other[1])
 
 
 def _result(op_type: str, given: list[Range]) -> Range | None:
     """The range of what an operator that carries a mask gives for these; None where it is not told."""
-    if op_type in ("Log", "LogSoftmax"):
+    if op_type in ("Log", "LogSoftmax", "Div"):
         return None
     if op_type == "Neg":
-        return -given[0][1], -given[0][0]
+        return _negative(given[0])
     if op_type == "Sub" and len(given) == 2:
-        given = [given[0], (-given[1][1], -given[1][0])]
+        given = [given[0], _negative(given[1])]
     if op_type in ADDS:
         return sum(low for low, _ in given), sum(high for _, high in given)
     if op_type == "Mul" and len(given) == 2:
-        # 0 times the -inf of a mask is none of its values.
-        ends = [x * y for x in given[0] for y in given[1] if not (x == 0 or y == 0)]
-        return min(ends, default=0.0), max([*ends, 0.0])
-    if op_type == "Div":
-        return None
+        return _product(*given)
     return min(low for low, _ in given), max(high for _, high in given)
+
+
+def _negative(limits: Range) -> Range:
+    return -limits[1], -limits[0]
+
+
+def _product(one: Range, other: Range) -> Range:
+    """The range of products; 0 times the -inf of a mask is none of them."""
+    ends = [x * y for x in one for y in other if not (x == 0 or y == 0)]
+    return min(ends, default=0.0), max([*ends, 0.0])
 
 
 def _operands(node: ir.Node) -> list[ir.Value]:
@@ -222,6 +248,11 @@ def _only_for(value: ir.Value, found: set[ir.Value]) -> bool:
 
 def _may_be_float(value: ir.Value) -> bool:
     return value.dtype is None or value.dtype.is_floating_point()
+
+
+def _constant_ranges(graph: ir.Graph) -> dict[ir.Value, Range]:
+    read = {value for node in graph for value in node.inputs if value is not None and is_constant(value)}
+    return {value: _constant_range(value) for value in read}
 
 
 def _constant_range(value: ir.Value) -> Range:

@@ -222,6 +222,16 @@ def _gives_list(model: ir.Model, node: ir.Node) -> bool:
     return bool(schema.outputs) and schema.outputs[-1].option == onnx.defs.OpSchema.FormalParameterOption.Variadic
 
 
+def _infer(model: ir.Model) -> None:
+    """Run the inference of ONNX; the pass would put large initializers behind the others."""
+    initializers = model.graph.initializers
+    order = list(initializers)
+    with _quiet():
+        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    for name in order:
+        initializers[name] = initializers.pop(name)
+
+
 def infer_shapes(model: ir.Model) -> None:
     """Fill in the types and shapes that follow from the inputs; values with unknown ones stay as they are."""
     with _quiet():
@@ -242,22 +252,19 @@ def correct_shapes(model: ir.Model) -> None:
         return
     for value in declared:
         value.shape = None
-    initializers = model.graph.initializers
-    order = list(initializers)
-    with _quiet():
-        ShapeInferencePass(check_type=False, strict_mode=False)(model)
-    for name in order:  # the pass puts large ones behind the others
-        initializers[name] = initializers.pop(name)
+    _infer(model)
     inferred = {value: value.shape for value in declared}
     for value, (kind, shape) in before.items():
         value.type, value.shape = kind, shape
     for value, shape in inferred.items():
-        if shape is not None and value.shape is not None and not _agree(shape, value.shape):
+        if not _agree(shape, value.shape):
             value.shape = shape
 
 
-def _agree(one: ir.Shape, other: ir.Shape) -> bool:
-    """Whether a tensor may have both shapes."""
+def _agree(one: ir.Shape | None, other: ir.Shape | None) -> bool:
+    """Whether a tensor may have both shapes; None is any."""
+    if one is None or other is None:
+        return True
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(a == b or not (isinstance(a, int) and isinstance(b, int)) for a, b in pairs)
 

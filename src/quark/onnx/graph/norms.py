@@ -82,12 +82,16 @@ def find_norms(graph: ir.Graph) -> list[Normalization]:
     return found
 
 
+def _is_of_last_axis(norm: ir.Node) -> bool:
+    shape = dims(norm.inputs[0]) if norm.inputs else None
+    axis = norm.attributes.get_int("axis", -1)
+    return axis == -1 or (shape is not None and axis == len(shape) - 1)
+
+
 def fused_norm(node: ir.Node) -> Normalization | None:
     """The normalization that a node is, or None."""
     row = FUSED.get(node.op_type) if node.domain in KNOWN_DOMAINS else None
-    shape = dims(node.inputs[0]) if node.inputs else None
-    axis = node.attributes.get_int("axis", -1)
-    if row is None or (axis != -1 and (shape is None or axis != len(shape) - 1)):
+    if row is None or not _is_of_last_axis(node):
         return None
     constants = {
         name: _constant(node, index) for name, index in (("gain", row.gain), ("bias", row.bias), ("added", row.added))

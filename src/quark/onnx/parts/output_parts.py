@@ -12,7 +12,7 @@ operators (Sigmoid, Softmax) are one part: they are the same quantity of several
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -127,26 +127,17 @@ def _parts(value: ir.Value) -> list[OutputPart]:
 
 def _joined(value: ir.Value, node: ir.Node) -> list[OutputPart | None]:
     """What a Concat joins; the parts of what it joins, where all of that has the same parts along another axis."""
-    rank = next((len(x.shape) for x in (value, *node.inputs) if x is not None and x.shape is not None), None)
-    axis = node.attributes.get_int("axis", 0)
-    if axis < 0 and rank is None:
+    axis = _axis_of(value, node)
+    if axis is None:
         return []
-    axis %= rank or axis + 1
     inner = [[replace(part, tensor="") for part in _parts(x)] for x in node.inputs if x is not None]
     if len(inner[0]) > 1 and inner[0][0].axis != axis and all(parts == inner[0] for parts in inner):
         return list(inner[0])
-    sizes = [None if (shape := dims(x)) is None else shape[axis] for x in node.inputs]
-    unknown = [index for index, size in enumerate(sizes) if size is None]
-    if len(unknown) > 1:
+    sizes = _sizes(node, axis)
+    if sizes.count(None) > 1:
         return []
     found: list[OutputPart] = []
-    for index, parts in enumerate(inner):
-        before = sizes[:index]
-        start = sum(size for size in before if size is not None)
-        if None in before:
-            start = -sum(size for size in sizes[index:] if size is not None)
-        size = sizes[index]
-        stop = None if index == len(inner) - 1 else _stop(start, size, sizes[index + 1 :])
+    for parts, size, (start, stop) in zip(inner, sizes, _bounds(sizes), strict=True):
         if parts[0].axis == axis and size is not None:
             # One Concat of another along one axis is one of all.
             found += [_shifted(part, start, stop, size) for part in parts]
@@ -155,8 +146,30 @@ def _joined(value: ir.Value, node: ir.Node) -> list[OutputPart | None]:
     return list(_merged(found))
 
 
-def _stop(start: int, size: int | None, behind: list[int | None]) -> int | None:
-    return start + size if size is not None else -sum(size for size in behind if size is not None)
+def _axis_of(value: ir.Value, concat: ir.Node) -> int | None:
+    """Along which axis a Concat joins; None where it counts from the end and the number of axes is not known."""
+    axis = concat.attributes.get_int("axis", 0)
+    rank = next((len(x.shape) for x in (value, *concat.inputs) if x is not None and x.shape is not None), None)
+    if rank:
+        return axis % rank
+    return axis if axis >= 0 else None
+
+
+def _sizes(concat: ir.Node, axis: int) -> list[int | None]:
+    return [None if (shape := dims(x)) is None else shape[axis] for x in concat.inputs]
+
+
+def _bounds(sizes: list[int | None]) -> Iterator[tuple[int, int | None]]:
+    """From where to where each of several parts lies: behind one of unknown size, counted from the end."""
+    for index, size in enumerate(sizes):
+        before, behind = sizes[:index], sizes[index + 1 :]
+        start = -_total(sizes[index:]) if None in before else _total(before)
+        stop = -_total(behind) if size is None else start + size
+        yield start, stop if behind else None
+
+
+def _total(sizes: list[int | None]) -> int:
+    return sum(size for size in sizes if size is not None)
 
 
 def _shifted(part: OutputPart, start: int, stop: int | None, size: int) -> OutputPart:

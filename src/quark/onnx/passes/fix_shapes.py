@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import onnx_ir as ir
 
@@ -10,6 +11,10 @@ from quark.errors import ConfigError, did_you_mean
 from quark.onnx.graph.model_file import infer_shapes
 
 ENTRY = re.compile(r"\s*(?P<name>.+?)\s*:\s*\[(?P<sizes>\s*\d+(\s*,\s*\d+)*)\s*\]\s*")
+
+
+def _by_name(values: Iterable[ir.Value]) -> dict[str, ir.Value]:
+    return {value.name or "": value for value in values}
 
 
 def fix_shapes(model: ir.Model, shapes: str) -> int:
@@ -21,9 +26,8 @@ def fix_shapes(model: ir.Model, shapes: str) -> int:
     Raises:
         ConfigError: The text is of another form, or a name or shape does not fit the model.
     """
-    inputs = {value.name or "": value for value in model.graph.inputs if not value.is_initializer()}
-    outputs = {value.name or "": value for value in model.graph.outputs}
-    ends = {**outputs, **inputs}
+    inputs = _by_name(value for value in model.graph.inputs if not value.is_initializer())
+    ends = {**_by_name(model.graph.outputs), **inputs}
     asked = parse_shapes(shapes)
     for name in asked:
         if name not in ends:
@@ -35,9 +39,8 @@ def fix_shapes(model: ir.Model, shapes: str) -> int:
     changed = [name for name, sizes in asked.items() if before[name] is None or list(before[name] or ()) != sizes]
     if not changed:
         return 0
-    for name in asked:
-        if name in inputs:
-            inputs[name].shape = ir.Shape(asked[name])
+    for name in asked.keys() & inputs:
+        inputs[name].shape = ir.Shape(asked[name])
     _substitute(model, known)
     _infer_outputs(model, {name: sizes for name, sizes in asked.items() if name not in inputs})
     return len(changed)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -56,24 +57,12 @@ def fold_batch_norm(model: ir.Model) -> int:
     """Fold every BatchNormalization, and every constant that is multiplied or added, that can be; return how many."""
     count = 0
     for norm in [node for node in model.graph if is_op(node, "BatchNormalization", *ARITHMETIC)]:
-        source = norm.inputs[1] if is_op(norm, *ARITHMETIC) and is_constant(norm.inputs[0]) else norm.inputs[0]
-        producer = source.producer() if source is not None else None
-        if source is None or producer is None or not read_once(source):
-            continue
-        affine = affine_of(norm) if is_op(norm, "BatchNormalization") else _arithmetic(norm, source, producer)
-        if affine is None:
-            continue
-        members, name = _members(producer, affine), norm.outputs[0].name
-        if not any(member.index is None for member in members) or not redirect(norm.outputs[0], source):
+        source, members = _target(norm)
+        name = norm.outputs[0].name
+        if source is None or not redirect(norm.outputs[0], source):
             continue
         for member in members:
-            factor, shift = member.affine
-            if member.index is not None:
-                _write(model.graph, member.node, member.index, member.affine)
-                continue
-            _fold(model.graph, member.node, factor, shift)
-            for value in member.behind:
-                value.name = f"{value.name}_normalized"
+            _write_member(model.graph, member)
         prune(norm)
         # A name stands for the same values as in the user's model: reports and statistics go by it.
         source.name = name
@@ -91,6 +80,17 @@ def affine_of(norm: ir.Node) -> Affine | None:
     return factor, beta - mean * factor
 
 
+def _target(node: ir.Node) -> tuple[ir.Value | None, list[Member]]:
+    """What a node normalizes, multiplies or adds to, and the parts that it folds into; None where it stays."""
+    source = node.inputs[1] if is_op(node, *ARITHMETIC) and is_constant(node.inputs[0]) else node.inputs[0]
+    producer = source.producer() if source is not None and read_once(source) else None
+    if source is None or producer is None:
+        return None, []
+    affine = affine_of(node) if is_op(node, "BatchNormalization") else _arithmetic(node, source, producer)
+    members = [] if affine is None else _members(producer, affine)
+    return (source if any(member.index is None for member in members) else None), members
+
+
 def _arithmetic(node: ir.Node, source: ir.Value, producer: ir.Node) -> Affine | None:
     """What a Mul, Div, Add or Sub does to each channel of a convolution, or of what a Concat joins.
 
@@ -98,29 +98,46 @@ def _arithmetic(node: ir.Node, source: ir.Value, producer: ir.Node) -> Affine | 
     along another axis, is none.
     """
     index = 0 if is_constant(node.inputs[0]) else 1
-    if not is_constant(node.inputs[index]) or (index == 0 and is_op(node, "Div")):
-        return None
-    if is_op(producer, "Conv", "ConvTranspose") and _can_fold(producer):
-        weight = constant(producer.inputs[1])
-        channels, rank, kind = output_channels(producer), weight.ndim, weight.dtype
-    elif is_op(producer, "Concat") and (shape := dims(source)) and len(shape) > 2 and shape[1] is not None:
-        channels, rank, kind = shape[1], len(shape), constant(node.inputs[index]).dtype
-    else:
-        return None
     array = constant(node.inputs[index])
-    padded = (1,) * (rank - array.ndim) + array.shape
-    if array.ndim > rank or padded[0] != 1 or padded[1] not in (1, channels) or math.prod(padded[2:]) != 1:
+    if array is None or (index == 0 and is_op(node, "Div")):
         return None
-    if array.dtype != kind or kind.kind != "f":
+    known = _channels(source, producer, array.dtype)
+    if known is None:
+        return None
+    channels, rank, kind = known
+    if array.dtype != kind or kind.kind != "f" or not _is_per_channel(array, rank, channels):
         return None
     values = np.broadcast_to(array.astype(np.float64).reshape(-1), channels)
-    if is_op(node, "Add"):
-        return np.ones(channels), values
-    if is_op(node, "Sub"):
-        return np.full(channels, 1.0 if index else -1.0), -values if index else values
     if is_op(node, "Div"):
         return (1 / values, np.zeros(channels)) if values.all() else None
-    return values, np.zeros(channels)
+    if is_op(node, "Sub"):
+        return np.full(channels, 1.0 if index else -1.0), -values if index else values
+    return (np.ones(channels), values) if is_op(node, "Add") else (values, np.zeros(channels))
+
+
+def _channels(source: ir.Value, producer: ir.Node, dtype: np.dtype[Any]) -> tuple[int, int, np.dtype[Any]] | None:
+    """How many channels a convolution or a Concat writes, in how many axes, and the type of a weight, else `dtype`."""
+    if is_op(producer, "Conv", "ConvTranspose") and _can_fold(producer):
+        weight = constant(producer.inputs[1])
+        return output_channels(producer), weight.ndim, weight.dtype
+    shape = dims(source) if is_op(producer, "Concat") else None
+    return (shape[1], len(shape), dtype) if shape and len(shape) > 2 and shape[1] is not None else None
+
+
+def _is_per_channel(array: NumpyArray, rank: int, channels: int) -> bool:
+    """Whether a constant has one value, or one of each channel, beside a tensor of so many axes."""
+    padded = (1,) * (rank - array.ndim) + array.shape
+    return array.ndim <= rank and padded[0] == 1 and padded[1] in (1, channels) and math.prod(padded[2:]) == 1
+
+
+def _write_member(graph: ir.Graph, member: Member) -> None:
+    """Fold a factor and a shift into a layer, or write them before a Concat."""
+    if member.index is not None:
+        _write(graph, member.node, member.index, member.affine)
+        return
+    _fold(graph, member.node, *member.affine)
+    for value in member.behind:
+        value.name = f"{value.name}_normalized"
 
 
 def _members(producer: ir.Node, affine: Affine) -> list[Member]:

@@ -24,6 +24,10 @@ def hoist_constants(model: ir.Model) -> int:
     return sum(_hoist(node) for node in list(model.graph) if is_op(node, *BEFORE_STATES))
 
 
+def _is_large(value: ir.Value) -> bool:
+    return is_constant(value) and constant(value).nbytes >= SMALL
+
+
 def _hoist(node: ir.Node) -> int:
     """Take the large constants out of the states of one node; another takes its place."""
     body = node.attributes["body"].as_graph()
@@ -31,14 +35,12 @@ def _hoist(node: ir.Node) -> int:
     inside = [value for part in (body, *body.subgraphs()) for value in _values(part)]
     gone = []
     for state in range(_states(node)):
-        source, output = node.inputs[first + state], node.outputs[state]
-        inner = body.inputs[first + state]
-        kept = _before_identities(body.outputs[first_output + state]) is inner
-        if source is None or not is_constant(source) or constant(source).nbytes < SMALL or not kept:
+        source, inner = node.inputs[first + state], body.inputs[first + state]
+        if source is None or _before_identities(body.outputs[first_output + state]) is not inner:
             continue
         # Of a name that the body has too, it would read its own; an output of the model has a name that is asked for.
         hidden = any(value.name == source.name for value in inside if value is not inner)
-        if not hidden and not output.is_graph_output():
+        if not hidden and not node.outputs[state].is_graph_output() and _is_large(source):
             gone.append(state)
     if not gone:
         return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -141,17 +141,31 @@ def _evaluate(model: ir.Model, node: ir.Node, inputs: dict[str, Any], joins: boo
 
 def _result_size(node: ir.Node, arrays: list[Any]) -> int:
     """Elements of what a node that can grow will give, before it takes the memory; 0 for others."""
-    if is_op(node, "ConstantOfShape"):
-        return math.prod(arrays[0].reshape(-1).tolist())
-    if is_op(node, "Tile") and len(arrays) > 1:
-        return math.prod([arrays[0].size, *arrays[1].reshape(-1).tolist()])
-    if is_op(node, "Expand") and len(arrays) > 1:
-        return math.prod(max(1, size) for size in arrays[1].reshape(-1).tolist())
-    if is_op(node, "Range") and len(arrays) > 2 and all(array.size == 1 for array in arrays):
-        start, end, step = (array.item() for array in arrays)
-        steps = (end - start) / step if step else math.inf
-        return int(steps) if math.isfinite(steps) else sys.maxsize
+    for op_type, (inputs, size) in GROWS.items():
+        if is_op(node, op_type) and len(arrays) >= inputs:
+            return size(*arrays[:inputs])
     if is_op(node, *MOVES):
         return 0
+    return _broadcast_size(*arrays)
+
+
+def _broadcast_size(*arrays: Any) -> int:
     sizes = [array.shape[::-1] for array in arrays]
     return math.prod(max(column) for column in zip_longest(*sizes, fillvalue=1))
+
+
+def _range_size(*limits: Any) -> int:
+    if any(limit.size != 1 for limit in limits):
+        return _broadcast_size(*limits)
+    start, end, step = (limit.item() for limit in limits)
+    steps = (end - start) / step if step else math.inf
+    return int(steps) if math.isfinite(steps) else sys.maxsize
+
+
+GROWS: dict[str, tuple[int, Callable[..., int]]] = {
+    "ConstantOfShape": (1, lambda shape: math.prod(shape.reshape(-1).tolist())),
+    "Tile": (2, lambda x, repeats: math.prod([x.size, *repeats.reshape(-1).tolist()])),
+    "Expand": (2, lambda x, shape: math.prod(max(1, size) for size in shape.reshape(-1).tolist())),
+    "Range": (3, _range_size),
+}
+"""Op type whose output is larger than its inputs -> how many of these say, and how large."""

@@ -43,38 +43,48 @@ def shorten_names(model: ir.Model) -> int:
     Args:
         model: A quantized model, changed in place; outputs of the graph keep their names.
     """
-    graph = model.graph
-    used = {name for node in graph.all_nodes() for name in (node.name, *(value.name for value in node.outputs)) if name}
-    used |= {*graph.initializers, *(value.name for value in graph.inputs if value.name)}
-    tokens: dict[str, str] = {}
+    graph, names = model.graph, _ShortNames(model.graph)
+    for node in filter(_added, graph):
+        for value in node.outputs:
+            if value.name and not value.is_graph_output():
+                value.name = names.of(value.name)
+        for source in node.inputs[1:]:
+            if source is not None and source.name in graph.initializers and _is_of_added(source):
+                source.name = names.of(source.name or "")
+        node.name = names.of(node.name or "")
+    return len(names.tokens)
 
-    def short(name: str) -> str:
+
+def _is_of_added(constant: ir.Value) -> bool:
+    return all(_added(use.node) for use in constant.uses())
+
+
+class _ShortNames:
+    """Names in place of long ones.
+
+    Attributes:
+        used: All names of a graph.
+        tokens: Name of a tensor of the model -> what stands for it.
+    """
+
+    def __init__(self, graph: ir.Graph) -> None:
+        nodes = list(graph.all_nodes())
+        values = [*graph.inputs, *(value for node in nodes for value in node.outputs)]
+        names = [*graph.initializers, *(node.name for node in nodes), *(value.name for value in values)]
+        self.used, self.tokens = {name for name in names if name}, dict[str, str]()
+
+    def of(self, name: str) -> str:
+        """The short form of a name that was added for a tensor; others stay."""
         found = ADDED.fullmatch(name)
         if found is None or len(found[1]) <= SHORT:
             return name
-        token = tokens.setdefault(found[1], f"q{len(tokens)}")
+        token = self.tokens.setdefault(found[1], f"q{len(self.tokens)}")
         role = found[2]
         for long, letter in OUTPUTS.items():
             role = letter + role.removeprefix(long) if role.startswith(long) else role
-        new = free_name(f"{token}_{role}", used)
-        used.add(new)
+        new = free_name(f"{token}_{role}", self.used)
+        self.used.add(new)
         return new
-
-    for node in graph:
-        if not _added(node):
-            continue
-        for value in node.outputs:
-            if value.name and not value.is_graph_output():
-                value.name = short(value.name)
-        for source in node.inputs[1:]:
-            if (
-                source is not None
-                and source.name in graph.initializers
-                and all(_added(use.node) for use in source.uses())
-            ):
-                source.name = short(source.name or "")
-        node.name = short(node.name or "")
-    return len(tokens)
 
 
 def _added(node: ir.Node) -> bool:

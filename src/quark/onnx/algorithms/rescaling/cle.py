@@ -84,7 +84,7 @@ def _pair(node: ir.Node) -> Pair | None:
     axis, value = result_axis(node), node.outputs[0]
     while read_once(value):
         ((reader, index),) = value.uses()
-        if index == 0 and _is_layer(reader) and result_axis(reader) == axis and _second(reader).size == channels:
+        if index == 0 and _reads_channels(reader, axis, channels):
             whole = all(_is_unshared(bias.value) and bias.array.size in (1, channels) for bias in biases)
             return Pair(first, _second(reader), tuple(biases)) if whole else None
         bias = added_bias(value, channels) if axis == -1 else None
@@ -115,6 +115,11 @@ def _is_layer(node: ir.Node) -> bool:
     return weight.ndim == 2 and not node.attributes.get_int("transA", 0)
 
 
+def _reads_channels(node: ir.Node, axis: int | None, channels: int) -> bool:
+    """Whether a node is a layer of so many channels along this axis."""
+    return _is_layer(node) and result_axis(node) == axis and _second(node).size == channels
+
+
 def _second(layer: ir.Node) -> ChannelConstant:
     """The weight of the second layer of a pair along the channels that it reads: a depthwise one keeps them apart."""
     depthwise = layer.attributes.get_int("group", 1) > 1
@@ -130,17 +135,25 @@ def _keeps_scale(node: ir.Node, index: int, axis: int | None) -> bool:
     """Whether f(s x) = s f(x) for a positive scale of each channel, which lie along an axis of x."""
     if index != 0 or len(node.outputs) != 1:
         return False
-    if is_op(node, *SCALES_WITH_INPUT) or is_op(node, "PRelu"):
+    if is_op(node, *SCALES_WITH_INPUT, "PRelu"):
         return True
     if is_op(node, "ReduceMean"):
-        shape, axes = dims(node.inputs[0]), axes_of(node)
-        keeps = bool(node.attributes.get_int("keepdims", 1))
-        return axis == 1 and keeps and shape is not None and axes is not None and all(a % len(shape) > 1 for a in axes)
-    if is_op(node, "Pad"):
-        constants = [constant(value) for value in node.inputs[2:3] if value is not None]
-        mode = node.attributes.get_string("mode", "constant")
-        pads = constant(node.inputs[1]) if len(node.inputs) > 1 else None
-        zero = all(value is not None and not np.any(value) for value in constants)
-        inner = pads is not None and not pads.reshape(2, -1)[:, :2].any()
-        return axis == 1 and inner and len(node.inputs) < 4 and (mode != "constant" or zero)
-    return False
+        return axis == 1 and _averages_positions(node)
+    return is_op(node, "Pad") and axis == 1 and _pads_positions(node)
+
+
+def _averages_positions(mean: ir.Node) -> bool:
+    shape, axes = dims(mean.inputs[0]), axes_of(mean)
+    if shape is None or axes is None or not mean.attributes.get_int("keepdims", 1):
+        return False
+    return all(axis % len(shape) > 1 for axis in axes)
+
+
+def _pads_positions(pad: ir.Node) -> bool:
+    """Whether what is added at the ends of positions is a value of them, or zero."""
+    pads = constant(pad.inputs[1]) if len(pad.inputs) > 1 else None
+    if pads is None or pads.reshape(2, -1)[:, :2].any() or len(pad.inputs) > 3:
+        return False
+    values = [constant(value) for value in pad.inputs[2:3] if value is not None]
+    zero = all(value is not None and not np.any(value) for value in values)
+    return zero or pad.attributes.get_string("mode", "constant") != "constant"

@@ -33,12 +33,12 @@ def read_streams(path: str, graph: ir.Graph) -> list[ResidualStream]:
     """
     pairs = _read(path)
     linear = {node.name or "": node for node in graph if is_linear(node)}
-    tables = {node.name or "": node for node in graph if is_op(node, "Gather") and is_constant(node.inputs[0])}
+    writers = {**linear, **_tables(graph)}
     norms = {node.name or "": norm for norm in find_norms(graph) for node in norm.nodes}
     stream = ResidualStream(0)
     for pair in pairs:
         for name in pair["prev_nodes"]:
-            stream.turned |= dict.fromkeys(_written(_named(name, {**linear, **tables}, "prev_nodes", path)))
+            stream.turned |= dict.fromkeys(_written(_named(name, writers, "prev_nodes", path)))
         readers = [_named(name, linear, "next_nodes", path) for name in pair["next_nodes"]]
         weights = tuple(weight_by_input(node) for node in readers)
         if pair.get("norm_node") is None:
@@ -78,6 +78,11 @@ def _named(name: str, known: Mapping[str, Any], key: str, path: str) -> Any:
     if name not in known:
         raise ConfigError(f"{path}: {key} has {name!r}, which is none. {did_you_mean(name, known)}")
     return known[name]
+
+
+def _tables(graph: ir.Graph) -> dict[str, ir.Node]:
+    """The nodes that look up rows of a constant."""
+    return {node.name or "": node for node in graph if is_op(node, "Gather") and is_constant(node.inputs[0])}
 
 
 def _written(node: ir.Node) -> list[ChannelConstant]:

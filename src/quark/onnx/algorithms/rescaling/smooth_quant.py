@@ -105,14 +105,18 @@ def smooth(model: ir.Model, config: SmoothQuantConfig, settings: Settings, data:
     return len(groups)
 
 
-def _groups(model: ir.Model, placement: Placement) -> list[Group]:
-    """The tensors that at least one linear layer reads quantized, under a scale that their channels share."""
+def _linear_readers(graph: ir.Graph) -> dict[ir.Value, list[ir.Node]]:
     readers: dict[ir.Value, list[ir.Node]] = {}
-    for node in model.graph:
+    for node in graph:
         if is_linear(node) and node.inputs[0] is not None:
             readers.setdefault(node.inputs[0], []).append(node)
+    return readers
+
+
+def _groups(model: ir.Model, placement: Placement) -> list[Group]:
+    """The tensors that at least one linear layer reads quantized, under a scale that their channels share."""
     groups = []
-    for value, layers in readers.items():
+    for value, layers in _linear_readers(model.graph).items():
         weights = tuple(placement.weights.get((layer, 1)) for layer in layers)
         dynamic = any(layer in placement.dynamic for layer in layers)
         input_spec = DYNAMIC if dynamic else placement.activations.get(value)
@@ -149,14 +153,12 @@ class _Search:
         norm = fused_norm(node)
         if norm is not None:
             return self._fitting(tuple(part for part in (norm.gain, norm.bias) if part is not None))
-        if is_op(node, *COMMUTES) or (is_op(node, "Reshape") and self._keeps_channels(node)):
+        if is_op(node, *COMMUTES, "Div") or (is_op(node, "Reshape") and self._keeps_channels(node)):
             return self._through(node, 0)
         if is_op(node, "Mul"):
             # A constant factor takes it, or one of the two.
             first = int(is_constant(node.inputs[1]))
             return self._through(node, first) or self._through(node, 1 - first)
-        if is_op(node, "Div"):
-            return self._through(node, 0)
         if is_op(node, "Add", "Sub"):
             one, other = self._through(node, 0), self._through(node, 1)
             return one + other if one and other else None

@@ -49,6 +49,12 @@ def check(config: Config) -> None:
     changed = [f for f in ADAROUND_ONLY if getattr(config, f) != getattr(AdaRoundConfig(), f)]
     if isinstance(config, AdaQuantConfig) and changed:
         raise ConfigError(f"{name}.{changed[0]}: AdaQuant has no regularizer. Possible: AdaRoundConfig.")
+    _check_batches(config, name)
+    _check_inference(config.infer_device, name)
+
+
+def _check_batches(config: Config, name: str) -> None:
+    """Refuse ways of reading batches."""
     if config.cache_dir is not None and not Path(config.cache_dir).is_dir():
         raise ConfigError(f"{name}.cache_dir: {config.cache_dir!r} is no folder.")
     if config.use_gds:
@@ -57,7 +63,6 @@ def check(config: Config) -> None:
         raise NotSupportedError(f"{name}.num_workers={config.num_workers}: batches are read in this process; 0 or 1.")
     if config.pin_memory and _kind(config.optim_device) == "cpu":
         raise ConfigError(f"{name}.pin_memory: for an optim_device that is a GPU; it is {config.optim_device!r}.")
-    _check_inference(config.infer_device, name)
 
 
 def _kind(device: str) -> str:

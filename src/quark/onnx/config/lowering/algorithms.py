@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -117,18 +117,8 @@ def targets(
     configs = [algorithm for algorithm in algorithms if isinstance(algorithm, AutoMixprecisionConfig)]
     if not configs:
         return []
-    target = target_layers(configs[0].target_layer_config)
-    entries: list[tuple[Any, tuple[str, ...] | None]]
-    if isinstance(target, Mapping):
-        entries = [(layer, tuple(names)) for layer, names in target.items()]
-    elif isinstance(target, (list, tuple)):
-        entries = [(layer, None) for layer in target]
-    else:
-        entries = [(target, None)]
-    named = [name for _, names in entries for name in names or ()]
-    repeated = len(named) > len(set(named))
-    for_the_rest = [names for _, names in entries if names == ()]
-    if len(configs) > 1 or not entries or repeated or len(for_the_rest) > 1:
+    entries = _entries(target_layers(configs[0].target_layer_config))
+    if len(configs) > 1 or not entries or _compete([names for _, names in entries]):
         raise ConfigError(
             "AutoMixprecisionConfig: one config, with at least one target_layer_config, each node in one of them at "
             f"most, and one that maps to [] at most. Got {len(configs)} configs and targets for {entries}."
@@ -142,6 +132,19 @@ def targets(
     if value_of(options, "QuantizeBias"):
         return entries
     return [(replace(layer, bias=None), names) for layer, names in entries]
+
+
+def _compete(names: Sequence[tuple[str, ...] | None]) -> bool:
+    """Whether two targets name the same node, or are both for the rest."""
+    named = [name for own in names for name in own or ()]
+    return len(named) > len(set(named)) or names.count(()) > 1
+
+
+def _entries(target: Any) -> list[tuple[Any, tuple[str, ...] | None]]:
+    """A target, several, or several with names, as pairs."""
+    if isinstance(target, Mapping):
+        return [(layer, tuple(names)) for layer, names in target.items()]
+    return [(layer, None) for layer in (target if isinstance(target, (list, tuple)) else [target])]
 
 
 def _changed(options: Mapping[str, Any], key: str) -> bool:
