@@ -48,7 +48,7 @@ ARROWS = [
 ]
 
 MOST_ENTRIES = 14
-MOST_LINES, MOST_LINES_OF_FUNCTION = 400, 60
+MOST_LINES, MOST_LINES_OF_FUNCTION = 800, 60
 
 
 def under(name: str, *packages: str) -> bool:
