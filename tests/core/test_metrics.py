@@ -17,6 +17,7 @@ from quark.core.metrics import (
     is_distribution,
     kl,
     l2,
+    logits_of,
     psnr,
     scores_of,
     sqnr,
@@ -101,6 +102,25 @@ def test_scores_are_what_the_softmax_was_given() -> None:
     assert not any(map(is_distribution, (z, p[..., :1], 1 - p, p[:0], np.float32(1), (p * 100).astype(np.int64))))
     for found in scores_of(p, p):
         np.testing.assert_allclose(found, z - z.mean(-1, keepdims=True), atol=1e-4)
+
+
+def test_scores_of_probabilities_are_what_a_sigmoid_was_given() -> None:
+    z = np.linspace(-15, 15, 31)
+    for found in logits_of(*([1 / (1 + np.exp(-z))] * 2)):
+        np.testing.assert_allclose(found, z, rtol=1e-9)
+
+
+def test_scores_of_codes_are_kept_from_both_ends_by_half_a_code() -> None:
+    p = np.array([1e-4, 0.3, 0.5, 0.9999])
+    exact, found = logits_of(p, np.round(p * 255) / 255)
+    end = np.log((1 / 510) / (1 - 1 / 510))
+    np.testing.assert_allclose([found[0], exact[0], -found[3], -exact[3]], end, rtol=1e-2)
+    np.testing.assert_allclose(exact[1:3], np.log(p[1:3] / (1 - p[1:3])))
+
+
+def test_codes_that_are_all_zero_do_not_pass_for_what_they_lost() -> None:
+    exact, found = logits_of(np.array([1e-3, 1e-5]), np.zeros(2))
+    assert (exact - found > 5).all()
 
 
 def test_scores_of_codes_are_floored_at_half_of_the_least() -> None:

@@ -7,6 +7,10 @@
 Of a distribution p, such as a softmax ends in, the scores are z = log p - mean(log p), with q floored alike: where one
 is sure, no noise shows in p, so that the SQNR of p is that of a few unsure rows, and says nothing of the others.
 
+Of a probability p by itself, such as a sigmoid gives, the score is z = log p - log(1 - p). Where events are rare, the
+SQNR of p is that of the one or two samples that hold one; that of z is told by every value. Between 6 samples and 32
+others it differs by 3 dB in 20 trained detectors, that of p by up to 19.
+
 Up to a factor of each channel c, the noise is sum |x_c - a_c y_c|^2 with a_c = cov(x_c, y_c) / var(y_c): a bias
 is not taken for a factor.
 
@@ -32,6 +36,12 @@ UNITS = {"sqnr": "dB", "psnr": "dB", "cosine": "", "l2": ""}
 
 SUM = 0.01
 """How far from 1 the sum of a distribution may be: in float16 that of a thousand classes is."""
+
+CERTAIN = 2.0**-24
+"""What probabilities are told from 0 and from 1 by: half of the step of float32 below 1."""
+
+CODE = 2.0**-8
+"""The step of 8 bits from 0 to 1: codes of fewer are told from 0 as those are."""
 
 FEWEST = 8
 """Values of a channel that a factor is fitted to: with fewer, too much of their noise would pass for a factor."""
@@ -106,6 +116,23 @@ def scores_of(p: NumpyArray, q: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
     floor = max(float(np.finfo(p.dtype).tiny), float(q[q > 0].min(initial=1)) / 2 if (q <= 0).any() else 0.0)
     p, q = (np.log(np.maximum(x.astype(np.float64), floor)) for x in (p, q))
     return p - p.mean(-1, keepdims=True), q - q.mean(-1, keepdims=True)
+
+
+def _floor(q: NumpyArray) -> float:
+    """What probabilities are at least: half a code of those that are rounded to 0. Zeros alone tell no step."""
+    above = q[q > 0]
+    return max(CERTAIN, min(CODE, float(above.min())) / 2) if 0 < above.size < q.size else CERTAIN
+
+
+def logits_of(p: NumpyArray, q: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
+    """The scores of two arrays of probabilities, each by itself, of one shape, in float64.
+
+    Where q has zeros or ones, as codes of 8 bits do, both are kept from them by half of its least distance.
+    """
+    q = np.clip(q.astype(np.float64), 0, 1)
+    low, high = (_floor(x) for x in (q, 1 - q))
+    p, q = (np.log(np.maximum(x, low)) - np.log(np.maximum(1 - x, high)) for x in (p.astype(np.float64), q))
+    return p, q
 
 
 @dataclass(frozen=True)

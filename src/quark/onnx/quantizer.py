@@ -155,8 +155,8 @@ class ModelQuantizer:
                 of several outputs the worst counts.
             target: The value of the metric that is enough.
             quick: Try only the steps that gain most for their seconds, and no more from 40 dB ("sqnr") on. Fewer than
-                four samples are then calibrated with and judged by alike; an output that is a distribution (a softmax)
-                is judged by its scores where there is no target.
+                four samples are then calibrated with and judged by alike; without a target what a softmax or a sigmoid
+                gives is judged by its scores; seconds that other programs take do not count.
             allow_wider: Whether the model may have types of more bits than the config asks for (16 for 8, 8 for 4)
                 where nothing else reaches the target.
             weights_alone: Quantizer of weights, which is tried where the best model keeps so little that tasks suffer:

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from quark.errors import SlowerThanFloatError
 from quark.onnx import ModelQuantizer
 from quark.onnx.graph.model_file import load
-from quark.onnx.latency.whole_file import FileRatio, file_ratio, refuse_slower
+from quark.onnx.latency.whole_file import FEWEST, FileRatio, file_ratio, refuse_slower
 
 FEED = {"x": np.ones((8, 8), np.float32)}
 
@@ -33,7 +33,7 @@ def turns(*ratios: float) -> Callable[[], float]:
     def ticks() -> Iterator[float]:
         now = 0.0
         for ratio in ratios:
-            for pair in range(300):
+            for pair in range(FEWEST):
                 for which in ((0, 1), (1, 0))[pair % 2]:
                     yield now
                     now += ratio if which else 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
@@ -12,6 +11,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from quark.core.array import NumpyArray
+from quark.onnx.calibration.data.own_time import own_time
 from quark.onnx.calibration.data.samples import Samples, Store
 from quark.onnx.graph.sessions import run_sample
 
@@ -53,16 +53,22 @@ class FloatOutputs:
         self.names, self._data, self._open_session = names, data, open_session
         self._count = len(data) if count is None else min(count, len(data))
         self._store = Store(folder=folder)
-        self.forward_seconds, start = math.inf, time.monotonic()
+        self.forward_seconds, start = math.inf, own_time()
         for sample, arrays in enumerate(self._run(model)):
-            self.forward_seconds = min(self.forward_seconds, time.monotonic() - start)
+            self.forward_seconds = min(self.forward_seconds, own_time() - start)
             for name, array in zip(names, arrays, strict=True):
                 self._store[sample, name] = array
-            start = time.monotonic()
+            start = own_time()
 
     def __len__(self) -> int:
         """How many samples there are."""
         return self._count
+
+    def arrays(self, name: str) -> Iterator[NumpyArray]:
+        """What the float model gave at an output, of each sample; 0 where it is not finite."""
+        for sample in range(self._count):
+            array = self._store[sample, name]
+            yield where_finite(array, array)[0]
 
     def beside(self, model: ir.Model, count: int | None = None) -> Iterator[list[tuple[NumpyArray, NumpyArray]]]:
         """Of each sample, or of the first ones, for each output, the float one and that of another model."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
-from quark.core.metrics import Comparison, Metric, is_distribution, scores_of
+from quark.core.metrics import Comparison, Metric, is_distribution, logits_of, scores_of
 from quark.errors import NotSupportedError
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.config.settings import Settings
-from quark.onnx.parts.output_parts import OutputPart, output_parts
+from quark.onnx.parts.output_parts import SILENT, OutputPart, output_parts
 
 FLOATS = ("FLOAT", "FLOAT16", "DOUBLE")
 LOST, SCORES_LOST = 25.0, 30.0
@@ -49,10 +51,10 @@ class Scorer:
         data: The samples.
         metric: Of each part of a float output (`parts/output_parts.py`) over all samples; the worst counts.
         settings: The execution providers.
-        by_scores: Judge a part that is a distribution by its scores: see `core/metrics.py`.
+        by_scores: Judge a part that is a distribution, or of probabilities, by its scores: see `core/metrics.py`.
 
     Attributes:
-        distributions: Parts that were judged so.
+        scored: Parts that were judged so.
 
     Raises:
         NotSupportedError: The model has no float output.
@@ -61,10 +63,11 @@ class Scorer:
     def __init__(
         self, reference: ir.Model, data: Samples, metric: Metric, settings: Settings, by_scores: bool = False
     ) -> None:
-        self.metric, self._by_scores, self.distributions = metric, by_scores, set[OutputPart]()
+        self.metric, self._by_scores, self.scored = metric, by_scores, set[OutputPart]()
         names, parts = float_outputs(reference), output_parts(reference)
         self._parts = [parts[name] for name in names]
         self.expected = FloatOutputs(reference, names, data, lambda model: model_session(model, [], settings))
+        self._centers: dict[OutputPart, float] = {}
 
     def score(self, model: ir.Model) -> tuple[float, OutputPart]:
         """The metric and the worst part of an output.
@@ -85,10 +88,34 @@ class Scorer:
 
     def is_lost(self, score: float, part: OutputPart) -> bool:
         """Whether a score tells that the task suffers; only the SQNR in dB does."""
-        return self.metric.name == "sqnr" and score < (SCORES_LOST if part in self.distributions else LOST)
+        return self.metric.name == "sqnr" and score < (SCORES_LOST if part in self.scored else LOST)
+
+    @cached_property
+    def silent(self) -> bool:
+        """Whether a part that is judged as probabilities holds no event: what ranges do to one is then not known."""
+        parts = [part for parts in self._parts for part in parts if part.bounded]
+        return self._by_scores and self.metric.name == "sqnr" and any(self._peak(part) < SILENT for part in parts)
+
+    def _peak(self, part: OutputPart) -> float:
+        return max((float(part.of(array).max(initial=0)) for array in self.expected.arrays(part.tensor)), default=0.0)
 
     def _judged(self, part: OutputPart, expected: NumpyArray, array: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
-        if not self._by_scores or not is_distribution(expected):
+        if not self._by_scores or not (part.bounded or is_distribution(expected)):
             return expected, array
-        self.distributions.add(part)
-        return scores_of(expected, array)
+        self.scored.add(part)
+        if is_distribution(expected):
+            return scores_of(expected, array)
+        center = self._center(part)
+        x, y = logits_of(expected, array)
+        return x - center, y - center
+
+    def _center(self, part: OutputPart) -> float:
+        """The mean score of a part over all samples; 0 where its scores are all alike, and nothing is left beside it.
+
+        How far the scores of silence lie from those of an event is no signal: it is the same in every sample.
+        """
+        if part not in self._centers:
+            arrays = (part.of(array) for array in self.expected.arrays(part.tensor))
+            scores = np.concatenate([logits_of(array, array)[0].ravel() for array in arrays])
+            self._centers[part] = float(scores.mean()) if np.ptp(scores) else 0.0
+        return self._centers[part]

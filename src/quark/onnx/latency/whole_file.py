@@ -14,6 +14,7 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+import onnxruntime
 
 from quark.errors import QuarkError, SlowerThanFloatError
 from quark.log import logger
@@ -107,29 +108,45 @@ def file_ratio(
         NotSupportedError: It lacks an operator.
         CalibrationError: A model fails on the sample.
     """
-    clock = clock or (time.thread_time if threads == 1 else time.perf_counter)
-    found = _look(model, quantized, feed, threads, clock)
+    clock = clock or _clock(threads)
+
+    def look() -> FileRatio:
+        proto, weights = split_weights(model)
+        before = open_session(proto, threads=threads, weights=weights)
+        return _by_turns(before, open_session(quantized, threads=threads), feed, clock)
+
+    found = look()
     for _ in range(LOOKS - 1):
         if found.slower:
-            found = _look(model, quantized, feed, threads, clock)
+            found = look()
     return found
 
 
-def _look(
-    model: ir.Model, quantized: onnx.ModelProto | Path, feed: Feed, threads: int, clock: Callable[[], float]
+def time_ratio(first: onnx.ModelProto, second: onnx.ModelProto, feed: Feed, threads: int = 1) -> float:
+    """The time of a second file over that of a first one, each in a session of its own; the rest is as above."""
+    sessions = (open_session(first, threads=threads), open_session(second, threads=threads))
+    return _by_turns(*sessions, feed, _clock(threads)).ratio
+
+
+def _clock(threads: int) -> Callable[[], float]:
+    return time.thread_time if threads == 1 else time.perf_counter
+
+
+def _by_turns(
+    first: onnxruntime.InferenceSession, second: onnxruntime.InferenceSession, feed: Feed, clock: Callable[[], float]
 ) -> FileRatio:
-    proto, weights = split_weights(model)
-    sessions = (open_session(proto, threads=threads, weights=weights), open_session(quantized, threads=threads))
+    sessions = (first, second)
     times: tuple[list[float], list[float]] = ([], [])
     for session in sessions:
         run_sample(session, None, feed)  # warms up
-    end = time.perf_counter() + SECONDS
-    while len(times[0]) < FEWEST or (len(times[0]) < MOST and time.perf_counter() < end):
+    spent = 0.0
+    while len(times[0]) < FEWEST or (len(times[0]) < MOST and spent < SECONDS):
         # Each is the first as often as the other.
         for which in ((0, 1), (1, 0))[len(times[0]) % 2]:
             start = clock()
             run_sample(sessions[which], None, feed)
             times[which].append(clock() - start)
+            spent += times[which][-1]
     before, after = map(typical, times)
     longer = sum(second > first for first, second in zip(*times, strict=True))
     return FileRatio(after / before, before, longer / len(times[0]))

@@ -23,6 +23,8 @@ from quark.onnx.graph.model_file import constant, infer_shapes, is_constant
 
 BOUNDED = ("Sigmoid", "Softmax", "HardSigmoid")
 """Op types whose values lie from 0 to 1."""
+SILENT = 0.05
+"""What from 0 to 1 stays below it on all samples holds no event; what a quantized model gives may be twice as large."""
 KEPT = ("Identity", "Cast", "Relu", "Clip", "Dropout")
 """Op types that leave every value where it is, and from 0 to 1 where it lies there."""
 SCALES = ("Mul", "Div", "Add", "Sub")

@@ -19,7 +19,7 @@ import numpy as np
 
 from quark.core.array import NumpyArray
 from quark.core.metrics import decibel
-from quark.onnx.parts.output_parts import OutputPart
+from quark.onnx.parts.output_parts import SILENT, OutputPart
 
 LEAST = 10.0
 """dB: below it, the noise has a third of the size of the output."""
@@ -27,8 +27,6 @@ KEPT, MISSED = 0.9, 0.5
 """Share of the decisions that shows that nothing is lost, whatever the SQNR; and below which the task is."""
 STANDS_OUT = 0.25
 """Share of the largest value by which events have to differ from the rest: else there are none."""
-SILENT = 0.05
-"""What from 0 to 1 stays below it on all samples holds no event; y may be twice as large."""
 DISAGREE = 10.0
 """dB between the samples of one part, in their SQNR or in their power."""
 

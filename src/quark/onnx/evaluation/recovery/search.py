@@ -26,6 +26,7 @@ from quark.onnx.algorithms import check_algorithms
 from quark.onnx.algorithms.noise.float_nodes import Measured
 from quark.onnx.algorithms.rescaling.equalize_if_better import equalize_if_better
 from quark.onnx.calibration.calibrate import repeatable
+from quark.onnx.calibration.data.own_time import own_time
 from quark.onnx.calibration.data.readers import TimeUpError
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.joined_ends import leave_joined_ends
@@ -90,7 +91,7 @@ class Recovery:
         plain, score: The metric of the plain config, and of the best model.
         trials: The plain config, then the steps, in order.
         fitted, held_out: How many samples were calibrated with, and measured on.
-        by_scores: Whether an output that is a distribution was judged by its scores.
+        by_scores: Whether a part of an output that is a distribution, or of probabilities, was judged by its scores.
         lost: Whether the task suffers with the best model.
         types: What the model holds: (element type, "activations" or "weights") -> how many.
     """
@@ -121,7 +122,7 @@ def reaches(score: float, target: float | None, metric: Metric) -> bool:
 
 def measure_text(metric: Metric, by_scores: bool) -> str:
     """What a recovery measures, in words."""
-    return f"{metric.name}{' of scores before the softmax' if by_scores else ''}"
+    return f"{metric.name}{' of scores before the softmax or sigmoid' if by_scores else ''}"
 
 
 def duration(text: str | float) -> float:
@@ -160,7 +161,8 @@ def recover(
         allow_wider: Whether steps may give more bits than the config asks for.
         rival: What is made without samples, which the result has to be better than.
     """
-    start = time.monotonic()
+    clock = own_time if quick else time.monotonic  # a result that nobody set a time for does not depend on the load
+    start = clock()
     if target is not None and not (isinstance(target, Real) and not math.isnan(target)):
         raise ConfigError(f"The target {target!r} is no number; possible: a value of {metric.name}, or None.")
     if settings.calibration.statistics is not None:
@@ -170,15 +172,14 @@ def recover(
     data = repeatable(reader, model, settings)
     fit, held_out = (data, data) if quick and data is not None and 0 < len(data) < EVERY else split(data)
     settings, _ = leave_joined_ends(model, settings, fit)
-    if settings.measurement.enabled:
-        # Once: what every step then changes has no effect on which kernels there are.
+    if settings.measurement.enabled:  # once: what steps change has no effect on which kernels there are
         settings = leave_slower_in_float(model, settings, fit)
         settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
         give_back_memory()
-    if settings.equalize_if_better:
-        # Once too.
+    if settings.equalize_if_better:  # once too
         settings, _ = equalize_if_better(model, settings, fit, convert)
     scorer = Scorer(model, held_out, metric, settings, by_scores=quick and target is None)
+    fit.clock = clock
     search = _Search(model, fit, scorer, target, None if budget is None else start + budget)
     plain = search.start(settings)
     logger.info("Recovery: %s as it is: %s.", search.measure, metric.text(plain.score))
@@ -186,11 +187,11 @@ def recover(
     if rival is None or not search.gives_way(rival):
         search.run(steps, allow_wider, PLENTY if quick and metric.name == "sqnr" else None)
         if rival is not None:
-            search.gives_way(rival)
+            search.gives_way(rival, at_last=True)
     best = search.best
     found = Recovery(
         None, best.settings, metric, target, plain.score, best.score, search.trials, len(fit), len(held_out),
-        bool(scorer.distributions), search.lost, element_types(best.model),
+        bool(scorer.scored), search.lost, element_types(best.model),
     )  # fmt: skip
     return found, best.model
 
@@ -225,7 +226,7 @@ class _Search:
     @property
     def measure(self) -> str:
         """What is measured, in words."""
-        return measure_text(self.scorer.metric, bool(self.scorer.distributions))
+        return measure_text(self.scorer.metric, bool(self.scorer.scored))
 
     @property
     def lost(self) -> bool:
@@ -235,15 +236,15 @@ class _Search:
     def left(self, step: Step) -> float:
         """Seconds for a step. Where there is a target, no other step takes the time of the last resort."""
         kept = 0.0 if step.last_resort or self.target is None else RESERVE * self.best.seconds
-        return math.inf if self.end is None else self.end - kept - time.monotonic()
+        return math.inf if self.end is None else self.end - kept - self.fit.clock()
 
     def quantize(self, settings: Settings) -> ScoredModel:
         """Quantize and measure. Raises TimeUpError where the budget ends before the weights are decided."""
-        start = time.monotonic()
+        start = self.fit.clock()
         # What algorithms tell of every layer would drown the table.
         with severity(2):
             model = convert(self.model.clone(), settings, self.fit, known=self._known)
-        return ScoredModel(settings, model, *self.scorer.score(model), time.monotonic() - start)
+        return ScoredModel(settings, model, *self.scorer.score(model), self.fit.clock() - start)
 
     def quantize_plain(self, settings: Settings) -> ScoredModel:
         """The same for the config as it is. A step that finds nothing is told unless the config holds such a one."""
@@ -272,14 +273,19 @@ class _Search:
             else:
                 self.attempt(step)
 
-    def gives_way(self, rival: Rival) -> bool:
-        """Take what was made without samples as the best, if it is better than what was made with them."""
+    def gives_way(self, rival: Rival, at_last: bool = False) -> bool:
+        """Take what was made without samples as the best, if it is better than what was made with them.
+
+        Args:
+            rival: What makes it.
+            at_last: Whether no step follows.
+        """
         # The last step may have had no time left; this has a few seconds in any case.
-        start, before, self.fit.until = time.monotonic(), self.best, math.inf
-        other = rival.instead_of(before, self.scorer, self.fit)
+        start, before, self.fit.until = self.fit.clock(), self.best, math.inf
+        other = rival.instead_of(before, self.scorer, self.fit, at_last)
         if other is not None:
             self.best = other
-            self._tell(Trial(RIVAL, before.score, other.score, time.monotonic() - start, "kept"))
+            self._tell(Trial(RIVAL, before.score, other.score, self.fit.clock() - start, "kept"))
         return other is not None
 
     def leave_out(self, step: Step) -> None:
@@ -289,7 +295,7 @@ class _Search:
 
     def attempt(self, step: Step) -> None:
         """Try a step on top of the best, and note what it gave; nothing where it would change nothing."""
-        start, before, after = time.monotonic(), self.best, None
+        start, before, after = self.fit.clock(), self.best, None
         situation, self.fit.until = self._situation(step), start + self.left(step)
         try:
             changed = step.change(before.settings, situation)
@@ -303,12 +309,12 @@ class _Search:
         result = changed if isinstance(changed, str) else self._unfit(step)
         if not isinstance(changed, str) and not result:
             after, result = self._compared(step, changed, situation.share)
-        self._tell(Trial(step.name, before.score, after, time.monotonic() - start, result))
+        self._tell(Trial(step.name, before.score, after, self.fit.clock() - start, result))
 
     def _tell(self, trial: Trial) -> None:
         """Note a trial, and say what it gave. How long the search takes is known only where it has a budget."""
         self.trials.append(trial)
-        metric, left = self.scorer.metric, None if self.end is None else max(0.0, self.end - time.monotonic())
+        metric, left = self.scorer.metric, None if self.end is None else max(0.0, self.end - self.fit.clock())
         scores = "" if trial.before is None or trial.after is None else f"{metric.text(trial.after)}, "
         rest = "" if left is None else f", {seconds_text(left)} of the budget left"
         logger.info("Recovery: %s: %s%s, %s%s.", trial.step, scores, trial.result, seconds_text(trial.seconds), rest)
