@@ -68,7 +68,7 @@ CACHE_NAMES: dict[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
         "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2", "axk1", "axk2", "bailing_hybrid",
         "dots3_note", "dots3_note_text", "glm5_next", "glm_moe_dsa", "hy_v4", "kimi_linear", "longcat_flash",
         "minicpm3", "mistral4", "mistral_large4", "youtu")),
-    ("*self_attn.kv_proj",): ("*q_b_proj", ("deepseek_v4",)),
+    ("*self_attn.kv_proj",): ("*self_attn.q_b_proj", ("deepseek_v4",)),
     ("*self_attention.kv_proj",): ("*q_proj", ("jetmoe",)),
     ("*.k", "*.v"): ("*.q", ("t5", "mt5", "umt5", "longt5", "switch_transformers", "pop2piano", "udop")),
     ("*.key", "*.value"): ("*.query", ("git", "bert", "bert-generation", "roberta", "electra", "camembert")),

@@ -23,7 +23,7 @@ from quark.torch.config.lowering import lower_tensor
 from quark.torch.graph.operators import SOFTMAX, is_call
 from quark.torch.graph.plan import QuantizableOperator
 from quark.torch.graph.quantizers.latent import latent_reads
-from quark.torch.layers.attention.cache_rules import feeds_cache
+from quark.torch.layers.attention.cache_rules import named_layers
 from quark.torch.layers.attention.heads import holds
 from quark.torch.layers.fake_quant import FakeQuantize
 
@@ -56,9 +56,7 @@ def insert_caches(
     linear = [name for name, operator in operators.items() if operator.kind.name == "linear"]
     require_matches(config.kv_cache_quant_config, linear, "kv_cache_quant_config")
     made: dict[str, FakeQuantize] = {}
-    for name in linear:
-        if not feeds_cache(config, name):
-            continue
+    for name in named_layers(config, linear):
         cache = first_match(name, config.kv_cache_quant_config)
         spec = lower_tensor(cache.output_tensors) if cache else None
         assert spec is not None  # as check_cache_config asks

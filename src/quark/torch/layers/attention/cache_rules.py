@@ -12,7 +12,7 @@ on what the layer gives.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -91,13 +91,33 @@ def feeds_cache(config: QConfig, name: str) -> bool:
     return matches_any(name, config.kv_cache_quant_config)
 
 
+def named_layers(config: QConfig, names: Iterable[str]) -> list[str]:
+    """Those of the names that the config means as layers that make keys or values of a quantized cache.
+
+    A pattern "*k_proj" is about the whole part of a name: in a module that has a `k_proj`, it does not mean `sink_proj`
+    or `relative_k_proj`.
+    """
+    matched = {name: next(p for p in config.kv_cache_quant_config if matches(name, p))
+               for name in names if feeds_cache(config, name)}  # fmt: skip
+    return [name for name, pattern in matched.items() if not _only_ends_so(name, pattern, matched)]
+
+
+def _only_ends_so(name: str, pattern: str, matched: Container[str]) -> bool:
+    """Whether a name ends in the middle of a part as a pattern does, and what is called so stands beside it."""
+    called = pattern.removeprefix("*")
+    if called == pattern or f".{name}".endswith(f".{called.lstrip('.')}"):
+        return False
+    parent = name.rsplit(".", called.count(".") + 1)[0]
+    return f"{parent}.{called}" in matched
+
+
 def cache_feeding(config: QConfig, model: nn.Module) -> frozenset[str]:
     """The layers whose output quantizers are those of a cache: of those that the config names, the ones whose keys or
     values a model stores. Before RoPE, all.
     """
     if not config.kv_cache_quant_config:
         return frozenset()
-    named = [name for name, _ in model.named_modules() if feeds_cache(config, name)]
+    named = named_layers(config, [name for name, _ in model.named_modules()])
     return feeding_layers(model, named) if config.kv_cache_post_rope else frozenset(named)
 
 
