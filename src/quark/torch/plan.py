@@ -195,24 +195,8 @@ def make_plan(
     if strict:
         _require_present(config, model, candidates, beside)
     choice = chooser(config, model)
-    layers, excluded = {}, []
-    errors: dict[str, ShapeError] = {}
-    for name, module in candidates.items():
-        spec = LayerSpec() if name in read_elsewhere else choice.spec(name, type(module))
-        if spec == LayerSpec():
-            excluded.append(name)
-            continue
-        require_parameters(name, module)
-        weight = cast(torch.Tensor, module.weight)
-        try:
-            check_shapes(name, type(module).__name__, tuple(weight.shape), getattr(module, "in_features", None), spec)
-        except ShapeError as error:
-            if not strict or spec.output is not None or first_match(name, config.layer_quant_config) is not None:
-                raise
-            errors[name] = error
-            excluded.append(name)
-        else:
-            layers[name] = spec
+    layers, errors = _choose_specs(choice, candidates, read_elsewhere, strict)
+    excluded = [name for name in candidates if name not in layers]
     unfit = _unfit(model, layers, errors)
     if strict:
         _say_lost(config, choice, candidates)
@@ -224,11 +208,46 @@ def make_plan(
     _require_calibrated_experts(config, layers, strict)
     probabilities = _probabilities(config, model)
     outside = frozenset(n for n in excluded if n in read_elsewhere and not choice.excludes(n))
+    _say_outside(outside)
+    to_exclude = _to_exclude(model, choice, layers, excluded, probabilities)
+    return Plan(layers, tuple(excluded), unknown, probabilities, to_exclude, outside, unfit)
+
+
+def _choose_specs(
+    choice: Choice, candidates: Mapping[str, nn.Module], read_elsewhere: Collection[str], strict: bool
+) -> tuple[dict[str, LayerSpec], dict[str, ShapeError]]:
+    """The specs of the layers that are quantized; and of those that a spec for many does not fit, the errors."""
+    layers: dict[str, LayerSpec] = {}
+    errors: dict[str, ShapeError] = {}
+    for name, module in candidates.items():
+        spec = LayerSpec() if name in read_elsewhere else choice.spec(name, type(module))
+        if spec == LayerSpec():
+            continue
+        error = _misfit(name, module, spec)
+        if error is None:
+            layers[name] = spec
+        elif not strict or spec.output is not None or first_match(name, choice.config.layer_quant_config) is not None:
+            raise error
+        else:
+            errors[name] = error
+    return layers, errors
+
+
+def _misfit(name: str, module: nn.Module, spec: LayerSpec) -> ShapeError | None:
+    """What of a spec does not fit the weight of a layer. Raises as `require_parameters` does."""
+    require_parameters(name, module)
+    shape = tuple(cast(torch.Tensor, module.weight).shape)
+    try:
+        check_shapes(name, type(module).__name__, shape, getattr(module, "in_features", None), spec)
+    except ShapeError as error:
+        return error
+    return None
+
+
+def _say_outside(outside: Collection[str]) -> None:
     if outside:
         shown = ", ".join(sorted(outside)[:3]) + (" ..." if len(outside) > 3 else "")
         logger.info("%d layers stay in float, as the model reads their weight itself: %s.", len(outside), shown)
-    to_exclude = _to_exclude(model, choice, layers, excluded, probabilities)
-    return Plan(layers, tuple(excluded), unknown, probabilities, to_exclude, outside, unfit)
 
 
 def _nothing_to_quantize(model: nn.Module, candidates: int) -> ConfigError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,29 +78,33 @@ def file_times(path: Path, reader: Any = None, threads: int = 1, timer: Timer = 
         infer_shapes(each)
     feed = next(iter(Samples(RandomDataReader(model) if reader is None else reader, model_inputs(model), 1)))
     runs = [ProfiledModel(each, feed, threads) for each in (twin, model)]
-    names = {node.name or "": node for node in twin.graph}
+    names = _by_name(twin)
     in_float, in_file = (
         side_of(each, run.kernels, seconds, names)
         for each, run, seconds in zip((twin, model), runs, timer(runs, SECONDS), strict=True)
     )
-    quantized = {node.name or "" for node in model.graph if node.name in names and any(map(_is_decoded, node.inputs))}
+    quantized = {name for name, node in _by_name(model).items() if name in names and any(map(_is_decoded, node.inputs))}
     groups = group_nodes(twin, quantized, in_float, in_file)
     members: dict[str, list[str]] = defaultdict(list)
     for name in names:
         members[groups.find(name)].append(name)
-    times = [groups.seconds(side) for side in (in_float, in_file)]
+    before, after = groups.seconds(in_float), groups.seconds(in_file)
     rows = [
-        NodeTimes(
-            tuple(members[group]),
-            tuple(names[name].op_type for name in members[group]),
-            times[0].get(group, 0.0),
-            times[1].get(group, 0.0),
-        )
-        for group in {groups.find(name) for name in quantized}
+        NodeTimes(tuple(found), _op_types(found, names), before.get(group, 0.0), after.get(group, 0.0))
+        for group, found in members.items()
+        if not quantized.isdisjoint(found)
     ]
     rows.sort(key=lambda row: (row.float_seconds - row.file_seconds, row.nodes))
     conversions = sum(in_file.seconds[kernel.name] for kernel in in_file.kernels if kernel.op_type in QDQ)
     return FileTimes(tuple(rows), conversions, in_float.total(), in_file.total())
+
+
+def _op_types(nodes: Sequence[str], by_name: Mapping[str, ir.Node]) -> tuple[str, ...]:
+    return tuple(by_name[name].op_type for name in nodes)
+
+
+def _by_name(model: ir.Model) -> dict[str, ir.Node]:
+    return {node.name or "": node for node in model.graph}
 
 
 def _require_sizes(path: Path, model: ir.Model) -> None:

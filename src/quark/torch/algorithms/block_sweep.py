@@ -239,10 +239,14 @@ def sweep_block(
         float_hidden = beside or float_hidden
         if not judge.judge(stage, before, start) and last:
             # What was observed, and what the next block reads, came from weights that are gone.
-            rounded = judge.rounded_weights() if stage.rounds else nullcontext()
-            with rounded, _observing_inputs(block, layers, experts), block.lending(block.module):
+            with _rounded(judge, stage), _observing_inputs(block, layers, experts), block.lending(block.module):
                 hidden = block.run(block.calls)
     return hidden, float_hidden
+
+
+def _rounded(judge: BlockJudge, stage: Algorithm) -> AbstractContextManager[None]:
+    """Within: weights that a stage was to round, and did not, are rounded to nearest."""
+    return judge.rounded_weights() if stage.rounds else nullcontext()
 
 
 def _run(
@@ -290,16 +294,18 @@ def _observing_inputs(block: Block, layers: Mapping[str, QuantLayer], experts: E
             quantizer.finish_observing()
 
 
+def _with_quantized_weights(block: Block, layers: Mapping[str, QuantLayer]) -> list[str]:
+    """The linear layers of a block whose weights are quantized."""
+    linear = [leaf for leaf, module in block.module.named_modules() if isinstance(module, nn.Linear)]
+    return [leaf for leaf in linear if block.full(leaf) in layers and layers[block.full(leaf)].spec.weight]
+
+
 def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> tuple[list[tuple[str, ...]], set[str]]:
     """Groups of linear layers with quantized weights that read one tensor, in running order; layers that none reaches.
 
     Those are layers of experts, which are called only with tokens. Raises CalibrationError where it is another layer.
     """
-    linear = [
-        leaf
-        for leaf, module in block.module.named_modules()
-        if isinstance(module, nn.Linear) and block.full(leaf) in layers and layers[block.full(leaf)].spec.weight
-    ]
+    linear = _with_quantized_weights(block, layers)
     found: list[list[tuple[str, ...]]] = []
     for call in block.calls:
         found.append(input_groups(block.module, linear, call))

@@ -153,6 +153,16 @@ class InputGroup:
         self.go_on()
         give_back_memory()
 
+    def _require_same_tokens(self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
+        if [x.shape for x in left] == [y.shape for y in right]:
+            return
+        rows, others = (sum(x.numel() // x.shape[-1] for x in side) for side in (left, right))
+        raise StructureError(
+            f"{self}: the float model gives these layers {others} tokens where this one gives {rows} (another "
+            "choice of experts?), so they cannot be compared. Possible: exclude them, or an algorithm that does "
+            "not compare (GPTQ)."
+        )
+
     def _moments(
         self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], band: slice | None = None
     ) -> torch.Tensor:
@@ -161,13 +171,7 @@ class InputGroup:
         width = left[0].shape[-1]
         channels = range(width)[band or slice(width)]
         total = torch.zeros(len(channels), width, dtype=torch.float32, device=self.device)
-        rows, others = (sum(x.numel() // width for x in side) for side in (left, right))
-        if [x.shape for x in left] != [y.shape for y in right]:
-            raise StructureError(
-                f"{self}: the float model gives these layers {others} tokens where this one gives {rows} (another "
-                "choice of experts?), so they cannot be compared. Possible: exclude them, or an algorithm that does "
-                "not compare (GPTQ)."
-            )
+        self._require_same_tokens(left, right)
         tiles, same = rows_of_ranks(range(0, len(channels), TILE)), left is right
         loaded, others_loaded = (self.in_turn(side) for side in (left, right))
         for x, y in ((x, x) for x in loaded) if same else zip(loaded, others_loaded, strict=True):

@@ -134,6 +134,15 @@ def _run_all(runs: Sequence[_BatchRun], meet: Callable[[list[_BatchRun]], None])
                 run.throw()
 
 
+def _show(groups: Sequence[InputGroup], on_inputs: OnInputs, on_expert_inputs: OnExpertInputs | None) -> None:
+    """Hand over the groups that tokens reached: of others there is no statistic, and they are rounded to nearest."""
+    shown = [group for group in groups if group.count]
+    if on_expert_inputs is not None and len(shown) > 1:
+        on_expert_inputs(shown)
+    elif shown:
+        on_inputs(shown[0])
+
+
 def _meet(
     name: str,
     block: nn.Module,
@@ -163,11 +172,7 @@ def _meet(
             halted[0].waiting,
         )
     give_back_memory()  # what the batches freed on their way here, before the algorithm makes its matrices
-    shown = [group for group in reached.values() if group.count]  # else no statistic is of it: rounded to nearest
-    if on_expert_inputs is not None and len(shown) > 1:
-        on_expert_inputs(shown)
-    elif shown:
-        on_inputs(shown[0])
+    _show(list(reached.values()), on_inputs, on_expert_inputs)
     for batch, run in enumerate(runs):
         run.inputs = {index: group.inputs[batch] for index, group in reached.items()}
 

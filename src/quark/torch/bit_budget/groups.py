@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 
 from torch import nn
 
@@ -29,7 +30,7 @@ def alike_in_block(
         knows, and which this call does not reach.
     """
     mixtures = list(mixtures_of(layers).values())
-    experts = {layer for group in mixtures for layer in group}
+    experts = set(chain.from_iterable(mixtures))
     prefix = f"{name}."
     single = [layer for layer in layers if layer.startswith(prefix) and layer not in experts]
     known, unknown = by_table(single, known_as)
@@ -37,7 +38,7 @@ def alike_in_block(
     for module, leaves in unknown:
         inside = [f"{module}.{leaf}".removeprefix(prefix) for leaf in leaves]
         groups += [[prefix + leaf for leaf in group] for group in input_groups(block, inside, call)]
-    grouped = {layer for group in groups for layer in group}
+    grouped = set(chain.from_iterable(groups))
     groups += [[layer] for layer in single if layer not in grouped]
     order = {layer: index for index, layer in enumerate(single)}
     return [*sorted(groups, key=lambda group: order[group[0]]), *mixtures]

@@ -210,6 +210,12 @@ def _on_disk(
     )
 
 
+def _bounds(sizes: Sequence[Sequence[int | None]]) -> tuple[int, int]:
+    """The least and the most that layers take together; None does not fit a layer."""
+    possible = [[size for size in row if size is not None] for row in sizes]
+    return sum(min(row, default=0) for row in possible), sum(max(row, default=0) for row in possible)
+
+
 def _measure(
     model: nn.Module,
     plan: Plan,
@@ -236,9 +242,7 @@ def _measure(
     counted = {name: layer.weight.numel() for name, layer in chosen.items() if rules.is_counted(name)}
     if budget is not None:
         # Layers that must be alike are found as the model runs: what they allow lies within these bounds.
-        possible = [[size for size in sizes[name] if size is not None] for name in counted]
-        least, most = (sum(pick(row, default=0) for row in possible) for pick in (min, max))
-        budget.check(least, most, sum(counted.values()), rest)
+        budget.check(*_bounds([sizes[name] for name in counted]), sum(counted.values()), rest)
     given = fingerprint_of_data(data)
     assert given is not None
     kept = {"model": fingerprint, "calibration data": given, "candidates": list(specs), "layers": list(chosen)}

@@ -90,15 +90,7 @@ def _lower_one(config: QTensorConfig, per_token: bool, live: bool) -> TensorSpec
         return TensorSpec(dtype, observer="placeholder")
     observer = config.observer_cls.observer if config.observer_cls else "block"
     if kind == "block":
-        e8m0 = config.dtype is Dtype.mx
-        return TensorSpec(
-            dtype,
-            PerGroup(_given(config.ch_axis), _given(config.group_size), pad=not isinstance(dtype, BlockType)),
-            dynamic=live or bool(config.is_dynamic),
-            scale_type=ScaleType.float8_e8m0fnu if e8m0 else ScaleType.float32,
-            scale_rule=ScaleRule(config.scale_calculation_mode or "even") if e8m0 else ScaleRule.even,
-            observer=observer,
-        )
+        return _lower_block(config, dtype, observer, live)
     dynamic = bool(config.is_dynamic)
     if dynamic and observer not in LIVE_OBSERVERS:
         raise ConfigError(
@@ -106,7 +98,7 @@ def _lower_one(config: QTensorConfig, per_token: bool, live: bool) -> TensorSpec
             f"{config.observer_cls.__name__ if config.observer_cls else observer} would have no effect. "
             "Use a MinMax observer, or is_dynamic=False."
         )
-    scale_type = SCALE_FORMATS[config.scale_format] if config.scale_format else config.scale_type or ScaleType.float
+    scale_type = _scale_type(config)
     learning = config.observer_cls.learning if config.observer_cls else None
     if learning is not None:
         # A scale that is trained is float32, whatever the dtype of the model.
@@ -123,6 +115,22 @@ def _lower_one(config: QTensorConfig, per_token: bool, live: bool) -> TensorSpec
         float_zero_point=config.zero_point_type is ZeroPointType.float32,
         observer=observer,
         learning=learning,
+    )
+
+
+def _scale_type(config: QTensorConfig) -> ScaleType:
+    return SCALE_FORMATS[config.scale_format] if config.scale_format else config.scale_type or ScaleType.float
+
+
+def _lower_block(config: QTensorConfig, dtype: Row, observer: str, live: bool) -> TensorSpec:
+    e8m0 = config.dtype is Dtype.mx
+    return TensorSpec(
+        dtype,
+        PerGroup(_given(config.ch_axis), _given(config.group_size), pad=not isinstance(dtype, BlockType)),
+        dynamic=live or bool(config.is_dynamic),
+        scale_type=ScaleType.float8_e8m0fnu if e8m0 else ScaleType.float32,
+        scale_rule=ScaleRule(config.scale_calculation_mode or "even") if e8m0 else ScaleRule.even,
+        observer=observer,
     )
 
 

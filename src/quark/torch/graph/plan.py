@@ -6,6 +6,7 @@ goes by the module that it is in and its name in the graph ("encoder.add_1").
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -98,14 +99,32 @@ def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
         if why:
             reasons[name] = why
     operators = {name: operator for name, operator in operators.items() if name not in reasons}
-    patterns = patterns_of(config.exclude)
     names = {*operators, *reasons, *(name for name, _ in model.named_modules())}
     require_matches(required_patterns(config.exclude), names, "exclude")
     require_layers(required_patterns(config.exclude), names, {*operators, *reasons})
     require_matches(config.layer_quant_config, operators, "layer_quant_config")
     present = {operator.kind.module for operator in operators.values() if operator.kind.module is not None}
     require_types(config, present, "no operator of this graph")
-    selected = _selected(config, model, operators)
+    specs, named = _choose_specs(config, model, operators)
+    floats = lone_followers(operators, {name: spec for name, spec in specs.items() if spec != LayerSpec()}, named)
+    layers, excluded = {}, []
+    for name, spec in specs.items():
+        operator = operators[name]
+        if spec == LayerSpec() or name in floats:
+            excluded.append(name)
+            continue
+        _check_shape(operator, spec)
+        layers[name] = spec
+    if not layers and not config.kv_cache_quant_config:
+        raise _nothing_to_quantize(operators, reasons)
+    return GraphPlan(layers, tuple(excluded), tuple(reasons), operators=operators, reasons={**reasons, **floats})
+
+
+def _choose_specs(
+    config: QConfig, model: fx.GraphModule, operators: dict[str, QuantizableOperator]
+) -> tuple[dict[str, LayerSpec], set[str]]:
+    """The spec of each operator, an empty one of what stays in float; and those that get another than all others."""
+    patterns, selected = patterns_of(config.exclude), _selected(config, model, operators)
     specs, named = {}, set()
     for name, operator in operators.items():
         chosen = None
@@ -116,24 +135,22 @@ def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
             specs[name] = replace(specs[name], output=None)
         if chosen is not config.global_quant_config:
             named.add(name)
-    floats = lone_followers(operators, {name: spec for name, spec in specs.items() if spec != LayerSpec()}, named)
-    layers, excluded = {}, []
-    for name, spec in specs.items():
-        operator = operators[name]
-        if spec == LayerSpec() or name in floats:
-            excluded.append(name)
-            continue
-        weight = operator.weight
-        features = weight.shape[1] if weight is not None and operator.kind.name == "linear" else None
-        check_shapes(name, operator.kind.name, None if weight is None else tuple(weight.shape), features, spec)
-        layers[name] = spec
-    if not layers and not config.kv_cache_quant_config:
-        kinds = sorted({operator.kind.name for operator in operators.values()})
-        raise ConfigError(
-            f"Nothing to quantize: of {len(operators)} operators that can be ({', '.join(kinds) or 'none'}), all are "
-            f"excluded or without a config. Others in the graph: {', '.join(sorted(set(reasons.values()))) or 'none'}."
-        )
-    return GraphPlan(layers, tuple(excluded), tuple(reasons), operators=operators, reasons={**reasons, **floats})
+    return specs, named
+
+
+def _check_shape(operator: QuantizableOperator, spec: LayerSpec) -> None:
+    """Raise ShapeError, naming the operator, where a granularity does not fit its weight."""
+    weight, kind = operator.weight, operator.kind.name
+    features = weight.shape[1] if weight is not None and kind == "linear" else None
+    check_shapes(operator.name, kind, None if weight is None else tuple(weight.shape), features, spec)
+
+
+def _nothing_to_quantize(operators: Mapping[str, QuantizableOperator], reasons: Mapping[str, str]) -> ConfigError:
+    kinds = sorted({operator.kind.name for operator in operators.values()})
+    return ConfigError(
+        f"Nothing to quantize: of {len(operators)} operators that can be ({', '.join(kinds) or 'none'}), all are "
+        f"excluded or without a config. Others in the graph: {', '.join(sorted(set(reasons.values()))) or 'none'}."
+    )
 
 
 def find_operators(model: fx.GraphModule) -> dict[str, QuantizableOperator]:

@@ -107,15 +107,22 @@ def undo_acceleration(model: nn.Module) -> int:
     return len(packed)
 
 
+def _has_scales_in_rows(spec: TensorSpec) -> bool:
+    """Whether stored float scales are of a matrix, of its rows, or of groups in them."""
+    if spec.scale_spec is not None or spec.code_spec is not None or spec.dynamic or spec.dtype.is_block:
+        return False
+    if isinstance(spec.granularity, PerGroup):
+        return spec.granularity.axis % 2 == 1
+    return spec.granularity in (PerTensor(), PerChannel(0), PerChannel(-2))
+
+
 def coded_weight(layer: QuantLinear, any_rounding: bool = False) -> CodedWeight | None:
     """The codes of a layer's weight; None where one scale is not of a tensor, a row or a group of a row's inputs."""
     quantizer = layer.weight_quantizer
     if not isinstance(quantizer, (FakeQuantize, StoredTensor)) or quantizer.spec.is_cast:
         return None
     spec = quantizer.spec
-    plain = spec.scale_spec is None and spec.code_spec is None and not spec.dynamic and not spec.dtype.is_block
-    rows = spec.granularity in (PerTensor(), PerChannel(0), PerChannel(-2))
-    if not plain or not (rows or (isinstance(spec.granularity, PerGroup) and spec.granularity.axis % 2 == 1)):
+    if not _has_scales_in_rows(spec):
         return None
     if isinstance(quantizer, StoredTensor):
         try:

@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -198,6 +199,16 @@ def lm_eval_entrypoint(
     return results
 
 
+SCRIPT_ARGUMENTS: dict[str, Any] = {
+    "use_mlperf_rouge": False, "seq_len": WINDOW, "trust_remote_code": False, "evaluation_dataset": "wikitext",
+    "num_eval_data": -1, "use_ppl_eval_model": False, "use_ppl_eval_for_kv_cache": False,
+    "ppl_eval_for_kv_cache_context_size": None, "ppl_eval_for_kv_cache_sample_size": None,
+    "ppl_eval_for_kv_cache_patch_size": None, "tasks": None, "max_eval_batch_size": None, "eval_batch_size": 1,
+    "num_fewshot": None, "apply_chat_template": False,
+}  # fmt: skip
+"""What the arguments of a script may say of its evaluation, and what holds where they do not."""
+
+
 def eval_model(
     args: Any,
     model: nn.Module,
@@ -219,44 +230,45 @@ def eval_model(
     Returns:
         Name of a metric -> its value.
     """
-
-    def given(name: str, default: Any = None) -> Any:
-        return getattr(args, name, default)
-
-    if given("use_mlperf_rouge", False):
+    asked = SimpleNamespace(**{name: getattr(args, name, default) for name, default in SCRIPT_ARGUMENTS.items()})
+    if asked.use_mlperf_rouge:
         mlperf_rouge_eval()
-    tokenizer = get_tokenizer(
-        args.model_dir, given("seq_len", WINDOW), trust_remote_code=given("trust_remote_code", False)
-    )
+    tokenizer = get_tokenizer(args.model_dir, asked.seq_len, trust_remote_code=asked.trust_remote_code)
+    metrics = _perplexities(asked, model, tokenizer, main_device)
+    if asked.tasks:
+        results = task_eval(
+            model, tokenizer, asked.max_eval_batch_size, asked.eval_batch_size, asked.tasks, asked.num_fewshot,
+            asked.apply_chat_template, multimodal,
+        )["results"]  # fmt: skip
+        for task, values in results.items():
+            metrics.update({f"{task}.{name}": v for name, v in values.items() if isinstance(v, (int, float))})
+    if save_metrics_to_csv:
+        _save_csv(metrics, Path(output_dir))
+    return metrics
+
+
+def _perplexities(
+    asked: SimpleNamespace, model: nn.Module, tokenizer: Any, main_device: torch.device | str
+) -> dict[str, float]:
+    """The perplexities that are asked for, alone and with a cache, by their names."""
     metrics: dict[str, float] = {}
-    dataset = given("evaluation_dataset", "wikitext")
-    synthetic = dataset in ANSWERS and not given("use_ppl_eval_for_kv_cache", False)
-    if synthetic and given("num_eval_data", -1) != -1:
+    dataset = asked.evaluation_dataset
+    synthetic = dataset in ANSWERS and not asked.use_ppl_eval_for_kv_cache
+    if synthetic and asked.num_eval_data != -1:
         raise ConfigError(f"num_eval_data counts the texts of wikitext; {dataset} is evaluated whole.")
-    if not synthetic and (given("use_ppl_eval_model", False) or given("use_ppl_eval_for_kv_cache", False)):
-        encoded = tokenizer(_text(dataset, given("num_eval_data", -1)), return_tensors="pt", verbose=False)
-    if given("use_ppl_eval_model", False):
+    if not synthetic and (asked.use_ppl_eval_model or asked.use_ppl_eval_for_kv_cache):
+        encoded = tokenizer(_text(dataset, asked.num_eval_data), return_tensors="pt", verbose=False)
+    if asked.use_ppl_eval_model:
         metrics["perplexity"] = (
             ppl_eval_with_synthetic_dataset(tokenizer, model, main_device, dataset)
             if synthetic
             else ppl_eval(model, encoded, main_device)
         ).item()
         _say(f"Perplexity: {metrics['perplexity']}")
-    if given("use_ppl_eval_for_kv_cache", False):
-        context, sample, patches = (
-            given(f"ppl_eval_for_kv_cache_{name}_size") for name in ("context", "sample", "patch")
-        )
-        value = ppl_eval_for_kv_cache(model, encoded, context or 1024, sample or 512, patches, main_device)
+    if asked.use_ppl_eval_for_kv_cache:
+        sizes = asked.ppl_eval_for_kv_cache_context_size or 1024, asked.ppl_eval_for_kv_cache_sample_size or 512
+        value = ppl_eval_for_kv_cache(model, encoded, *sizes, asked.ppl_eval_for_kv_cache_patch_size, main_device)
         metrics["perplexity_kv_cache"] = value.item()
-    if given("tasks"):
-        results = task_eval(
-            model, tokenizer, given("max_eval_batch_size"), given("eval_batch_size", 1), given("tasks"),
-            given("num_fewshot"), given("apply_chat_template", False), multimodal,
-        )["results"]  # fmt: skip
-        for task, values in results.items():
-            metrics.update({f"{task}.{name}": v for name, v in values.items() if isinstance(v, (int, float))})
-    if save_metrics_to_csv:
-        _save_csv(metrics, Path(output_dir))
     return metrics
 
 

@@ -91,6 +91,17 @@ def _said_beside(path: Path) -> dict[str, Any]:
     return {**said, "quant_method": "modelopt"}
 
 
+def _check_experts(folder: Path, stored: Mapping[str, Any]) -> None:
+    """Raise FormatError where a token is to go to more experts than there are."""
+    chosen = stored.get("num_experts_per_tok")
+    for experts in ("num_local_experts", "num_experts", "n_routed_experts"):
+        there = stored.get(experts)
+        if isinstance(chosen, int) and isinstance(there, int) and chosen > there:
+            raise FormatError(
+                f"{folder / 'config.json'}: num_experts_per_tok is {chosen}, of {there} experts ({experts})."
+            )
+
+
 def check_sizes(folder: Path, stored: Mapping[str, Any], shapes: Shapes) -> None:
     """Compare the numbers of a config with the shapes of the tensors that lie beside it, before anything is built.
 
@@ -102,12 +113,7 @@ def check_sizes(folder: Path, stored: Mapping[str, Any], shapes: Shapes) -> None
     Raises:
         FormatError: A number calls for more modules, or longer tensors, than the files can hold.
     """
-    for experts in ("num_local_experts", "num_experts", "n_routed_experts"):
-        chosen, there = stored.get("num_experts_per_tok"), stored.get(experts)
-        if isinstance(chosen, int) and isinstance(there, int) and chosen > there:
-            raise FormatError(
-                f"{folder / 'config.json'}: num_experts_per_tok is {chosen}, of {there} experts ({experts})."
-            )
+    _check_experts(folder, stored)
     longest = max((size for shape in shapes.values() for size in shape), default=0)
     for name, value in _leaves(stored):
         leaf = name.rpartition(".")[2]

@@ -92,6 +92,18 @@ def _named_in_code(model: nn.Module) -> set[str]:
     }
 
 
+def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Inputs that are no tokens -> the shape of one."""
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", 224) or 224
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    return {
+        "pixel_values": (1, getattr(vision, "num_channels", 3), height, width),
+        "input_features": (1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500)),
+        "input_values": (1, 16000),
+    }
+
+
 def example(model: Any, data: Iterable[Any] | None = None) -> Any:
     """A batch to try a model with: of what a model of transformers takes, else the first of the data, or None."""
     config = getattr(model, "config", None)
@@ -99,17 +111,10 @@ def example(model: Any, data: Iterable[Any] | None = None) -> Any:
         return next(iter(data), None) if isinstance(data, Sized) else None
     device = _device(model)
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
-    vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", 224) or 224
-    height, width = size if isinstance(size, (tuple, list)) else (size, size)
     words = getattr(text_config(config), "vocab_size", None) or TOKENS
     # Different tokens, so that more than one expert gets some.
     tokens = (torch.arange(1, TOKENS + 1, device=device) % words)[None]
-    shapes = {
-        "pixel_values": (1, getattr(vision, "num_channels", 3), height, width),
-        "input_features": (1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500)),
-        "input_values": (1, 16000),
-    }
+    shapes = _shapes(config)
     wanted = list(main_inputs(type(model)))
     if wanted == ["input_ids"] and not model.can_generate() and hasattr(config, "vision_config"):
         wanted.append("pixel_values")

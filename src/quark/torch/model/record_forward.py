@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -146,12 +147,12 @@ class _Recorder(TorchFunctionMode):
         """Replace what was recorded inside of a leaf module by one node."""
         entered, mark = self.started.pop()
         inside, self.nodes = self.nodes[mark:], self.nodes[:mark]
-        results = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-        results = [t for t in results if self.index.get(id(t)) not in entered]
+        results = [t for t in _float_tensors(result) if self.index.get(id(t)) not in entered]
         if not results:
             return
-        read = {value for node in inside for value in node.inputs}
-        if not any(self.index.get(id(t)) in node.outputs for node in inside for t in results):
+        read = set(chain.from_iterable(node.inputs for node in inside))
+        written = set(chain.from_iterable(node.outputs for node in inside))
+        if written.isdisjoint(self.index.get(id(t)) for t in results):
             # An operation that no mode sees (a custom autograd function) may have read anything.
             read = {*entered, *self.read(list(module.parameters()))}
         inputs = tuple(value for value in entered if value in read)
@@ -200,3 +201,7 @@ def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
         return a.untyped_storage()._cdata == b.untyped_storage()._cdata
     except NotImplementedError:  # a wrapper of torch.func has no storage of its own
         return False
+
+
+def _float_tensors(result: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point()]

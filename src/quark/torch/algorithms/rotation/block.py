@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,15 +207,9 @@ def _fitting_heads(path: ValuePath, sizes: list[int]) -> tuple[int, list[torch.T
     raise StructureError(f"R2: the size of the heads of {path.value} is not known (head_dim of its module).")
 
 
-def _online(
-    block: nn.Module, call: Call, paths: list[ValuePath], config: RotationConfig, targets: list[str] | None
-) -> dict[str, Rotation]:
-    """The layers whose input is rotated in each forward: those that read norms (R1), those that read layers (R4)."""
-    online_r1 = config.r1 and bool(config.online_r1_rotation)
-    if not (online_r1 or config.r4):
-        return {}
+def _by_source(block: nn.Module, call: Call, attention: Collection[str]) -> tuple[list[str], list[str]]:
+    """The linear layers that read norms, and those that read linear layers, but for the outputs of attention."""
     trace = record(block, lambda: call.run(block))
-    attention = {path.output for path in paths}
     after_norm: list[str] = []
     after_layers: list[str] = []
     for name in trace.linears:
@@ -224,6 +218,17 @@ def _online(
         sources = trace.sources(trace.calls[name][0].inputs[0])
         linear = bool(sources) and all(s.module and is_linear(block.get_submodule(s.module)) for s in sources)
         (after_layers if linear else after_norm).append(name)
+    return after_norm, after_layers
+
+
+def _online(
+    block: nn.Module, call: Call, paths: list[ValuePath], config: RotationConfig, targets: list[str] | None
+) -> dict[str, Rotation]:
+    """The layers whose input is rotated in each forward: those that read norms (R1), those that read layers (R4)."""
+    online_r1 = config.r1 and bool(config.online_r1_rotation)
+    if not (online_r1 or config.r4):
+        return {}
+    after_norm, after_layers = _by_source(block, call, {path.output for path in paths})
     names: list[str] = []
     # A list in the config stands for the layers that read norms; without R1 online, for those that read layers.
     if targets is not None:
@@ -232,13 +237,17 @@ def _online(
         names += after_norm
     if config.r4 and (online_r1 or targets is None):
         names += after_layers
-    quantized = any(isinstance(module, QuantLayer) for module in block.modules())
-    layers = {name: block.get_submodule(name) for name in dict.fromkeys(names)}
     return {
         name: _input_rotation(name, layer, config, online_r1 and name in after_norm)
-        for name, layer in layers.items()
-        if isinstance(layer, QuantLayer) or not quantized
+        for name, layer in _to_quantize(block, dict.fromkeys(names)).items()
     }
+
+
+def _to_quantize(block: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """The layers of these names that are quantized; all, in a block that is in float."""
+    quantized = any(isinstance(module, QuantLayer) for module in block.modules())
+    layers = {name: block.get_submodule(name) for name in names}
+    return {name: layer for name, layer in layers.items() if isinstance(layer, QuantLayer) or not quantized}
 
 
 def _input_rotation(name: str, layer: nn.Module, config: RotationConfig, r1: bool) -> Rotation:

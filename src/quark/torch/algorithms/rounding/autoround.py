@@ -31,7 +31,7 @@ from quark.progress import progress, report, status
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.input_group import no_tokens
 from quark.torch.algorithms.layer_weights import weight_quantizer
-from quark.torch.algorithms.rounding.learned_rounding import in_matrices, readers_of
+from quark.torch.algorithms.rounding.learned_rounding import LearnedRounding, in_matrices, readers_of
 from quark.torch.algorithms.rounding.output_scores import ByScores
 from quark.torch.calibration.experts import expert_of
 from quark.torch.layers import QuantLayer
@@ -74,7 +74,6 @@ class AutoRound(ByScores):
             self._learn(block, layers)
 
     def _learn(self, block: Block, layers: Mapping[str, QuantLayer]) -> None:
-        config, order = self.config, torch.Generator().manual_seed(0)
         with reached(layers) as rows:
             targets = block.run(block.float_calls)
         idle = {expert_of(name) for name in layers if rows[name] == 0}
@@ -88,16 +87,23 @@ class AutoRound(ByScores):
             raise StructureError(f"{block.name or 'The model'} returns a {kind}; AutoRound learns from one tensor.")
         moments = None if self.scores is None else self.scores.of_block(block)
         loss = BlockLoss(block.module, block.calls, targets, moments)
-        size = min(config.batch_size, len(targets))
-        reported = range(min(REPORTED, len(targets)))
         weights = in_matrices(readers_of(block, layers))
+        first, last = self._descend(loss, weights, len(targets))
+        for weight in weights:
+            weight.freeze()
+        report(block.name, first, last, SQUARE_ERROR if moments is None else FISHER_ERROR)
+
+    def _descend(self, loss: BlockLoss, weights: Sequence[LearnedRounding], batches: int) -> tuple[float, float]:
+        """Take the steps; the loss before and after."""
+        config, order = self.config, torch.Generator().manual_seed(0)
+        reported = range(min(REPORTED, batches))
         learned = [some.weight for weight in weights for some in weight.readers]
         for weight in weights:
             weight.attach()
         try:
             before = loss.mean(reported)
             for step in progress(range(config.iters), "steps", config.iters):
-                picked = torch.randperm(len(targets), generator=order)[:size].tolist()
+                picked = torch.randperm(batches, generator=order)[: config.batch_size].tolist()
                 now = loss.learn(picked, learned)
                 status(partial(_said, now, before))
                 fall = 1 - step / config.iters
@@ -107,10 +113,8 @@ class AutoRound(ByScores):
         finally:
             for weight in weights:
                 weight.detach()
-        for weight in weights:
-            weight.freeze()
         first, last = torch.stack([before, after]).tolist()
-        report(block.name, first, last, SQUARE_ERROR if moments is None else FISHER_ERROR)
+        return first, last
 
 
 @dataclass

@@ -219,8 +219,27 @@ class _Solver:
         spec, device = weight_spec(own[0][0]), self.feedback.device
         weights = [[cast(nn.Linear, layer).weight.detach().to(device) for layer in some] for some in own]
         qparams = [[_qparams(layer) for layer in some] for some in own]
+        solved, found = self._solve(weights, qparams, names, spec)
+        factors = zip(unstacked(self.feedback, self.problems), unstacked(self.importance, self.problems), strict=True)
+        every = zip(self.problems, factors, names, own, weights, qparams, solved, found, strict=True)
+        for problem, factor, *of_layers in every:
+            for name, module, weight, before, rounded, parts in zip(*of_layers, strict=True):
+                result, scales = self._coupled(problem, name, weight, rounded, joined(parts), spec, factor)
+                errors = layer_errors(problem, name, weight, result, (before, spec), factor)
+                later(errors, partial(_report, name))
+                freeze_weight(module, result, scales)
+
+    def _solve(
+        self,
+        weights: list[list[torch.Tensor]],
+        qparams: list[list[QParams]],
+        names: list[list[str]],
+        spec: TensorSpec,
+    ) -> tuple[list[list[torch.Tensor]], list[list[list[QParams]]]]:
+        """The rounded weights of the layers of each problem, and the scales of the pieces of each."""
+        device = self.feedback.device
         solved = [[torch.empty_like(weight) for weight in some] for some in weights]
-        found: list[list[list[QParams]]] = [[[] for _ in some] for some in own]
+        found: list[list[list[QParams]]] = [[[] for _ in some] for some in weights]
         all_pieces = self._pieces([len(weight) for weight in weights[0]], spec)
 
         def solve(index: int) -> tuple[torch.Tensor, list[list[QParams]]]:
@@ -241,14 +260,7 @@ class _Solver:
                 ):
                     solved[problem][layer][rows] = values.T
                     found[problem][layer].append(one)
-        factors = zip(unstacked(self.feedback, self.problems), unstacked(self.importance, self.problems), strict=True)
-        every = zip(self.problems, factors, names, own, weights, qparams, solved, found, strict=True)
-        for problem, factor, *of_layers in every:
-            for name, module, weight, before, rounded, parts in zip(*of_layers, strict=True):
-                result, scales = self._coupled(problem, name, weight, rounded, joined(parts), spec, factor)
-                errors = layer_errors(problem, name, weight, result, (before, spec), factor)
-                later(errors, partial(_report, name))
-                freeze_weight(module, result, scales)
+        return solved, found
 
     def _coupled(
         self,

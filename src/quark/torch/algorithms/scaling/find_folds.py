@@ -156,6 +156,12 @@ class _Search:
                 todo += zip(reader.outputs, [moved] if isinstance(moved, torch.Tensor) else moved, strict=True)
         return [(torch.tensor(rows), values) for rows, values in reversed(parts.items())]
 
+    def _other_readers(self, layers: tuple[str, ...], values: list[int]) -> tuple[tuple[str, ...], list[str]]:
+        """What reads values beside `layers`, and what of it takes no factors, or is a linear layer itself."""
+        readers = {reader.module or reader.kind: reader for value in values for reader in self.graph.targets(value)}
+        others = tuple(reader for reader in readers if reader not in (*layers, *self.graph.uncalled))
+        return others, [r for r in others if not self.has_columns(readers[r].module) or self.is_linear(r)]
+
     def probe(self, layers: tuple[str, ...], node: Node, rows: torch.Tensor, values: list[int]) -> Asking[Fold | str]:
         """Give some output channels of a node distinct factors; see which input channels of its readers follow."""
         name = node.module
@@ -165,9 +171,7 @@ class _Search:
         offsets = {} if is_linear(module) else (yield from _offsets(module, count))
         if not is_linear(module) and not offsets:
             return f"{name!r} ({node.kind}) has no gain for each channel"
-        readers = {reader.module or reader.kind: reader for value in values for reader in self.graph.targets(value)}
-        others = tuple(reader for reader in readers if reader not in (*layers, *self.graph.uncalled))
-        alien = [r for r in others if not self.has_columns(readers[r].module) or self.is_linear(r)]
+        others, alien = self._other_readers(layers, values)
         if alien:
             return f"{name!r} is read by {', '.join(map(repr, alien))} as well"
         shuffled = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ cache stores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import cast
 
@@ -17,6 +17,7 @@ from torch import fx
 
 from quark.core.granularity import HEADS
 from quark.core.patterns import first_match, require_matches
+from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import lower_tensor
@@ -60,22 +61,7 @@ def insert_caches(
         cache = first_match(name, config.kv_cache_quant_config)
         spec = lower_tensor(cache.output_tensors) if cache else None
         assert spec is not None  # as check_cache_config asks
-        owner, parts = name.rpartition(".")[0], holds(name)
-        alone = parts == "k" and not any(holds(other) == "v" for other in linear if other.rpartition(".")[0] == owner)
-        reads = [read for read in _reads(model.graph, owner) if read[0] in ("kv" if alone else parts)]
-        inside = partial(_is_inside, owner)
-        compressed = latent_reads(operators[name].nodes, [(reader, x) for _, reader, x in reads], inside)
-        if compressed and spec.granularity == HEADS:
-            raise NotSupportedError(
-                f"{name} reads what another layer of {owner} makes (latent attention), whose cache has a single head. "
-                "Possible: one scale for it."
-            )
-        reads = [("kv", *read) for read in compressed] or reads
-        if not reads:
-            raise NotSupportedError(
-                f"{name} makes keys or values that no attention in {owner or 'the graph'} reads "
-                f"({ATTENTION}, or products around a softmax). Possible: leave kv_cache_quant_config, or eager_mode."
-            )
+        reads = _reads_of(model.graph, operators[name], linear, spec)
         path = f"{name}.output_quantizer"
         made[path] = FakeQuantize(spec)
         model.add_submodule(path, made[path])
@@ -85,6 +71,31 @@ def insert_caches(
             if tensor in reader.all_input_nodes:  # keys that are the values, too, are quantized already
                 _call(model.graph, path, reader, tensor)
     return made
+
+
+def _reads_of(graph: fx.Graph, operator: QuantizableOperator, linear: Collection[str], spec: TensorSpec) -> list[Read]:
+    """What attention reads of a layer; of the only one, which makes keys, the values too.
+
+    Raises NotSupportedError where it reads nothing, or what is compressed in a scale of each head.
+    """
+    name = operator.name
+    owner, parts = name.rpartition(".")[0], holds(name)
+    alone = parts == "k" and not any(holds(other) == "v" for other in linear if other.rpartition(".")[0] == owner)
+    reads = [read for read in _reads(graph, owner) if read[0] in ("kv" if alone else parts)]
+    inside = partial(_is_inside, owner)
+    compressed = latent_reads(operator.nodes, [(reader, x) for _, reader, x in reads], inside)
+    if compressed and spec.granularity == HEADS:
+        raise NotSupportedError(
+            f"{name} reads what another layer of {owner} makes (latent attention), whose cache has a single head. "
+            "Possible: one scale for it."
+        )
+    reads = [("kv", *read) for read in compressed] or reads
+    if not reads:
+        raise NotSupportedError(
+            f"{name} makes keys or values that no attention in {owner or 'the graph'} reads "
+            f"({ATTENTION}, or products around a softmax). Possible: leave kv_cache_quant_config, or eager_mode."
+        )
+    return reads
 
 
 def _call(graph: fx.Graph, path: str, reader: fx.Node, tensor: fx.Node) -> None:

@@ -100,6 +100,18 @@ def _given(module: nn.Module) -> Given | None:
     return forward if isinstance(forward, Given) else None
 
 
+def _order(without: nn.Module, call: CallBehind) -> list[tuple[str, bool]]:
+    """The linear layers and the blocks in the order in which they run, and which of them are blocks."""
+    order: list[tuple[str, bool]] = []
+    with ExitStack() as hooks:
+        for name, module in without.named_modules():
+            if isinstance(module, nn.Linear) or _given(module):
+                note = partial(_note, order, (name, _given(module) is not None))
+                hooks.enter_context(module.register_forward_pre_hook(note))
+        call.run(without)
+    return order
+
+
 def layers_behind(without: nn.Module, call: CallBehind) -> list[str]:
     """Names of the linear layers that run once, behind the blocks, and whose weights are shared with nothing.
 
@@ -109,13 +121,7 @@ def layers_behind(without: nn.Module, call: CallBehind) -> list[str]:
         without: The model from `without_blocks`.
         call: Of any batch.
     """
-    order: list[tuple[str, bool]] = []
-    with ExitStack() as hooks:
-        for name, module in without.named_modules():
-            if isinstance(module, nn.Linear) or _given(module):
-                note = partial(_note, order, (name, _given(module) is not None))
-                hooks.enter_context(module.register_forward_pre_hook(note))
-        call.run(without)
+    order = _order(without, call)
     last = max((index for index, (_, is_block) in enumerate(order) if is_block), default=len(order))
     tensors = (x for module in without.modules() for x in (*module.parameters(False), *module.buffers(False)))
     shared, runs = overlapping(tensors), Counter(name for name, _ in order)

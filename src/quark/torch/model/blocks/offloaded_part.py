@@ -139,19 +139,25 @@ def move(tensors: Iterable[torch.Tensor], device: torch.device, homes: list[Home
             homes.append((tensor, home))
 
 
+def _fitting_home(home: torch.Tensor | None, now: torch.Tensor) -> torch.Tensor | None:
+    """Where a tensor was, if it has the shape and the dtype of then."""
+    fits = home is not None and home.shape == now.shape and home.dtype == now.dtype
+    return home if fits else None
+
+
 def settle(tensors: Iterable[torch.Tensor], homes: Iterable[Home], folder: Path | None) -> None:
     """Let tensors that were moved be where they were, with the values of now; what was made meanwhile is there, too."""
     known = {id(tensor): home for tensor, home in homes}
     changed: list[tuple[torch.Tensor, torch.Tensor]] = []
     for tensor in tensors:
-        home, now = known.get(id(tensor)), tensor.data
-        same = home is not None and home.shape == now.shape and home.dtype == now.dtype
-        if folder is None and same and home is not None and not home.is_inference():
+        now = tensor.data
+        home = _fitting_home(known.get(id(tensor)), now)
+        if folder is None and home is not None and not home.is_inference():
             home.copy_(now)
             tensor.data = home
         elif folder is None or not isinstance(tensor, nn.Parameter):
             tensor.data = now.to(CPU)
-        elif same and home is not None and torch.equal(home, now.to(CPU)):
+        elif home is not None and torch.equal(home, now.to(CPU)):
             tensor.data = home
         else:
             changed.append((tensor, now.to(CPU)))

@@ -271,13 +271,7 @@ def _offload(part: OffloadedPart) -> None:
     """Hand the weights of a part to accelerate, and take the part's forward away."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-    while part.depth:
-        part.leave()
-    part.run_on(part.given)
-    if part.inner is None:
-        part.module.__dict__.pop("forward", None)
-    else:
-        part.module.__dict__["forward"] = part.inner
+    _take_forward_away(part)
     modules = [*part.modules()]
     hooks = [(module, hook) for module in modules for hook in hooks_of(module)]
     done = {id(_owner(m, name)) for m, hook in hooks if hook_is_away(hook) for name in _names(m, hook)}
@@ -291,11 +285,25 @@ def _offload(part: OffloadedPart) -> None:
             weights.folder = part.folder
             add_hook_to_module(module, AlignDevicesHook(part.given, offload=True, weights_map=weights), append=True)
     for module in modules:
-        # What is small, and was not offloaded, stays where it is used.
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None and not tensor.is_meta:
-                    _place(table, name, tensor, part.device)
+        _place_small(module, part.device)
+
+
+def _take_forward_away(part: OffloadedPart) -> None:
+    while part.depth:
+        part.leave()
+    part.run_on(part.given)
+    if part.inner is None:
+        part.module.__dict__.pop("forward", None)
+    else:
+        part.module.__dict__["forward"] = part.inner
+
+
+def _place_small(module: nn.Module, device: torch.device) -> None:
+    """Put what is small, and was not offloaded, where it is used."""
+    for table in (module._parameters, module._buffers):
+        for name, tensor in table.items():
+            if tensor is not None and not tensor.is_meta:
+                _place(table, name, tensor, device)
 
 
 def hook_is_away(hook: Any) -> bool:

@@ -77,6 +77,19 @@ def _bytes(params: QParams | None) -> tuple[bytes, ...]:
     return (to_numpy(params.scale).tobytes(), zero)
 
 
+def _quantized_live(
+    writer: GraphWriter, x: ir.Value, name: str, spec: TensorSpec, second: QParams | None, dims: list[int | None] | None
+) -> ir.Value:
+    """Under scales of its own, which are those of scales where `second` is given."""
+    if spec.is_block and spec.dtype.name in BLOCK_TYPES:
+        return writer.call(block(spec, writer.opset, dims), [x], f"{name}_{spec.dtype}")
+    if _is_dynamic_quantize_linear(spec):
+        codes = writer.dynamic_codes(x, f"{name}_QuantizeLinear")
+        return writer.node("DequantizeLinear", codes, f"{name}_DequantizeLinear")
+    others = () if second is None else (_scalar(writer, f"{name}_scale_2", second.scale),)
+    return writer.call(live(spec, dims), [x, *others], f"{name}_{spec.dtype}")
+
+
 def _quantized(
     writer: GraphWriter,
     x: ir.Value,
@@ -91,14 +104,8 @@ def _quantized(
     try:
         if spec.is_cast:
             return _cast(writer, x, name, spec)
-        if spec.dynamic and spec.is_block and spec.dtype.name in BLOCK_TYPES:
-            return writer.call(block(spec, writer.opset, dims), [x], f"{name}_{spec.dtype}")
-        if spec.dynamic and _is_dynamic_quantize_linear(spec):
-            codes = writer.dynamic_codes(x, f"{name}_QuantizeLinear")
-            return writer.node("DequantizeLinear", codes, f"{name}_DequantizeLinear")
         if spec.dynamic:
-            others = () if second is None else (_scalar(writer, f"{name}_scale_2", second.scale),)
-            return writer.call(live(spec, dims), [x, *others], f"{name}_{spec.dtype}")
+            return _quantized_live(writer, x, name, spec, second, dims)
         assert params is not None
         if _is_quantize_linear(spec):
             return _pair(writer, x, name, tensor, params)
