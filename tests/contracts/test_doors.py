@@ -119,6 +119,18 @@ def test_further_layers_are_quantized_on_request(model_type: str, scheme: str, t
     _same_again(tmp_path / "file", tmp_path)
 
 
+@pytest.mark.slow
+def test_further_layers_are_in_the_plan(tmp_path: Path) -> None:
+    source = float_folder("glm4_moe", tmp_path / "float")
+    with_further_tokens(source, *FURTHER["glm4_moe"])
+    rule = ("--scheme", SCHEME, "--layer", "model.layers.2.mlp.experts.*=mxfp4")
+    done = program("plan", source, *rule)
+    assert done.code == 0 and "20 layers, 12 of them quantized" in done.out and "as in the" in done.out, done.err
+    command(*rule[2:])(source, tmp_path / "out")
+    sizes = [sum(x.nbytes for x in written(folder)[0].values()) / 1e6 for folder in (source, tmp_path / "out")]
+    assert f"size: {sizes[0]:.2f} MB -> {sizes[1]:.2f} MB" in done.out
+
+
 def _same_again(folder: Path, tmp_path: Path) -> None:
     """A folder with further layers in codes is loaded, written again and converted there and back: the same bytes."""
     reloaded = quark.torch.import_model_from_safetensors(None, folder)

@@ -85,9 +85,10 @@ def _plan_folder(job: FolderJob) -> None:
     from quark.jobs.configure_folder import configure, servers_say
     from quark.jobs.folders.bit_budget import choose_for_budget
     from quark.jobs.folders.models import inputs_of, load_meta_model
-    from quark.torch.checkpoint.shards import predicted_bytes
+    from quark.torch.checkpoint.sources.carried import carried_beside
+    from quark.torch.checkpoint.stored_types import source_folder
     from quark.torch.flows.check_plan import check_plan
-    from quark.torch.flows.predicted_size import planned
+    from quark.torch.flows.predicted_size import carried_bytes, float_bytes, planned
 
     request, console = job.request, results()
     configured = configure(job)
@@ -99,13 +100,19 @@ def _plan_folder(job: FolderJob) -> None:
         config = configured.completed(*found)
         console.print(choice_table(*found))
     meta = load_meta_model(request.model)
-    before = predicted_bytes(meta, None)
+    before, beside = float_bytes(meta), carried_beside(meta, source_folder(meta))
     made, after = planned(meta, config, job.form)
-    layers = made.table(meta)
+    layers = made.table(meta, beside)
     check_plan(meta, config, made, job.form)
     split = servers_say(configured, meta, made)
     console.print(layers)
     console.print(f"size: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})", highlight=False)
+    if carried := carried_bytes(meta):
+        console.print(
+            f"of which {carried / 1e6:.2f} MB lie beside the model, whose class does not build them (layers that "
+            f"predict further tokens): {len(beside)} layers, {len(made.beside)} of them quantized",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     if split is not None:
         console.print(f"servers: {split}", highlight=False, soft_wrap=True)
     inputs = inputs_of(request.model, meta)

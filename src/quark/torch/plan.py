@@ -68,8 +68,13 @@ class Plan:
         spec = self.layers.get(name)
         return spec.weight.dtype.bits if spec and spec.weight else None
 
-    def table(self, model: nn.Module) -> Table:
-        """The plan as a table: layers of equal shape and spec share a row."""
+    def table(self, model: nn.Module, carried: Mapping[str, tuple[int, ...]] | None = None) -> Table:
+        """The plan as a table: layers of equal shape and spec share a row.
+
+        Args:
+            model: That it was made of.
+            carried: Name -> shape of the weight of layers beside the model; see `carried_beside`.
+        """
         # rich is imported when a table is really printed, not with the package.
         from rich.table import Table
 
@@ -79,6 +84,11 @@ class Plan:
             spec = self.layers.get(name, LayerSpec())
             in_float, shape = self.float_label(name), self.weight_shape(model, name)
             key = (shape, *(str(t or in_float) for t in (spec.weight, spec.input, spec.output)))
+            rows.setdefault(key, []).append(name)
+        for name, size in (carried or {}).items():
+            spec = self.beside.get(name, LayerSpec())
+            kept = "float" if spec.weight else "as in the source"
+            key = (str(tuple(size)), *(str(t or kept) for t in (spec.weight, spec.input, spec.output)))
             rows.setdefault(key, []).append(name)
         for key, names in rows.items():
             shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1].rsplit('.', 1)[-1]}"

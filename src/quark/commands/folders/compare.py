@@ -18,9 +18,8 @@ from quark.jobs.folders.schemes import config_of
 from quark.log import severity
 from quark.progress import progress
 from quark.torch import ModelQuantizer
-from quark.torch.checkpoint.shards import predicted_bytes
 from quark.torch.config.block_mixes import MIXES
-from quark.torch.flows.predicted_size import planned
+from quark.torch.flows.predicted_size import float_bytes, planned
 
 
 def compare_schemes(
@@ -68,7 +67,7 @@ def compare_schemes(
             rows.append(SchemeResult(name, reason=one_line(error).rstrip(".")))
     if failure is not None and all(row.reason for row in rows):
         raise failure
-    size = predicted_bytes(load_meta_model(model, trusted), None)
+    size = float_bytes(load_meta_model(model, trusted))
     show(model, SchemeResult("float", size, perplexity=perplexity), rows, words, page)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from quark.core.spec import LayerSpec
 from quark.torch.checkpoint.shards import predicted_bytes
-from quark.torch.checkpoint.sources.carried import carried_beside, plan_carried
+from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_beside, carried_of, plan_carried
 from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.config.algo_configs import SVDQuantConfig
+from quark.torch.formats import FORMATS, FolderFormat, Format
 from quark.torch.layers.low_rank import branch_bytes, can_have_branch
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.passes import prepare
@@ -25,16 +27,30 @@ def planned(meta: Any, config: Any, form: str = "quark") -> tuple[Plan, int]:
         config: A QConfig.
         form: A value of --export-format.
     """
-    from quark.torch.formats import FORMATS, Format
     from quark.torch.writers.gguf.blocks import GgufFormat
 
     prepare(meta, chooser(config, meta).wanted)
-    beside = carried_beside(meta, source_folder(meta)) if config.layer_quant_config or config.exclude else {}
+    beside = carried_beside(meta, source_folder(meta))
     made = make_plan(config, meta, read_elsewhere=weights_read_elsewhere(meta), beside=beside)
     made = plan_carried(config, meta, made, beside)
     # ONNX files hold codes and scales as wide as those of a quark folder.
     held: Format = GgufFormat() if form == "gguf" else FORMATS["quark" if form == "onnx" else form]
-    return made, predicted_bytes(meta, made, held) + _branches(meta, made, config)
+    carried = carried_bytes(meta, made, held) if isinstance(held, FolderFormat) and form != "onnx" else 0
+    return made, predicted_bytes(meta, made, held) + _branches(meta, made, config) + carried
+
+
+def float_bytes(meta: Any) -> int:
+    """The bytes of all tensors of the float model of a folder, with what its class does not build."""
+    return predicted_bytes(meta, None) + carried_bytes(meta)
+
+
+def carried_bytes(meta: Any, made: Plan | None = None, held: FolderFormat | None = None) -> int:
+    """The bytes of what the folder of a model holds and its class does not build, in a format; as float without one."""
+    layers = CarriedLayers()
+    if made is not None and held is not None:
+        layers = CarriedLayers(made.beside, partial(held.make_layout, pack_method="reorder", real=True))
+    items = carried_of(meta, source_folder(meta), layers)
+    return sum(tensor.nbytes for _, _, stored in items for tensor in stored.values())
 
 
 def _branches(meta: nn.Module, made: Plan, config: Any) -> int:
