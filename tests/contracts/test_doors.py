@@ -152,7 +152,7 @@ def convert(folder: Path, output: Path, form: str) -> None:
 
 
 @pytest.mark.slow
-def test_further_layers_need_no_data_and_have_no_place_in_gguf(tmp_path: Path) -> None:
+def test_further_layers_are_not_calibrated(tmp_path: Path) -> None:
     source = float_folder("glm4_moe", tmp_path / "float")
     with_further_tokens(source, *FURTHER["glm4_moe"])
     out = tmp_path / "out"
@@ -164,13 +164,8 @@ def test_further_layers_need_no_data_and_have_no_place_in_gguf(tmp_path: Path) -
     ):
         with pytest.raises(ConfigError, match="no calibration data run through it"):
             quantize()
-    gguf = program(
-        "quantize", source, "-o", tmp_path / "a.gguf", "--scheme", "q8_0", "--layer", "model.layers.2.*=q4_0"
-    )
-    assert gguf.code == 1 and "GGUF files hold the model's layers" in gguf.err
     command("--format", "compressed-tensors", "--layer", "model.layers.2.*=int8_wo")(source, out)
     assert "model.layers.2.mlp.experts.3.down_proj.weight_scale" in load_file(out / "model.safetensors")
-    assert not out.with_name("a.gguf").exists()
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def _plan_folder(job: FolderJob) -> None:
     from quark.torch.checkpoint.sources.carried import carried_beside
     from quark.torch.checkpoint.stored_types import source_folder
     from quark.torch.flows.check_plan import check_plan
-    from quark.torch.flows.predicted_size import carried_bytes, float_bytes, planned
+    from quark.torch.flows.predicted_size import carried_said, float_bytes, planned
 
     request, console = job.request, results()
     configured = configure(job)
@@ -107,12 +107,8 @@ def _plan_folder(job: FolderJob) -> None:
     split = servers_say(configured, meta, made)
     console.print(layers)
     console.print(f"size: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})", highlight=False)
-    if carried := carried_bytes(meta):
-        console.print(
-            f"of which {carried / 1e6:.2f} MB lie beside the model, whose class does not build them (layers that "
-            f"predict further tokens): {len(beside)} layers, {len(made.beside)} of them quantized",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+    if (said := carried_said(meta, made, job.form)) is not None:
+        console.print(said, highlight=False, soft_wrap=True)
     if split is not None:
         console.print(f"servers: {split}", highlight=False, soft_wrap=True)
     inputs = inputs_of(request.model, meta)

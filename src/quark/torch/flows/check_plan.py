@@ -27,7 +27,9 @@ from quark.torch.model.names import layers_published
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.plan import Plan
 from quark.torch.replace import replaced
-from quark.torch.writers.gguf.blocks import GgufFormat, refuse_carried
+from quark.torch.writers.gguf.architectures.table import architecture_of
+from quark.torch.writers.gguf.blocks import GgufFormat
+from quark.torch.writers.gguf.further_tokens import check_further
 
 
 def check_plan(meta: Any, config: QConfig, made: Plan, form: str) -> None:
@@ -42,7 +44,8 @@ def check_plan(meta: Any, config: QConfig, made: Plan, form: str) -> None:
     if form == "onnx":
         return
     if form == "gguf":
-        refuse_carried(made)
+        check_further(meta, architecture_of(meta.config), made)
+        made = replace(made, beside={})
     held: Format = GgufFormat() if form == "gguf" else FORMATS[form]
     with replaced(meta, made):
         more = carried_modules(meta, source_folder(meta), made.beside)

@@ -12,11 +12,14 @@ from quark.torch.checkpoint.shards import predicted_bytes
 from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_beside, carried_of, plan_carried
 from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.config.algo_configs import SVDQuantConfig
-from quark.torch.formats import FORMATS, FolderFormat, Format
+from quark.torch.formats import FORMATS, Format
 from quark.torch.layers.low_rank import branch_bytes, can_have_branch
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.passes import prepare
 from quark.torch.plan import Plan, chooser, make_plan
+from quark.torch.writers.gguf.architectures.table import ARCHITECTURES
+from quark.torch.writers.gguf.blocks import GgufFormat
+from quark.torch.writers.gguf.further_tokens import FurtherLayers, further_layers
 
 
 def planned(meta: Any, config: Any, form: str = "quark") -> tuple[Plan, int]:
@@ -27,16 +30,13 @@ def planned(meta: Any, config: Any, form: str = "quark") -> tuple[Plan, int]:
         config: A QConfig.
         form: A value of --export-format.
     """
-    from quark.torch.writers.gguf.blocks import GgufFormat
-
     prepare(meta, chooser(config, meta).wanted)
     beside = carried_beside(meta, source_folder(meta))
     made = make_plan(config, meta, read_elsewhere=weights_read_elsewhere(meta), beside=beside)
     made = plan_carried(config, meta, made, beside)
     # ONNX files hold codes and scales as wide as those of a quark folder.
     held: Format = GgufFormat() if form == "gguf" else FORMATS["quark" if form == "onnx" else form]
-    carried = carried_bytes(meta, made, held) if isinstance(held, FolderFormat) and form != "onnx" else 0
-    return made, predicted_bytes(meta, made, held) + _branches(meta, made, config) + carried
+    return made, predicted_bytes(meta, made, held) + _branches(meta, made, config) + carried_bytes(meta, made, form)
 
 
 def float_bytes(meta: Any) -> int:
@@ -44,13 +44,44 @@ def float_bytes(meta: Any) -> int:
     return predicted_bytes(meta, None) + carried_bytes(meta)
 
 
-def carried_bytes(meta: Any, made: Plan | None = None, held: FolderFormat | None = None) -> int:
-    """The bytes of what the folder of a model holds and its class does not build, in a format; as float without one."""
-    layers = CarriedLayers()
-    if made is not None and held is not None:
-        layers = CarriedLayers(made.beside, partial(held.make_layout, pack_method="reorder", real=True))
-    items = carried_of(meta, source_folder(meta), layers)
+def carried_bytes(meta: Any, made: Plan | None = None, form: str = "quark") -> int:
+    """The bytes of what the folder of a model holds and its class does not build.
+
+    Args:
+        meta: The model.
+        made: What layers among them get; None: all stay as they are.
+        form: A value of --export-format.
+    """
+    if form == "onnx":
+        return 0
+    if form == "gguf":
+        items = _in_gguf(meta, made).entries
+    else:
+        make = partial(FORMATS[form].make_layout, pack_method="reorder", real=True)
+        items = carried_of(meta, source_folder(meta), CarriedLayers(made.beside, make) if made else CarriedLayers())
     return sum(tensor.nbytes for _, _, stored in items for tensor in stored.values())
+
+
+def _in_gguf(meta: Any, made: Plan | None) -> FurtherLayers:
+    kind = str(meta.config.model_type)
+    return further_layers(meta, ARCHITECTURES[kind], made) if kind in ARCHITECTURES else FurtherLayers([], {}, {})
+
+
+def carried_said(meta: Any, made: Plan, form: str) -> str | None:
+    """A line about what lies beside a model; None where nothing does.
+
+    Args:
+        meta, made, form: As for `carried_bytes`.
+    """
+    size, layers = carried_bytes(meta), len(carried_beside(meta, source_folder(meta)))
+    if not size:
+        return None
+    lost = form == "onnx" or (form == "gguf" and not _in_gguf(meta, made).count)
+    becomes = f"the {form} file does not hold them" if lost else f"{len(made.beside)} of them quantized"
+    return (
+        f"of which {size / 1e6:.2f} MB lie beside the model, whose class does not build them (layers that predict "
+        f"further tokens): {layers} layers, {becomes}"
+    )
 
 
 def _branches(meta: nn.Module, made: Plan, config: Any) -> int:

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from quark.torch.calibration.distributed import rank, shared_folder
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.shards import entries, names_in_file, write_shards
-from quark.torch.checkpoint.sources.carried import carried_of
 from quark.torch.checkpoint.stored_types import source_folder, stored_plain
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
@@ -32,7 +32,9 @@ from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import check_files, side_files
 from quark.torch.plan import Plan
 from quark.torch.writers.carried import carried_beside_model
-from quark.torch.writers.gguf.blocks import GgufFormat, refuse_carried
+from quark.torch.writers.gguf.architectures.table import architecture_of
+from quark.torch.writers.gguf.blocks import GgufFormat
+from quark.torch.writers.gguf.further_tokens import check_further
 from quark.torch.writers.gguf.writer import write_gguf
 from quark.torch.writers.model_card import CARD, write_card
 from quark.torch.writers.onnx.export import export_onnx
@@ -168,10 +170,12 @@ def export_gguf(
     """
     config, plan = _quantized_as(model)
     _require_transformers(model, "export_gguf")
-    refuse_carried(plan)
-    GgufFormat().check(dict(model.named_modules()), folder_of(model, config, plan))
+    further = check_further(model, architecture_of(model.config), plan)
+    own = replace(plan, beside={})
+    GgufFormat().check(dict(model.named_modules()), folder_of(model, config, own))
     file = Path(output_dir) / f"{model_type}.gguf"
-    if left := [name for name, _, _ in carried_of(model, source_folder(model))]:
+    if further.left:
+        left = further.left
         logger.info("%d tensors that the model's class leaves out are not in the file: %s ...", len(left), left[0])
     write_gguf(model, file, tokenizer_path, overwrite)
     return file

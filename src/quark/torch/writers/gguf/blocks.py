@@ -29,11 +29,10 @@ from quark.core.quantize import fake_quantize
 from quark.core.scales import QParams, exp2, exponent
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec, block_spec
 from quark.core.spec import spec as make_spec
-from quark.errors import NonFiniteError, NotSupportedError, ShapeError
+from quark.errors import NonFiniteError, ShapeError
 from quark.torch.config.block_mixes import MIXES
 from quark.torch.formats.format import Format, only_weight
 from quark.torch.formats.layout import CodedLayout, Layout, Tensors
-from quark.torch.plan import Plan
 from quark.torch.writers.gguf.block_bytes import Parts, pack_blocks, unpack_blocks
 
 BLOCK = 32
@@ -229,12 +228,3 @@ def _values(kind: str, head: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     if kind == "Q4_0":
         return params * (codes.float() - 8)
     return params[..., :1] * codes.float() + params[..., 1:]
-
-
-def refuse_carried(plan: Plan) -> None:
-    """Raise NotSupportedError where layers are to be quantized that the model's class does not build."""
-    if plan.beside:
-        raise NotSupportedError(
-            f"{next(iter(plan.beside))} is not built by the model's class, and GGUF files hold the model's layers. "
-            "Possible: a folder (--export-format quark, compressed-tensors)."
-        )

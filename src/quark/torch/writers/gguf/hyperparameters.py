@@ -54,6 +54,10 @@ def _differences(reader: Any, config: Any) -> Iterator[tuple[str, Any, Any]]:
         if name in DESCRIBES or not key.startswith(f"{architecture.arch}."):
             continue
         found = held.get(key, DEFAULTS.get(name))
+        if name == "block_count" and isinstance(
+            found, int
+        ):  # of blocks that predict further tokens, the model has none
+            found -= int(held.get(f"{architecture.arch}.nextn_predict_layers") or 0)
         ours = made.get(key, DEFAULTS.get(name))
         if found is None:
             continue  # readers know it by heart, or from the tensors

@@ -37,12 +37,13 @@ def arch_key(arch: str) -> Any:
     return next(key for key, value in import_gguf().MODEL_ARCH_NAMES.items() if value == arch)
 
 
-def tensor_names(model: Any, architecture: Any) -> Callable[[str], str | None]:
+def tensor_names(model: Any, architecture: Any, more: int = 0) -> Callable[[str], str | None]:
     """Maps a name of the model to that of the file; to None if it has none. All experts of a block have one name.
 
-    What is several tensors in the file has the name of the first one. `architecture` is an Architecture.
+    What is several tensors in the file has the name of the first one. `architecture` is an Architecture, and `more` how
+    many blocks there are behind those of the model.
     """
-    table = import_gguf().get_tensor_name_map(arch_key(architecture.arch), model.config.num_hidden_layers)
+    table = import_gguf().get_tensor_name_map(arch_key(architecture.arch), model.config.num_hidden_layers + more)
     publish, prefix = published_names(model), f"{getattr(model, 'base_model_prefix', '')}."
 
     def name_in_file(name: str) -> str | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from quark.core.array import to_numpy
+from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
 from quark.files import atomic_file
 from quark.log import logger
@@ -31,7 +33,8 @@ from quark.torch.writers.gguf.architectures.metadata import write_hyperparameter
 from quark.torch.writers.gguf.architectures.rope import rope_tensors
 from quark.torch.writers.gguf.architectures.table import architecture_of
 from quark.torch.writers.gguf.blocks import FLOAT_TYPES, GgufFormat, block_type
-from quark.torch.writers.gguf.names import expert_of, import_gguf, part_name, tensor_names
+from quark.torch.writers.gguf.further_tokens import further_layers
+from quark.torch.writers.gguf.names import block_of, expert_of, import_gguf, part_name, tensor_names
 from quark.torch.writers.gguf.tokenizer import write_tokenizer
 
 OTHER_FILE_TYPES = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
@@ -119,39 +122,54 @@ def _stacked(items: list[GgufTensor]) -> torch.Tensor:
 
 
 def _items_of_layers(model: Any, architecture: Architecture) -> Iterator[tuple[str, GgufTensor]]:
-    """The tensors under their names in the model, each expert's by itself."""
-    layers = quantized_layers(model)
-    file_name = tensor_names(model, architecture)
-    left_out = _left_out(model)
+    """The tensors under their names in the model, each expert's by itself; those of further layers behind them."""
+    layers, left_out = quantized_layers(model), _left_out(model)
+    further = further_layers(model, architecture, getattr(model, "quant_plan", None))
+    file_name = tensor_names(model, architecture, further.count)
+    specs = {name: layer.spec.weight for name, layer in layers.items()} | {**further.specs}
+    whole = {name: tuple(layer.float_weight.shape) for name, layer in layers.items()} | {**further.shapes}
     floats = stored_plain(model, source_folder(model), narrow=False)
-    for name, make, shapes in entries(model, "reorder", True, GgufFormat(), plain=floats):
-        if name == left_out:
-            continue
+    own = entries(model, "reorder", True, GgufFormat(), plain=floats)
+    for name, make, shapes in itertools.chain((entry for entry in own if entry[0] != left_out), further.entries):
         parent, _, leaf = name.rpartition(".")
-        spec = layers[parent].spec.weight if parent in layers and leaf == "weight" else None
-        flipped, stored = is_conv1d(model, name), file_name(name)
-        shape = tuple(layers[parent].float_weight.shape) if spec else tuple(shapes[""].shape)
-        if spec:
-            kind = block_type(spec)
-        else:
-            # Vectors are float32, as in the files that llama.cpp's own converter makes.
-            # So is what chooses experts, of which that of a shared one, a single row, is a vector.
-            routes = stored is not None and ".ffn_gate_inp" in stored
-            shape = shape[1:] if routes and shape[0] == 1 else shape
-            changed = architecture.change(name)
-            if changed is not None:
-                shape = tuple(changed.write(torch.empty(shape, device="meta"), model.config).shape)
-            plain = len(shape) < 2 or routes or changed is not None
-            kind = "F32" if plain else FLOAT_TYPES.get(shapes[""].dtype, "")
-        if not kind or stored is None:
-            what = "no name" if kind else f"no type for {shapes[''].dtype}"
-            raise NotSupportedError(f"{name}: GGUF files of the architecture {architecture.arch!r} have {what}.")
+        spec = specs.get(parent) if leaf == "weight" else None
+        shape = whole[parent] if spec else tuple(shapes[""].shape)
+        flipped = is_conv1d(model, name)
+        item = _item(model.config, architecture, name, file_name(name), spec, shape, shapes[""].dtype)
         change = _change(architecture, name, model, flipped)
-        item = GgufTensor(stored, kind, shape[::-1] if flipped else shape, partial(_made, make, change))
+        item = replace(item, shape=item.shape[::-1] if flipped else item.shape, make=partial(_made, make, change))
         for part in _parts(item, [part_name(name, part) for part in architecture.parts(name, model.config)]):
             yield name, part
     for stored, make_factors, size in rope_tensors(model.config):
         yield stored, GgufTensor(stored, "F32", (size,), make_factors)
+
+
+def _item(
+    config: Any,
+    architecture: Architecture,
+    name: str,
+    stored: str | None,
+    spec: TensorSpec | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> GgufTensor:
+    """A tensor of the file, but for how it is made. Raises NotSupportedError where it has no name or type there."""
+    if spec:
+        kind = block_type(spec)
+    else:
+        # Vectors are float32, as in the files that llama.cpp's own converter makes.
+        # So is what chooses experts, of which that of a shared one, a single row, is a vector.
+        routes = stored is not None and ".ffn_gate_inp" in stored
+        shape = shape[1:] if routes and shape[0] == 1 else shape
+        changed = architecture.change(name)
+        if changed is not None:
+            shape = tuple(changed.write(torch.empty(shape, device="meta"), config).shape)
+        plain = len(shape) < 2 or routes or changed is not None
+        kind = "F32" if plain else FLOAT_TYPES.get(dtype, "")
+    if not kind or stored is None:
+        what = "no name" if kind else f"no type for {dtype}"
+        raise NotSupportedError(f"{name}: GGUF files of the architecture {architecture.arch!r} have {what}.")
+    return GgufTensor(stored, kind, shape, torch.Tensor)
 
 
 def _parts(item: GgufTensor, names: list[str]) -> Iterator[GgufTensor]:
@@ -193,7 +211,12 @@ def _made(make: Callable[[], Tensors], change: Callable[[torch.Tensor], torch.Te
 def is_conv1d(model: nn.Module, name: str) -> bool:
     """Whether a tensor is the weight of transformers' Conv1D, a linear layer whose weight is (I, O)."""
     parent, _, leaf = name.rpartition(".")
-    return leaf == "weight" and type(model.get_submodule(parent)).__name__ == "Conv1D"
+    if leaf != "weight":
+        return False
+    try:
+        return type(model.get_submodule(parent)).__name__ == "Conv1D"
+    except AttributeError:  # a layer that lies beside the model
+        return False
 
 
 def _change(architecture: Architecture, name: str, model: Any, flipped: bool) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -245,7 +268,8 @@ def _write_header(
     gguf = import_gguf()
     writer.add_file_type(int(getattr(gguf.LlamaFileType, _file_type(items, model.config))))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    write_hyperparameters(writer, architecture, model.config)
+    blocks = {block for item in items if (block := block_of(item.name)) is not None}
+    write_hyperparameters(writer, architecture, model.config, sum(b >= model.config.num_hidden_layers for b in blocks))
     name = _name(model, tokenizer_path)
     write_tokenizer(writer, tokenizer_path, model.config.vocab_size, _stops(model), name)
     for item in items:

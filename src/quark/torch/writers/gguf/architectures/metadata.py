@@ -18,11 +18,13 @@ from quark.torch.writers.gguf.names import import_gguf
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
-def write_hyperparameters(writer: Any, architecture: Architecture, config: Any) -> None:
-    """All but the tokenizer. `writer` is a gguf.GGUFWriter."""
+def write_hyperparameters(writer: Any, architecture: Architecture, config: Any, further: int = 0) -> None:
+    """All but the tokenizer. `writer` is a gguf.GGUFWriter, `further` how many blocks predict further tokens."""
     writer.add_context_length(_context(architecture, config))
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + further)
+    if further:
+        writer.add_nextn_predict_layers(further)
     _write_attention(writer, architecture, config)
     writer.add_vocab_size(config.vocab_size)
     epsilon = first_of(config, "layer_norm_epsilon", "norm_epsilon", "layer_norm_eps", "norm_eps", "rms_norm_eps")

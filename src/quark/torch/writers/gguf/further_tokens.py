@@ -1,0 +1,111 @@
+"""Layers that predict further tokens (MTP) as blocks of a GGUF file, behind the n of the model.
+
+    model.layers.{n + i}.*                     ->  blk.{n + i}.*, and blk.{n + i}.nextn.* what joins them to the model
+    mtp.layers.{i}.*, mtp.fc, mtp.norm, ...    ->  the same
+
+llama.cpp counts them in block_count and says how many they are (nextn_predict_layers). Its architectures have names for
+them or have not; where one of their tensors has none, none of them is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quark.core.spec import TensorSpec
+from quark.errors import NotSupportedError
+from quark.torch.checkpoint.shards import Entry
+from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_beside, carried_of
+from quark.torch.checkpoint.stored_types import source_folder
+from quark.torch.plan import Plan
+from quark.torch.writers.gguf.architectures.architecture import Architecture
+from quark.torch.writers.gguf.blocks import GgufFormat
+from quark.torch.writers.gguf.names import IN_LAYERS, tensor_names
+
+IN_MTP = re.compile(r"^(?:model\.)?mtp\.layers\.([0-9]{1,4})\.")
+"""The number of a layer that is not numbered on behind those of the model."""
+JOINS = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
+"""What EXAONE and Qwen call the parts that join one further layer to the model -> what DeepSeek and GLM do."""
+NEEDED = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight", "attn_norm.weight")
+"""Without these a block is no such layer."""
+
+
+@dataclass(frozen=True)
+class FurtherLayers:
+    """What lies beside a model that is written as blocks of the file.
+
+    Attributes:
+        entries: The tensors, under the names that a layer of the model with the number of the block would have.
+        specs: Name of a layer, so -> how its weight is quantized.
+        shapes: Name of a layer, so -> the shape of its weight.
+        count: How many blocks they are.
+        left: Names of tensors that have no place in the file.
+    """
+
+    entries: list[Entry]
+    specs: Mapping[str, TensorSpec]
+    shapes: Mapping[str, tuple[int, ...]]
+    count: int = 0
+    left: tuple[str, ...] = ()
+
+
+def further_layers(model: Any, architecture: Architecture, plan: Plan | None = None) -> FurtherLayers:
+    """The layers that lie beside a model in the folder that it was loaded from.
+
+    Args:
+        model: Of transformers.
+        architecture: Of the file.
+        plan: What layers among them get.
+    """
+    folder, form, beside = source_folder(model), GgufFormat(), plan.beside if plan else {}
+
+    def make_layout(spec: Any, layer: Any, dtype: Any) -> Any:
+        return form.make_layout(spec, layer, dtype, "reorder", True)
+
+    found = carried_of(model, folder, CarriedLayers(beside, make_layout))
+    layers = model.config.num_hidden_layers
+    named = {name: _in_block(name, layers) for name, _, _ in found}
+    blocks = {int(match[1]) for name in named.values() if name and (match := IN_LAYERS.search(name))}
+    count = len(blocks)
+    in_file = tensor_names(model, architecture, count)
+    placed = {name: in_file(block) if block else None for name, block in named.items()}
+    whole = {f"blk.{block}.{leaf}" for block in blocks for leaf in NEEDED} <= {*placed.values()}
+    if not found or blocks != {*range(layers, layers + count)} or None in placed.values() or not whole:
+        return FurtherLayers([], {}, {}, left=tuple(named))
+    shapes = {_layer(f"{name}.weight", layers): shape for name, shape in carried_beside(model, folder).items()}
+    specs = {_layer(f"{name}.weight", layers): spec.weight for name, spec in beside.items() if spec.weight}
+    return FurtherLayers([(str(named[name]), make, held) for name, make, held in found], specs, shapes, count)
+
+
+def _layer(weight: str, layers: int) -> str:
+    return (_in_block(weight, layers) or weight).removesuffix(".weight")
+
+
+def _in_block(name: str, layers: int) -> str | None:
+    """The name that a tensor would have in a layer of the model of its number; None where it is in none."""
+    if IN_MTP.match(name):
+        return IN_MTP.sub(lambda found: f"model.layers.{layers + int(found[1])}.", name)
+    joins, _, kind = name.removeprefix("model.").removeprefix("mtp.").rpartition(".")
+    if joins in JOINS and name.startswith(("mtp.", "model.mtp.")):
+        return f"model.layers.{layers}.{JOINS[joins]}.{kind}"
+    found = IN_LAYERS.search(name)
+    return name if found and int(found[1]) >= layers else None
+
+
+def check_further(model: Any, architecture: Architecture, plan: Plan) -> FurtherLayers:
+    """As `further_layers`. Raises NotSupportedError where a layer is to be quantized that has no place in the file."""
+    found = further_layers(model, architecture, plan)
+    if plan.beside and not found.count:
+        raise NotSupportedError(
+            f"{next(iter(plan.beside))} is not built by the model's class, and GGUF files of the architecture "
+            f"{architecture.arch!r} have no names for such layers. Possible: a folder (--export-format quark, "
+            "compressed-tensors)."
+        )
+    return found
