@@ -30,7 +30,7 @@ from quark.onnx.config.presets import get_default_config
 from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
 from quark.onnx.evaluation.cpu_price import cpu_price
-from quark.onnx.evaluation.lost_outputs.damage import SpreadSamples, damage, refuse_damage
+from quark.onnx.evaluation.lost_outputs.damage import MADE, SpreadSamples, damage, refuse_damage
 from quark.onnx.evaluation.lost_outputs.on_noise import lost_on_noise
 from quark.onnx.evaluation.lost_outputs.retry import Retrying
 from quark.onnx.evaluation.lost_outputs.verdict import Damage
@@ -218,15 +218,18 @@ class ModelQuantizer:
             SlowerThanFloatError: It is slower than the float model, where the settings ask for that.
             FormatError: ONNX Runtime does not load what was made of a model that it loads.
         """
-        if isinstance(quantized, Path) or quantized.ByteSize() < PROTOBUF_LIMIT:
-            with suppress(NotSupportedError):  # of operators that it does not know it cannot say
-                require_loads(quantized, "What was quantized")
         judged = kept is not None or self.settings.least_sqnr is not None
-        if not (judged or self.settings.measurement.whole_file):
-            return
-        model, feeds = read(source), [] if kept is None else kept.feeds()
-        if kept is not None:
+        looked_at = judged or self.settings.measurement.whole_file
+        model, feeds = read(source) if looked_at else None, [] if kept is None else kept.feeds()
+        if model is not None and kept is not None:
             self.damage = damage(model, quantized, feeds, self.settings, kept)
+        # What was compared was loaded for it.
+        if self.damage is None and (isinstance(quantized, Path) or quantized.ByteSize() < PROTOBUF_LIMIT):
+            with suppress(NotSupportedError):  # of operators that it does not know it cannot say
+                require_loads(quantized, MADE)
+        if model is None:
+            return
+        if kept is not None:
             retry = Retrying(source, self.settings, kept.feeds()) if self.settings.tries_advice else None
             refuse_damage(self.damage, self.settings.least_sqnr, model, quantized, kept.feeds(), retry)
         elif judged:

@@ -26,6 +26,7 @@ def open_session(
     optimized: Path | None = None,
     in_float: bool = False,
     weights: Mapping[str, Any] | None = None,
+    name: str = "",
 ) -> onnxruntime.InferenceSession:
     """A session on the CPU with all graph optimisation.
 
@@ -36,6 +37,7 @@ def open_session(
         optimized: Where to write the optimised graph, weights beside it.
         in_float: Compute with the decoded values, as Q/DQ define it, not in integer kernels; weights are decoded once.
         weights: Arrays of a model of `split_weights`.
+        name: What an error calls it; "" for the file.
 
     Raises:
         FormatError: ONNX Runtime does not load it.
@@ -53,7 +55,7 @@ def open_session(
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights.data")
-    name = model if isinstance(model, Path) else "The model"
+    name = name or (str(model) if isinstance(model, Path) else "The model")
     try:
         if not isinstance(model, Path) and weights is not None:
             return session_over(model, weights, options)

@@ -50,6 +50,8 @@ PRODUCTS = 1_000_000_000
 """Products, of each weight with each input value, that are looked at in any case: under a second."""
 LOUD = 1000.0
 """Times the median of what inputs reach, from which on a sample is judged by itself: beside it, no other one counts."""
+MADE = "What was quantized"
+"""What errors call it: the file has a name for the moment only."""
 MOST, MOST_BYTES = 512, 1 << 26
 """Samples that are kept, and their bytes."""
 
@@ -191,7 +193,7 @@ class _Looked:
             if weight_bytes(model) > MOST_BYTES:  # two models in memory are one too many
                 stack.close()
                 before = None
-            after = open_session(quantized)
+            after = open_session(quantized, name=MADE)
             self._run(1, after, chosen)
             while self._looked_at(chosen, enough):
                 others = feeds if more is None else more.feeds(MOST)
