@@ -181,7 +181,7 @@ def _module(
     if chosen.form == "gguf":
         export_gguf(made, path.parent, path.stem, folder, overwrite=overwrite)
     else:
-        export_safetensors(made, path, chosen.form, overwrite=overwrite)
+        export_safetensors(made, path, chosen.form, overwrite=overwrite, reader=chosen.goal.reader)
     return made
 
 

@@ -19,6 +19,7 @@ from quark.jobs.folders.export import Export
 from quark.torch.formats import FORMATS
 from tests.commands.program import quark
 from tests.models.architectures import SETTINGS
+from tests.models.families import family
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama, tiny_opt
 
 
@@ -30,6 +31,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(LANGUAGE_MODEL / name, path / name)
     return path
+
+
+@pytest.mark.slow
+def test_the_plan_says_what_transformers_does_not_decode(tmp_path: Path) -> None:
+    family("qwen3_moe").save_pretrained(tmp_path)
+    line = ("plan", tmp_path, "--scheme", "int8_dynamic")
+    said = quark(*line, "--for", "sglang")
+    assert said.code == 0 and "compressed-tensors" in said.out
+    assert "readers: transformers (5.23.0) does not decode experts in integers with quantized inputs" in said.out
+    vllm = quark(*line, "--for", "vllm")
+    assert vllm.code == 0 and "readers:" not in vllm.out
 
 
 SCHEMES = {

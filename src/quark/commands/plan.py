@@ -103,12 +103,14 @@ def _plan_folder(job: FolderJob) -> None:
     before, beside = float_bytes(meta), carried_beside(meta, source_folder(meta))
     made, after = planned(meta, config, job.form)
     layers = made.table(meta, beside)
-    check_plan(meta, config, made, job.form)
+    undecoded = check_plan(meta, config, made, job.form, job.reader)
     split = servers_say(configured, meta, made)
     console.print(layers)
     console.print(f"size: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})", highlight=False)
     if (said := carried_said(meta, made, job.form)) is not None:
         console.print(said, highlight=False, soft_wrap=True)
+    if undecoded is not None:
+        console.print(f"readers: {undecoded}", highlight=False, soft_wrap=True)
     if split is not None:
         console.print(f"servers: {split}", highlight=False, soft_wrap=True)
     inputs = inputs_of(request.model, meta)

@@ -27,6 +27,7 @@ class ExpertNames:
         leaves: Last names of the layers of an expert.
         source: File of vLLM.
         quark: Element types of weights whose experts it loads from `quark` folders; empty: all that it has kernels for.
+        other_formats: Whether it is known to look for them so in folders of other formats, too.
     """
 
     model_types: tuple[str, ...]
@@ -34,6 +35,7 @@ class ExpertNames:
     leaves: tuple[str, ...]
     source: str
     quark: tuple[str, ...] = ()
+    other_formats: bool = True
 
     def finds(self, layer: str) -> bool:
         """Whether vLLM has a place for a layer of an expert, by its name in the folder."""
@@ -71,8 +73,11 @@ EXPERT_NAMES: tuple[ExpertNames, ...] = (
     ExpertNames(("llama4", "llama4_text"), "feed_forward.experts", SPLIT, "llama4.py"),
     ExpertNames(("jamba",), "feed_forward.experts", SPLIT, "jamba.py"),
     ExpertNames(("nemotron_h",), "mixer.experts", ("up_proj", "down_proj"), "nemotron_h.py"),
-    # Of quark folders `_load_weights_quark` has branches for these alone, and passes over the experts of others.
-    ExpertNames(("gpt_oss",), "mlp.experts", ("gate_up_proj", "down_proj"), "gpt_oss.py", ("fp4_e2m1", "fp8_e4m3")),
+    # Of quark folders `_load_weights_quark` has branches for these alone, and passes over the experts of others; of
+    # others `_load_weights_other` expects the experts in one tensor.
+    ExpertNames(
+        ("gpt_oss",), "mlp.experts", ("gate_up_proj", "down_proj"), "gpt_oss.py", ("fp4_e2m1", "fp8_e4m3"), False
+    ),
 )
 
 

@@ -85,6 +85,11 @@ class RuntimeGoal:
         """Whether what single layers get decides if it loads the result."""
         return self.fuses or self.heads is not None
 
+    @property
+    def reader(self) -> str:
+        """What its folders are written for, as `export_safetensors` has it."""
+        return self.name if self.named_experts else "transformers"
+
     def offer(self, onnx: bool) -> Offer | None:
         """What is offered for a kind of model."""
         return self.onnx if onnx else self.folder

@@ -35,6 +35,11 @@ class FolderJob:
     choice: GoalChoice | None
     form: str
 
+    @property
+    def reader(self) -> str:
+        """What the folder is written for; see `export_safetensors`."""
+        return "transformers" if self.choice is None else self.choice.goal.reader
+
 
 @dataclass(frozen=True)
 class FileJob:

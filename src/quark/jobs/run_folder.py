@@ -89,7 +89,7 @@ def export_of(job: FolderJob) -> Export:
     request = job.request
     return Export(
         Path(request.output), job.form, request.weight_format, request.pack_method, request.max_shard_size,
-        request.force,
+        request.force, reader=job.reader,
     )  # fmt: skip
 
 

@@ -90,6 +90,10 @@ def test_what_transformers_does_not_decode_is_said(
     with caplog.at_level(logging.WARNING, "quark"):
         folder = export_safetensors(model, tmp_path / "out", FORM)
     assert ("does not decode experts" in caplog.text) == warned
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "quark"):
+        export_safetensors(model, tmp_path / "vllm", FORM, reader="vllm")
+    assert caplog.text == ""
     if warned:
         with pytest.raises(RuntimeError, match="conversion"):
             type(model).from_pretrained(folder)

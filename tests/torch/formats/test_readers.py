@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from quark.errors import NotSupportedError, QuarkError
-from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+from quark.errors import ConfigError, FormatError, NotSupportedError, QuarkError
+from quark.goals.expert_names import expert_names
+from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.config.config import QConfig
 from quark.torch.flows.check_plan import check_plan
 from quark.torch.flows.predicted_size import planned
+from quark.torch.formats import readers
 from quark.torch.model.meta_model import empty_twin
 from tests.models.families import MOE, family
 
@@ -36,15 +39,21 @@ def ids() -> list[torch.Tensor]:
     return [torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(0))]
 
 
-def planned_refusal(model: Any, scheme: str, form: str, exclude: list[str] | None = None) -> str:
+def planned_refusal(
+    model: Any, scheme: str, form: str, exclude: list[str] | None = None, reader: str = "transformers"
+) -> str:
     """What is said of the plan alone; empty where it can be written."""
     meta, config = empty_twin(model).eval(), config_of(model, scheme, exclude)
     made, _ = planned(meta, config, form)
     try:
-        check_plan(meta, config, made, form)
+        check_plan(meta, config, made, form, reader)
     except NotSupportedError as error:
         return str(error)
     return ""
+
+
+def granite() -> Any:
+    return family("granitemoe", num_local_experts=4, num_experts_per_tok=2)
 
 
 @pytest.mark.parametrize("form", SCHEMES)
@@ -59,6 +68,51 @@ def test_experts_that_no_loader_finds_are_refused_on_the_plan_and_on_writing(for
     advice = re.findall(r"--exclude '([^']+)'", said)
     assert advice and planned_refusal(model, SCHEMES[form], form, advice) == ""
     assert planned_refusal(model, SCHEMES[form], "quark") == ""
+
+
+@pytest.mark.slow
+def test_experts_that_vllm_alone_finds_are_written_for_it(tmp_path: Path) -> None:
+    """vLLM 0.33.0: `ckpt_names` of FusedMoEFactory, and `.router.layer.weight` of its granitemoe.py."""
+    model = granite()
+    assert "--for vllm" in planned_refusal(model, "int4_wo_32", "compressed-tensors")
+    assert planned_refusal(model, "int4_wo_32", "compressed-tensors", reader="vllm") == ""
+    assert "make up" in planned_refusal(family("gpt_oss"), "int4_wo_32", "compressed-tensors", reader="vllm")
+    quantizer = ModelQuantizer(config_of(model, "int4_wo_32"))
+    frozen = quantizer.freeze(quantizer.quantize_model(model, ids()))
+    folder = export_safetensors(frozen, tmp_path / "out", "compressed-tensors", reader="vllm")
+    names = {name.rpartition(".")[0] for name in load_file(folder / "model.safetensors")}
+    experts = [name for name in names if ".experts." in name]
+    row = expert_names("granitemoe")
+    assert len(experts) == 2 * 4 * 3 and row is not None and all(map(row.finds, experts))
+    assert {f"model.layers.{i}.block_sparse_moe.router.layer" for i in range(2)} <= names
+    again = import_model_from_safetensors(granite(), folder)
+    with torch.no_grad():
+        assert torch.equal(again(ids()[0]).logits, frozen(ids()[0]).logits)
+    with pytest.raises(ConfigError, match="reader='sglang' is unknown"):
+        export_safetensors(frozen, tmp_path / "other", "compressed-tensors", reader="sglang")
+
+
+def test_a_class_beside_that_of_the_model_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "_check_names", lambda *_: None)
+    said = planned_refusal(granite(), "int4_wo_32", "compressed-tensors")
+    assert "GraniteMoeModel would make up layers.0.block_sparse_moe.experts.down_proj" in said
+    assert planned_refusal(granite(), "int4_wo_32", "quark") == ""
+    assert planned_refusal(family("llama"), "int4_wo_32", "compressed-tensors") == ""
+
+
+@pytest.mark.slow
+def test_a_float_tensor_that_is_called_like_a_scale_is_refused_by_a_class_of_other_names(tmp_path: Path) -> None:
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    from benchmarks.architectures.__main__ import build
+
+    model, data = build("gemma3n_text", "Gemma3nForCausalLM")
+    quantizer = ModelQuantizer(config_of(model, "int4_wo_32"))
+    folder = export_safetensors(quantizer.freeze(quantizer.quantize_model(model, data)), tmp_path / "out")
+    _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    with pytest.raises(FormatError, match=r"Gemma3nTextModel calls .*correct_output_scale.*Gemma3nForCausalLM"):
+        AutoModel.from_pretrained(folder)
 
 
 def test_a_class_that_reads_a_weight_as_it_is_built_is_refused_where_there_is_none() -> None:

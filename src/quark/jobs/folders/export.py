@@ -24,6 +24,7 @@ class Export:
         weight_format, pack_method, max_shard_size: See `export_safetensors`.
         force: Replace the output.
         attachments: What lies beside the model in a folder: name of a file -> text.
+        reader: What the folder is made for; see `export_safetensors`.
     """
 
     output: Path
@@ -33,6 +34,7 @@ class Export:
     max_shard_size: str
     force: bool
     attachments: Mapping[str, str] = field(default_factory=dict)
+    reader: str = "transformers"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -124,7 +126,7 @@ class Export:
         if self.form == GGUF:
             file = self._gguf_file(source)
             return export_gguf(model, file.parent, file.stem, source, overwrite=self.force).stat().st_size
-        folder = export_safetensors(model, self.output, self.form, **self.options)
+        folder = export_safetensors(model, self.output, self.form, reader=self.reader, **self.options)
         return folder_bytes(folder)
 
     def _write_onnx(self, model: Any) -> int:

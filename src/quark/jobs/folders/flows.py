@@ -200,6 +200,8 @@ def _preflight_data(
     plan, size = planned(meta, config, export.form)
     if export.weight_format != STORED_FLOAT:
         weights = replace(weights, output=size)
-    check_plan(meta, config, plan, export.form)
+    undecoded = check_plan(meta, config, plan, export.form, export.reader)
+    if undecoded is not None:
+        logger.warning("%s", undecoded)
     preflight(weights, export.output, data, "--stream, fewer --samples, or a machine with more")
     return data

@@ -23,6 +23,7 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import NotSupportedError
 from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.config.config import QConfig
+from quark.torch.config.selectors import resolved_names
 from quark.torch.formats import FORMATS, Format
 from quark.torch.formats.layout import CodedLayout, Layout, Tensors
 from quark.torch.layers import QuantLayer
@@ -143,6 +144,7 @@ def map_to_stored(
     Returns:
         The float layers that were replaced, by name.
     """
+    config = replace(config, exclude=resolved_names(config.exclude, model))
     originals = prepare(model, chooser(config, model).wanted)
     try:
         real = weight_format == REAL_QUANTIZED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quark.torch.checkpoint.shards import read_names, read_tensors
 from quark.torch.checkpoint.stored_tensors import stored_tensors
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
+from quark.torch.layers import ROLES
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import saved_dtype
@@ -36,6 +38,7 @@ def _map_to_quark(
     find = names_in(model)
     stored = {find(name): name for name in read_names(files)}
     config = config_for(model, quantization_config, stored.values())
+    _refuse_scales(model, stored)
     map_to_stored(model, config, pack_method, config.weight_format or REAL_QUANTIZED)
     mark_loaded(model, config, "quark")
     _untie(model)
@@ -49,6 +52,23 @@ def _map_to_quark(
         if isinstance(module, UnfusedExperts) and not any(True for _ in around.parameters(recurse=False)):
             around._is_hf_initialized = True  # Qwen 3 Omni would draw the merged weights, which are not there, from it
     return model
+
+
+def _refuse_scales(model: Any, stored: Mapping[str, str]) -> None:
+    """Refuse a class that has another name for a float tensor that is called like the scale of a quantized layer.
+
+    Of Gemma 3n the text model has `correct_output_scale`. transformers takes the end of such a name for that of a
+    quantizer unless the file has the name of the class, and would make the tensor up.
+    """
+    ends = tuple(f"{role}_{kind}" for role in ROLES for kind in ("scale", "zero_point"))
+    own = model.state_dict()
+    for name, file in stored.items():
+        if name.endswith(ends) and name in own and file not in own:
+            raise FormatError(
+                f"{type(model).__name__} calls {file} {name}, and transformers would take the name in the file for a "
+                f"scale. Possible: the class of the folder ({', '.join(model.config.architectures or ())}), or "
+                "import_model_from_safetensors with the float model."
+            )
 
 
 def _untie(model: Any) -> None:

@@ -91,6 +91,15 @@ def required_patterns(exclude: Iterable[str]) -> list[str]:
     return [pattern for pattern in patterns_of(exclude) if pattern not in PATTERNS]
 
 
+def resolved_names(exclude: Iterable[str], model: nn.Module) -> list[str]:
+    """An exclude list of a checkpoint, whose names are those of layers and stand for no selector, for one model.
+
+    One that this class does not have, as `lm_head` of a model without a head, says nothing of its other layers.
+    """
+    names = [name for name, _ in model.named_modules()]
+    return [entry for entry in exclude if entry not in PATTERNS or any(matches(name, entry) for name in names)]
+
+
 def selected_names(exclude: Iterable[str], model: nn.Module) -> set[str]:
     """Names of the modules that the selectors of an exclude list stand for, and the documented patterns that match
     nothing: a model may call its head otherwise.

@@ -14,7 +14,7 @@ from quark.errors import NotSupportedError
 from quark.goals.expert_names import expert_names, unread_experts
 from quark.goals.goal import RuntimeGoal
 from quark.torch.checkpoint.quantization_config import folder_of
-from quark.torch.checkpoint.shards import entries
+from quark.torch.checkpoint.shards import entries, names_in_file, stored_shapes
 from quark.torch.checkpoint.sources.carried import carried_modules
 from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.config.algo_configs import SVDQuantConfig
@@ -22,7 +22,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.selectors import output_head
 from quark.torch.formats import FORMATS, Folder, FolderFormat, Format
 from quark.torch.formats.fused_groups import EXPERTS, FusedGroup, fused_groups
-from quark.torch.formats.readers import check_readers
+from quark.torch.formats.readers import TRANSFORMERS, check_readers
 from quark.torch.model.names import layers_published
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.plan import Plan
@@ -32,17 +32,20 @@ from quark.torch.writers.gguf.blocks import GgufFormat
 from quark.torch.writers.gguf.further_tokens import check_further
 
 
-def check_plan(meta: Any, config: QConfig, made: Plan, form: str) -> None:
-    """Raise NotSupportedError or ShapeError for a plan whose result the format could not hold, or nobody would find.
+def check_plan(meta: Any, config: QConfig, made: Plan, form: str, reader: str = TRANSFORMERS) -> str | None:
+    """What transformers would decode wrongly of a folder that others read, a sentence; None where there is nothing.
+
+    Raise NotSupportedError or ShapeError for a plan whose result the format could not hold, or nobody would find.
 
     Args:
         meta: Model on the meta device, as `planned` leaves it; its layers are replaced.
         config: What was asked for.
         made: The plan of both.
         form: A value of --export-format; "onnx" holds what the plan holds.
+        reader: What the folder is made for, of READERS.
     """
     if form == "onnx":
-        return
+        return None
     if form == "gguf":
         check_further(meta, architecture_of(meta.config), made)
         made = replace(made, beside={})
@@ -52,8 +55,11 @@ def check_plan(meta: Any, config: QConfig, made: Plan, form: str) -> None:
         layers = {**dict(meta.named_modules()), **more}
         content = _with_algorithms(folder_of(meta, config, made), config)
         held.check(layers, content)
-        if isinstance(held, FolderFormat):
-            check_readers(meta, held, content, (name for name, _, _ in entries(meta, "reorder", True, held)))
+        if not isinstance(held, FolderFormat):
+            return None
+        items = list(entries(meta, "reorder", True, held))
+        stored_shapes(items, names_in_file(meta, held, content.specs))
+        return check_readers(meta, held, content, (name for name, _, _ in items), reader)
 
 
 def _with_algorithms(content: Folder, config: QConfig) -> Folder:

@@ -232,6 +232,10 @@ class FolderFormat(Format):
                 f"{name}: the {self.name} format cannot hold a {layer.stands_for}. Possible: the quark format, GGUF."
             )
 
+    def undecoded(self, folder: Folder) -> str | None:
+        """What transformers would decode wrongly, or not, of a folder that others read, a sentence; None if nothing."""
+        return None
+
     @abstractmethod
     def describe(self, folder: Folder) -> dict[str, Any]:
         """The `quantization_config` of config.json."""

@@ -8,7 +8,6 @@ folder of which it would find less than all is refused here.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,33 +17,75 @@ from torch import nn
 
 from quark.core.spec import LayerSpec
 from quark.errors import NotSupportedError
+from quark.goals.expert_names import expert_names
 from quark.torch.formats.format import Folder, FolderFormat
 from quark.torch.layers.online_rotation import BUFFER
 from quark.torch.model.meta_model import empty_twin
-from quark.torch.model.names import is_transformers_model, loaded_as, published_names
+from quark.torch.model.names import (
+    found_by,
+    is_transformers_model,
+    layers_published,
+    names_in,
+    other_twins,
+    published_names,
+)
 from quark.torch.model.passes import UnfusedExperts
 
+TRANSFORMERS, VLLM = READERS = ("transformers", "vllm")
+"""Programs that a folder may be made for, where that decides what it may hold."""
 SHOWN = 3
 """How many names an error lists."""
 
 
-def check_readers(model: nn.Module, form: FolderFormat, folder: Folder, tensors: Iterable[str]) -> None:
-    """Refuse a folder of which transformers would not find everything.
+def check_readers(
+    model: nn.Module, form: FolderFormat, folder: Folder, tensors: Iterable[str], reader: str = TRANSFORMERS
+) -> str | None:
+    """Refuse a folder of which its reader would not find everything.
 
     Args:
         model: The quantized model, with or without weights.
         form: The format.
         folder: What is quantized.
         tensors: Names of what is stored, in the module; of these the tensors of the float model are looked for.
+        reader: Of READERS. vLLM's takes experts one by one where transformers' knows them in one tensor alone; where
+            it is not known which experts it finds, and of all other tensors, the other's rules are its.
+
+    Returns:
+        What transformers would decode wrongly, a sentence; None where there is nothing, or another reads the folder.
 
     Raises:
         NotSupportedError: Names tensors that would be missing, or layers that the class cannot be built with.
     """
+    undecoded = None if reader == VLLM else form.undecoded(folder)
     if not is_transformers_model(model):
-        return
-    twin = empty_twin(model) if form.own_loader else _as_loaded(empty_twin(model))
-    _check_names(model, twin, form, tensors)
+        return undecoded
+    twin = empty_twin(model)
+    of_float = list(map(published_names(twin), twin.state_dict()))
+    twin = twin if form.own_loader else _as_loaded(twin)
+    names = [name for name in set(model.state_dict()).intersection(tensors) if not name.endswith(BUFFER)]
+    if reader == VLLM and (blocks := _of_vllm(model, form)):
+        inside = tuple(f"{block}." for block in blocks)
+        _check_names(model, twin, form, [name for name in names if not name.startswith(inside)], inside)
+        return undecoded
+    _check_names(model, twin, form, names, tuple(f"{n}." for n in _apart(model)) if form.own_loader else ())
     _check_building(twin, form, folder.specs)
+    for other in other_twins(model):
+        if not found_by(other, of_float).missing:
+            _check_other(model, other if form.own_loader else _as_loaded(other), form, names)
+    return undecoded
+
+
+def _apart(model: nn.Module) -> dict[str, UnfusedExperts]:
+    """The blocks of experts that were taken apart."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, UnfusedExperts)}
+
+
+def _of_vllm(model: Any, form: FolderFormat) -> list[str]:
+    """The blocks of experts that vLLM is known to read one by one from a folder of a format, and transformers not."""
+    row, publish = expert_names(str(model.config.model_type)), layers_published(model)
+    if row is None or form.own_loader or not row.other_formats:
+        return []
+    return [block for block, each in _apart(model).items() if row.finds(publish(f"{block}.0.{each.names[2]}"))]
 
 
 def _as_loaded(twin: Any) -> Any:
@@ -58,33 +99,46 @@ def _as_loaded(twin: Any) -> Any:
     return twin
 
 
-def _check_names(model: nn.Module, twin: Any, form: FolderFormat, tensors: Iterable[str]) -> None:
-    """Refuse where the float tensors under their published names are not all that the class loads, and nothing else."""
-    publish, own, here = published_names(model), dict(twin.state_dict()), set(model.state_dict())
-    # Experts that our own hooks take apart before transformers loads them.
-    apart = here if form.own_loader else set()
-    inside = (
-        tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, UnfusedExperts)) if form.own_loader else ()
-    )
-    target = loaded_as(twin, own)
-    found = {name: target(name) for name in map(publish, here.intersection(tensors)) if not name.endswith(BUFFER)}
-    lost = sorted(name for name, to in found.items() if to not in own and name not in apart and to not in apart)
-    there = set(found.values())
-    ties = getattr(twin, "all_tied_weights_keys", None) or {}
-    there |= {one for pair in ties.items() if there.intersection(pair) for one in pair}
-    optional = getattr(twin, "_keys_to_ignore_on_load_missing", None) or []
-    missing = sorted(
-        name
-        for name in own
-        if name not in there and not name.startswith(inside) and not any(re.search(p, name) for p in optional)
-    )
+def _check_names(
+    model: nn.Module, twin: Any, form: FolderFormat, names: Iterable[str], inside: tuple[str, ...]
+) -> None:
+    """Refuse where the float tensors under their published names are not all that the class loads, and nothing else.
+
+    Args:
+        model, twin: As it is, and as its loader begins with it.
+        form: For the message.
+        names: In the module.
+        inside: Beginnings of names of experts that are taken apart before they are loaded.
+    """
+    apart = set(model.state_dict()) if form.own_loader else set()
+    found = found_by(twin, map(published_names(model), names))
+    lost = [name for name in found.lost if name not in apart and found.places[name] not in apart]
+    missing = [name for name in found.missing if not name.startswith(inside)]
     if lost or missing:
-        raise NotSupportedError(
-            f"transformers would not find the tensors of this {form.name} folder: {type(model).__name__} "
-            f"{_listed('has no place for', lost)}{' and ' if lost and missing else ''}"
-            f"{_listed('would make up', missing)}. Possible: {'' if form.own_loader else 'the quark format, or '}"
-            f"to leave them in float ({_excluding(missing or lost)})."
-        )
+        raise _unfound(model, type(model).__name__, form, lost, missing)
+
+
+def _check_other(model: nn.Module, twin: Any, form: FolderFormat, names: Iterable[str]) -> None:
+    """Refuse where another class, which finds the float folder whole, would make up tensors of this one."""
+    publish, find = published_names(model), names_in(twin)
+    # The name of the weight of a layer of an expert, without the expert, the layer and the weight.
+    blocks = _apart(model).items() if form.own_loader else ()
+    inside = tuple(find(publish(f"{n}.0.{m.names[2]}.weight")).rsplit(".", 3)[0] + "." for n, m in blocks)
+    missing = [name for name in found_by(twin, map(publish, names)).missing if not name.startswith(inside)]
+    if missing:
+        raise _unfound(model, type(twin).__name__, form, [], missing)
+
+
+def _unfound(model: nn.Module, kind: str, form: FolderFormat, lost: list[str], missing: list[str]) -> NotSupportedError:
+    other = "" if form.own_loader else "the quark format, or "
+    if _of_vllm(model, form):
+        other = f"--for vllm (reader='vllm'), which reads such experts; {other}"
+    return NotSupportedError(
+        f"transformers would not find the tensors of this {form.name} folder: {kind} "
+        f"{_listed('has no place for', lost)}{' and ' if lost and missing else ''}"
+        f"{_listed('would make up', missing)}. Possible: {other}"
+        f"to leave them in float ({_excluding(missing or lost)})."
+    )
 
 
 def _listed(what: str, names: list[str]) -> str:

@@ -21,12 +21,12 @@ from quark.log import logger
 from quark.torch.calibration.distributed import rank, shared_folder
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.checkpoint.quantization_config import folder_of
-from quark.torch.checkpoint.shards import entries, names_in_file, write_shards
+from quark.torch.checkpoint.shards import Entry, entries, names_in_file, write_shards
 from quark.torch.checkpoint.stored_types import source_folder, stored_plain
 from quark.torch.config.config import QConfig
-from quark.torch.formats import FORMATS
+from quark.torch.formats import FORMATS, Folder, FolderFormat
 from quark.torch.formats.quark.layout import PACK_METHODS
-from quark.torch.formats.readers import check_readers
+from quark.torch.formats.readers import READERS, TRANSFORMERS, check_readers
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import check_files, side_files
@@ -52,6 +52,7 @@ def export_safetensors(
     max_shard_size: str = "5GB",
     overwrite: bool = False,
     attachments: Mapping[str, str] | None = None,
+    reader: str = TRANSFORMERS,
 ) -> Path:
     """Write a Hugging Face checkpoint that `AutoModelForCausalLM.from_pretrained` and vLLM load.
 
@@ -65,6 +66,7 @@ def export_safetensors(
         max_shard_size: Largest safetensors file.
         overwrite: Replace `output_dir` if it is there.
         attachments: Files of text that lie beside the weights: name -> text.
+        reader: What it is made for: "transformers", or "vllm", which finds experts that the other does not.
 
     Returns:
         The folder.
@@ -88,7 +90,7 @@ def export_safetensors(
     plain = stored_plain(model, source, narrow=not config.algo_config)
     items = list(entries(model, pack_method, real, form, plain=plain))
     names = names_in_file(model, form, content.specs, as_they_are=beside)
-    check_readers(model, form, content, (name for name, _, _ in items))
+    _check_reader(model, form, content, items, reader)
     if source is not None:
         check_apart(output_dir, source, whole=True)
         check_files(source)  # what is copied at the end is refused at the beginning
@@ -96,11 +98,26 @@ def export_safetensors(
         if rank() == 0:
             write_shards(folder, [*items, *carried.entries], names, max_shard_size)
             write_config(model, form.describe(content), folder)
-            write_companions(model, source, tokenizer, folder)
-            write_card(model, plan.layers, source, folder)
-            write_attachments(attachments, folder)
+            _write_beside(model, plan, source, tokenizer, attachments, folder)
     logger.info("Exported to %s.", output_dir)
     return Path(output_dir)
+
+
+def _check_reader(model: nn.Module, form: FolderFormat, content: Folder, items: Iterable[Entry], reader: str) -> None:
+    """Refuse what the reader of a folder would not find; say what transformers would not decode."""
+    _check_choice("reader", reader, READERS)
+    undecoded = check_readers(model, form, content, (name for name, _, _ in items), reader)
+    if undecoded is not None:
+        logger.warning("%s", undecoded)
+
+
+def _write_beside(
+    model: Any, plan: Plan, source: Path | None, tokenizer: Any, attachments: Mapping[str, str] | None, folder: Path
+) -> None:
+    """Write what lies beside the tensors and their config."""
+    write_companions(model, source, tokenizer, folder)
+    write_card(model, plan.layers, source, folder)
+    write_attachments(attachments, folder)
 
 
 def save_quantized(model: Any, save_directory: str | os.PathLike[str], **options: Any) -> None:

@@ -13,7 +13,6 @@ from quark.core.granularity import PerChannel, PerTensor
 from quark.core.patterns import matches
 from quark.core.spec import LayerSpec
 from quark.errors import NotSupportedError
-from quark.log import logger
 from quark.torch.formats.format import Folder
 
 EXPERT = re.compile(r"(?P<block>experts?)\.\d+\.(?P<leaf>.+)$")
@@ -21,7 +20,7 @@ EXPERT = re.compile(r"(?P<block>experts?)\.\d+\.(?P<leaf>.+)$")
 
 
 def check_experts(folder: Folder) -> None:
-    """Refuse experts that readers would refuse or decode wrongly, and warn of those that transformers alone does.
+    """Refuse experts that every reader would refuse or decode wrongly.
 
     Raises:
         NotSupportedError: The layers of the experts of one block differ.
@@ -35,14 +34,17 @@ def check_experts(folder: Folder) -> None:
                 f"(--exclude '{block}*'), or the quark format."
             )
 
+
+def undecoded_experts(folder: Folder) -> str | None:
+    """What transformers does with experts that it does not decode, a sentence; None where it decodes all."""
     specs = {folder.specs[layer] for layers in folder.experts.values() for layer in layers if layer in folder.specs}
     fault = "of several schemes" if len(specs) > 1 else next(filter(None, map(_undecoded, specs)), None)
-    if fault:
-        logger.warning(
-            "transformers (5.23.0) does not decode experts %s from compressed-tensors folders: it fails, or computes "
-            "with wrong weights. vLLM and quark read them. For transformers: the quark format, or another scheme.",
-            fault,
-        )
+    if fault is None:
+        return None
+    return (
+        f"transformers (5.23.0) does not decode experts {fault} from compressed-tensors folders: it fails, or computes "
+        "with wrong weights. vLLM and quark read them. For transformers: the quark format, or another scheme."
+    )
 
 
 def _undecoded(spec: LayerSpec) -> str | None:

@@ -23,7 +23,12 @@ from quark.errors import FormatError
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.compressed_tensors.args import CACHE, FORMATS_OF_FLOATS, read_args, refuse_args, write_args
-from quark.torch.formats.compressed_tensors.experts import check_experts, group_targets, ignored_experts
+from quark.torch.formats.compressed_tensors.experts import (
+    check_experts,
+    group_targets,
+    ignored_experts,
+    undecoded_experts,
+)
 from quark.torch.formats.compressed_tensors.layout import CompressedTensorsLayout, signed
 from quark.torch.formats.compressed_tensors.transforms import (
     STORED,
@@ -81,6 +86,9 @@ class CompressedTensorsFormat(FolderFormat):
         check_experts(folder)
         for name, spec in folder.specs.items():
             require_whole_groups(self.name, name, layers[name], spec)
+
+    def undecoded(self, folder: Folder) -> str | None:
+        return undecoded_experts(folder)
 
     def check_rotations(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
         refuse_rotations(layers, folder.rotated)

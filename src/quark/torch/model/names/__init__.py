@@ -8,6 +8,7 @@ checkpoint is written under the published names: those are what runtimes read.
     source_names, loaded_as, merged_names  file -> module, as transformers renames and merges
     names_in, layers_in_model              file -> module of any class, experts by their numbers
     names_elsewhere, other_twins           the classes beside the model's own by which one folder is loaded
+    found_by                               what the loader of a class finds of a folder, and what it would make up
     dropped_names                          what no class builds
 """
 
@@ -16,11 +17,13 @@ from quark.torch.model.names.in_model import layers_in_model, loaded_as, merged_
 from quark.torch.model.names.left_out import dropped_names
 from quark.torch.model.names.other_classes import names_elsewhere, other_twins
 from quark.torch.model.names.published import layers_published, published_names
+from quark.torch.model.names.reader import found_by
 
 __all__ = [
     "conversions",
     "dropped_names",
     "expert_leaves",
+    "found_by",
     "is_transformers_model",
     "layers_in_model",
     "layers_published",

@@ -338,6 +338,11 @@ def _shell(fused: nn.Module, parameters: dict[str, nn.Parameter]) -> nn.Module:
 
 def _prove(name: str, fused: nn.Module, unfused: UnfusedExperts) -> None:
     """Compare both forms of the first and the last expert on random tokens in float64."""
+    forward = inspect.unwrap(type(fused).forward)
+    try:
+        inspect.signature(forward).bind(*range(2 if unfused.sorted else 4))
+    except TypeError as error:  # known without weights
+        raise _unknown(name, fused, f"its forward takes other inputs: {error}") from None
     if next(fused.parameters()).is_meta:
         return  # A checkpoint is being loaded: the proof was made before it was written.
     ends = [0, _leading(fused) - 1]
@@ -355,7 +360,7 @@ def _prove(name: str, fused: nn.Module, unfused: UnfusedExperts) -> None:
         with torch.no_grad():
             # Unwrapped: the plain loop over experts, not the kernel that a config names.
             given = (x,) if unfused.sorted else (x, index, weights)
-            expected = inspect.unwrap(type(fused).forward)(probe, *given)
+            expected = forward(probe, *given)
             actual = UnfusedExperts(probe, unfused.names)(*given)
         difference = float((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-300))
     except (TypeError, RuntimeError, AttributeError, IndexError, ValueError) as error:
