@@ -15,14 +15,21 @@ import pytest
 import torch
 from onnx import helper
 
-from quark.core.metrics import sqnr
+from quark.core.metrics import Metric, sqnr
 from quark.onnx import ModelQuantizer, get_default_config
 from quark.onnx.calibration.calibrate import collect
+from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.padding import Padding, mask_inputs, without_padding
 from quark.onnx.calibration.data.random_reader import RandomDataReader
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.score import Scorer
+from quark.onnx.config.algo_configs import ALGO_CONFIGS, AutoMixprecisionConfig
 from quark.onnx.config.config import Config
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.evaluation.compare_models import compare_models
+from quark.onnx.evaluation.lost_outputs.damage import damage
+from tests.contracts.test_presets import NOW
+from tests.contracts.test_presets import config as preset
 from tests.models.onnx_zoo import Reader, run
 from tests.models.padded import Encoder, bare, padded, texts
 
@@ -56,9 +63,10 @@ def feeds(data: list[dict[str, torch.Tensor]], names: tuple[str, str] = ("input_
     return [dict(zip(names, (x.numpy() for x in batch.values()), strict=True)) for batch in data]
 
 
-def quantized(model: bytes, data: Any, name: str = "XINT8") -> onnx.ModelProto:
+def quantized(model: bytes, data: Any, name: str = "XINT8", algorithms: Any = ()) -> onnx.ModelProto:
     config = Config(get_default_config(name))
-    done = ModelQuantizer(config).quantize_model(onnx.load_from_string(model), None, Reader(data))
+    source = onnx.load_from_string(model)
+    done = ModelQuantizer(config).quantize_model(source, None, Reader(data), algorithms=list(algorithms))
     assert isinstance(done, onnx.ModelProto)
     return done
 
@@ -78,6 +86,18 @@ def test_the_name_of_a_mask_does_not_matter() -> None:
     found = quantized(encoder(names=names), feeds(batches(), names))
     expected = quantized(encoder(names=names), feeds(bare(TEXTS), names))
     assert found.graph.SerializeToString(deterministic=True) == expected.graph.SerializeToString(deterministic=True)
+
+
+LEARN: dict[str, dict[str, Any]] = {
+    name: {} for name in ALGO_CONFIGS if ALGO_CONFIGS[name] is not AutoMixprecisionConfig
+}
+LEARN |= {"adaround": {"num_iterations": 20}, "adaquant": {"num_iterations": 20}}
+LEARN.pop("bias_correction")  # it needs more texts, and is a part of A8W8
+
+
+def quiet(data: list[dict[str, torch.Tensor]]) -> Feeds:
+    """The samples with an everyday word at masked positions, where the padding is the loudest."""
+    return [{**feed, "input_ids": np.where(feed["attention_mask"] == 1, feed["input_ids"], 5)} for feed in feeds(data)]
 
 
 class Extremes:
@@ -106,6 +126,56 @@ def test_a_model_of_one_length_is_observed_at_real_positions() -> None:
     ones = [{**feed, "attention_mask": np.ones_like(feed["attention_mask"])} for feed in feeds(batches())]
     loud = ranges(encoder(fixed=True), ones)
     assert any(loud[name] > 2 * expected[name] for name in found), "the padding would have been seen"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "gptq" else pytest.mark.slow) for n in LEARN])
+def test_no_algorithm_sees_what_stands_at_masked_positions(name: str) -> None:
+    algorithm = ALGO_CONFIGS[name](**LEARN[name])
+    found, expected = (
+        quantized(encoder(fixed=True), data, "A8W8", [algorithm]) for data in (feeds(batches()), quiet(batches()))
+    )
+    assert found.graph.SerializeToString(deterministic=True) == expected.graph.SerializeToString(deterministic=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOW)
+def test_no_configuration_sees_what_stands_at_masked_positions(name: str) -> None:
+    model = onnx.load_from_string(encoder(fixed=True))
+    found, expected = (
+        ModelQuantizer(preset(name)).quantize_model(model, None, Reader(data))
+        for data in (feeds(batches("left")), quiet(batches("left")))
+    )
+    assert found is not None and found == expected
+
+
+@pytest.mark.slow
+def test_biases_are_corrected_by_each_example_of_a_fixed_batch() -> None:
+    many = texts(tuple(int(n) for n in np.random.default_rng(0).integers(4, 18, 36)))
+    batch = [{name: x for name, x in one.items() if name != "position_ids"} for one in padded(many)]
+    expected, found = quantized(encoder(), feeds(bare(many)), "A8W8"), quantized(encoder(True), feeds(batch), "A8W8")
+    sample = feeds(batch)[0]
+    assert np.array_equal(run(expected, sample), run(found, sample))
+
+
+def test_a_comparison_at_one_length_measures_real_positions(tmp_path: Path) -> None:
+    files = [tmp_path / "float.onnx", tmp_path / "quantized.onnx"]
+    files[0].write_bytes(encoder(fixed=True))
+    done = quantized(encoder(fixed=True), feeds(batches()))
+    onnx.save(done, files[1])
+    found, expected = (compare_models(*files, Reader(data)) for data in (feeds(batches()), quiet(batches())))
+    assert [x.sqnr for x in found.outputs.values()] == [x.sqnr for x in expected.outputs.values()]
+    model, settings = (
+        ir.from_proto(onnx.load_from_string(encoder(fixed=True))),
+        lower(Config(get_default_config("A8W8"))),
+    )
+    looked = [damage(model, done, data, settings) for data in (feeds(batches()), quiet(batches()))]
+    assert looked[0] == looked[1] and looked[0] is not None
+    inputs = model_inputs(model)
+    scores = [
+        Scorer(model, Samples(data, inputs), Metric("sqnr"), settings).score(ir.from_proto(done))
+        for data in (feeds(batches()), quiet(batches()))
+    ]
+    assert scores[0] == scores[1]
 
 
 def test_a_comparison_measures_real_positions(tmp_path: Path) -> None:
@@ -164,11 +234,12 @@ def test_encoder_and_decoder_of_one_length_have_masks_of_their_own() -> None:
 
 
 def test_a_length_or_batch_of_the_model_stays() -> None:
-    for shape, kept in ((["b", 5], 1), ([2, "s"], 1), ([2, 5], 1), (OPEN, 2)):
+    for shape, kept in (([2, "s"], 1), ([2, 5], 1), (["b", 5], 2), (OPEN, 2)):
         padding = graph_of(("x", shape), ("m", shape), masks=["m"])
         found = padding.without({"x": IDS, "m": MASK})
         assert len(found) == kept
         assert kept == 2 or found[0]["x"] is IDS
+        assert shape != ["b", 5] or [feed["x"].shape for feed in found] == [(1, 5)] * 2
     assert [x.tolist() for x in padding.real({"x": IDS, "m": MASK}).values()] == [(MASK == 1).tolist()]
 
 

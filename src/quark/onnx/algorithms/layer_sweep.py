@@ -1,29 +1,65 @@
 """Visits quantized layers in order, each with what it reads and what it should give, for every sample.
 
 Inputs are those of the quantized model as it is by then, layers before already improved; outputs are the float
-model's. Both models run once over the data, slice by slice, however many layers are visited.
+model's. Both models run once over the data, slice by slice, however many layers are visited. Of a matrix product the
+rows at real positions are given, where a sample that the model takes whole is padded.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
+import numpy as np
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers
 from quark.onnx.algorithms.sliced_run import SlicedRun
+from quark.onnx.calibration.data.padding import Padding
 from quark.onnx.calibration.data.samples import MEMORY, Samples, Store
 from quark.progress import progress
+
+PRODUCTS = ("MatMul", "Gemm")
+"""Op types of which each row is one of the input."""
+
+
+class RealRows:
+    """What the tensors of samples hold at real positions, whose rows are apart; never columns.
+
+    Args:
+        padding: Of the model that the samples are for.
+        data: The samples.
+    """
+
+    def __init__(self, padding: Padding, data: Samples) -> None:
+        self._padding, self._data = padding, data
+
+    def __call__(self, sample: int, array: NumpyArray) -> NumpyArray:
+        """The rows of a tensor."""
+        if not self._padding.masks:
+            return array
+        (found,) = self._padding.at_real(self._data[sample], [array])
+        return found if found.shape[-1:] == array.shape[-1:] else array
+
+    def examples(self, sample: int, rows: NumpyArray) -> list[NumpyArray]:
+        """What a call gave, (1, rows, ..), apart for each example of the sample; else as it is."""
+        if not self._padding.masks or rows.ndim < 3 or len(rows) > 1:
+            return [rows]
+        for real in self._padding.real(self._data[sample]).values():
+            counts = real.sum(1)
+            if counts.sum() == rows.shape[1]:
+                return np.split(rows, np.cumsum(counts[counts > 0])[:-1], 1)
+        return [rows]
 
 
 class Column(Sequence[NumpyArray]):
     """One tensor, sample by sample; read where it waits."""
 
-    def __init__(self, walk: SlicedRun, value: ir.Value) -> None:
-        self._walk, self._value = walk, value
+    def __init__(self, walk: SlicedRun, value: ir.Value, real: RealRows | None) -> None:
+        self._walk, self._value, self._real = walk, value, real
 
     def __len__(self) -> int:
         return self._walk.count
@@ -37,7 +73,8 @@ class Column(Sequence[NumpyArray]):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        return self._walk.value(index % len(self), self._value)
+        array = self._walk.value(index % len(self), self._value)
+        return array if self._real is None else self._real(index % len(self), array)
 
 
 @dataclass
@@ -57,10 +94,16 @@ class Visit:
     outputs: Sequence[NumpyArray]
     _walk: SlicedRun
     _output: ir.Value
+    _real: RealRows | None
 
     def quantized_outputs(self) -> Iterator[NumpyArray]:
         """What it gives in the quantized model now, before its activation, sample by sample."""
-        return self._walk.peek(self._output)
+        found = self._walk.peek(self._output)
+        return found if self._real is None else itertools.starmap(self._real, enumerate(found))
+
+    def examples(self, sample: int, array: NumpyArray) -> list[NumpyArray]:
+        """An output, or what is computed of it for each row, apart for the examples that lie in its sample padded."""
+        return [array] if self._real is None else self._real.examples(sample, array)
 
 
 def sweep(
@@ -90,14 +133,17 @@ def sweep(
     wanted = {layer: [*([layer.data] if float_inputs else []), layer.twin.outputs[0]] for layer in layers}
     goals = [value for values in wanted.values() for value in values]
     reference = SlicedRun(quantized.reference, data, count, store, goals)
-    left = [*goals, *reads.values()]
+    left, real = [*goals, *reads.values()], RealRows(Padding.of(quantized.reference), data)
     for layer in progress(layers, "layers", len(layers), name=lambda layer: layer.name):
         data.check_time()
         mine = [(quantized_run, reads[layer]), *((reference, value) for value in wanted[layer])]
         for run, value in mine:
             run.reach(value)
-        inputs, *before, outputs = (Column(run, value) for run, value in mine)
-        yield Visit(layer, inputs, before[0] if before else (), outputs, quantized_run, quantized.output_of(layer))
+        # The positions of a convolution are not apart.
+        rows = real if layer.twin.op_type in PRODUCTS else None
+        inputs, *before, outputs = (Column(run, value, rows) for run, value in mine)
+        output = quantized.output_of(layer)
+        yield Visit(layer, inputs, before[0] if before else (), outputs, quantized_run, output, rows)
         for run, value in mine:
             left.remove(value)
             if value not in left:

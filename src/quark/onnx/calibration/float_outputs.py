@@ -12,6 +12,7 @@ import onnxruntime
 
 from quark.core.array import NumpyArray
 from quark.onnx.calibration.data.own_time import own_time
+from quark.onnx.calibration.data.padding import Padding
 from quark.onnx.calibration.data.samples import Samples, Store
 from quark.onnx.graph.sessions import run_sample
 
@@ -26,8 +27,12 @@ def where_finite(expected: NumpyArray, array: NumpyArray) -> tuple[NumpyArray, N
     return (expected, array) if finite.all() else (np.where(finite, expected, 0), np.where(finite, array, 0))
 
 
+def _alike(expected: NumpyArray, array: NumpyArray) -> bool:
+    return np.shape(expected) == np.shape(array)
+
+
 class FloatOutputs:
-    """Runs the float model once; any number of models is then compared with what it gave.
+    """Runs the float model once; any number of models is then compared with what it gave, at positions that are real.
 
     Args:
         model: The float model.
@@ -52,7 +57,7 @@ class FloatOutputs:
     ) -> None:
         self.names, self._data, self._open_session = names, data, open_session
         self._count = len(data) if count is None else min(count, len(data))
-        self._store = Store(folder=folder)
+        self._store, self._padding = Store(folder=folder), Padding.of(model)
         self.forward_seconds, start = math.inf, own_time()
         for sample, arrays in enumerate(self._run(model)):
             self.forward_seconds = min(self.forward_seconds, own_time() - start)
@@ -77,9 +82,11 @@ class FloatOutputs:
     def paired(self, outputs: Iterable[Sequence[NumpyArray]]) -> Iterator[list[tuple[NumpyArray, NumpyArray]]]:
         """The same for what was run elsewhere: the outputs of the first samples, one after another."""
         for sample, arrays in enumerate(outputs):
-            yield [
-                where_finite(self._store[sample, name], array) for name, array in zip(self.names, arrays, strict=True)
-            ]
+            pairs = [(self._store[sample, name], array) for name, array in zip(self.names, arrays, strict=True)]
+            if self._padding.masks:
+                feed = self._data[sample]
+                pairs = [tuple(self._padding.at_real(feed, pair)) if _alike(*pair) else pair for pair in pairs]
+            yield [where_finite(*pair) for pair in pairs]
 
     def _run(self, model: ir.Model, count: int | None = None) -> Iterator[list[NumpyArray]]:
         with self._open_session(model) as session:

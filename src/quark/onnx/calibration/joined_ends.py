@@ -23,6 +23,7 @@ from quark.errors import NothingToQuantizeError
 from quark.log import logger
 from quark.onnx.calibration.calibrate import model_session, repeatable
 from quark.onnx.calibration.data.inputs import Feed
+from quark.onnx.calibration.data.padding import Padding
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, is_constant
@@ -134,10 +135,11 @@ def _ranges(
     joined = [value for end in ends for value in end.node.inputs if value is not None]
     found = {value.name or "": _range(constant(value)) for value in joined if is_constant(value)}
     names = list(dict.fromkeys(name for name in map(source_name, joined) if name not in found))
+    padding = Padding.of(model)
     with model_session(model, names, settings) as session:
         for feed in feeds:
             made = [name for name in names if name not in feed]
-            values = dict(zip(made, run_sample(session, made, feed), strict=True)) | feed
+            values = dict(zip(made, padding.at_real(feed, run_sample(session, made, feed)), strict=True)) | feed
             for name in names:
                 low, high = _range(np.asarray(values[name]))
                 known = found.get(name, (0.0, 0.0))

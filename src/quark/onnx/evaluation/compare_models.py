@@ -20,7 +20,7 @@ from quark.core.array import NumpyArray
 from quark.core.metrics import ChannelFit, Comparison
 from quark.errors import CalibrationError, ConfigError
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
-from quark.onnx.calibration.data.padding import without_padding
+from quark.onnx.calibration.data.padding import Padding, without_padding
 from quark.onnx.calibration.data.readers import samples
 from quark.onnx.graph.model_file import read
 from quark.onnx.graph.proto_file import read_header
@@ -129,18 +129,20 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
     places = (float_model.parent, quantized.parent)
     inner = [instrumented(*each, threads) for each in zip(models, places, tensors, strict=True)]
     whole = read(float_model)
+    padding = Padding.of(whole)
     parts = parts_of(names, output_parts(whole))
     outputs, found = {part: Comparison() for part in parts}, [layer for _, _, layer in layers]
     count, latency = 0, (0.0, 0.0)
     unlike: set[int] = set()
     for feed in progress(samples(without_padding(data, whole), model_inputs(models[0]), limit), "evaluation"):
         latency = latency if count else _latency(plain, feed)
-        arrays = [dict(zip(names, run_sample(session, names, feed), strict=True)) for session in plain]
+        runs = [padding.at_real(feed, run_sample(session, names, feed)) for session in plain]
+        arrays = [dict(zip(names, each, strict=True)) for each in runs]
         _update(outputs.values(), *([_of(part, each) for part in parts] for each in arrays), unlike=unlike)
         if layers:
             _update(
                 found,
-                *(run_sample(*s, feed) for s in zip(inner, tensors, strict=True)),
+                *(padding.at_real(feed, run_sample(*s, feed)) for s in zip(inner, tensors, strict=True)),
                 unlike=unlike,
             )
         count += 1

@@ -33,6 +33,7 @@ from quark.errors import NotSupportedError
 from quark.onnx.algorithms.quantized_layers import decoded
 from quark.onnx.calibration.calibrate import model_session, sliced_session
 from quark.onnx.calibration.data.inputs import Feed
+from quark.onnx.calibration.data.padding import Padding
 from quark.onnx.calibration.qparams import CAST
 from quark.onnx.calibration.sliced_session import SlicedSession
 from quark.onnx.config.settings import Settings
@@ -277,6 +278,7 @@ class NoiseRun:
     ) -> None:
         self._sites, self._observed, self._injected = sites, observed, injected
         self._wanted, self._outputs, self._settings = wanted, outputs, settings
+        self._padding = Padding.of(observed)
         self._silent = {site.input: NONE for each in sites for site in each}
         self._sliced: SlicedSession | None = None
 
@@ -313,10 +315,10 @@ class NoiseRun:
     def outputs(
         self, feed: Feed, noises: Sequence[Mapping[str, Noise]], factors: Sequence[float] | NumpyArray
     ) -> list[NumpyArray]:
-        """The outputs with a sum of noises."""
+        """The outputs with a sum of noises, at real positions."""
         added: dict[str, NumpyArray] = dict(self._silent)
         for factor, noise in zip(factors, noises, strict=True):
             for name, one in noise.items():
                 added[name] = one.times(factor) if added[name] is NONE else added[name] + one.times(factor)
         found = run_sample(self._injected, self._outputs, {**feed, **added})
-        return [np.asarray(x) for x in found]
+        return self._padding.at_real(feed, [np.asarray(x) for x in found])

@@ -142,7 +142,8 @@ def _differences(visit: Visit) -> NumpyArray:
     for index, output in enumerate(visit.quantized_outputs()):
         difference = np.atleast_2d(np.subtract(visit.outputs[index], output, dtype=np.float32))
         error = np.moveaxis(difference, axis, -1)
-        means.append(error.mean(tuple(range(1, error.ndim - 1)), dtype=np.float64))
+        for each in visit.examples(index, error):
+            means.append(each.mean(tuple(range(1, each.ndim - 1)), dtype=np.float64))
     return np.concatenate(means)
 
 

@@ -4,12 +4,12 @@
 
 It is found by where it goes, whatever its name is. Inputs of its batch and length are cut to the positions that are
 real, and the rows of a sample that are of unequal length become samples of their own. What cannot be cut (a model of
-one length) runs whole; then those rows of tensors are observed that belong to real positions, see `rows_at`.
+one length) runs whole; whatever looks at a tensor then sees those rows that belong to real positions, see `rows_at`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
+from quark.core.real_rows import rows_at
 from quark.errors import CalibrationError
 from quark.onnx.calibration.data.inputs import Feed, Input, model_inputs
 from quark.onnx.calibration.data.readers import CalibrationDataReader, as_reader
@@ -113,14 +114,27 @@ class Padding:
         and where rows of unequal length cannot be told apart.
         """
         real = self.real(feed)
-        if not real or not self.can_cut(feed, real):
+        if not real or _between(real):
             return [feed]
         rows = len(next(iter(real.values())))
         kept = [row for row in range(rows) if all(mask[row].any() for mask in real.values())]
+        if not self.can_cut(feed, real):
+            axes = self._axes_of_rows(feed, rows) if rows > 1 and self._takes_rows(real) else None
+            # Each is an example, though of one length.
+            return [feed] if axes is None else [rows_of(feed, axes, row, row + 1) for row in kept]
         if not kept or _alike(real):
             return [self._at(feed, real, 0)] if kept else []
         axes = self._axes_of_rows(feed, rows)
         return [self._at(rows_of(feed, axes, row, row + 1), real, row) for row in kept] if axes else [feed]
+
+    def at_real(self, feed: Feed, arrays: Sequence[Any]) -> list[Any]:
+        """What tensors hold for a sample at real positions: all of it where nothing is masked; see `rows_at`."""
+        real = [*self.real(feed).values()]
+        return [rows_at(x, real) if real and isinstance(x, np.ndarray) else x for x in arrays]
+
+    def _takes_rows(self, masks: Iterable[str]) -> bool:
+        """Whether the model takes a single row of a batch."""
+        return all(_is_open(self.inputs[name], 0) for name in masks)
 
     def _axes_of_rows(self, feed: Feed, rows: int) -> Axes | None:
         """Along which axis of each input its rows lie; None where one has no row for each."""
@@ -132,11 +146,11 @@ class Padding:
 
     def can_cut(self, feed: Feed, real: Mapping[str, NumpyArray]) -> bool:
         """Whether the model takes other lengths, and single rows where they are told apart, and nothing is between."""
-        if any(map(_has_gaps, real.values())) or len({len(mask) for mask in real.values()}) > 1:
+        if _between(real):
             return False
         open_axes = all(_is_open(self.inputs[name], 1) for mask in real for name in self._cut_with(mask, feed))
         rows = len(next(iter(real.values())))
-        return open_axes and (rows == 1 or _alike(real) or all(_is_open(self.inputs[name], 0) for name in real))
+        return open_axes and (rows == 1 or _alike(real) or self._takes_rows(real))
 
     def _cut_with(self, mask: str, feed: Feed) -> list[str]:
         """The inputs that are cut with a mask, itself too; none where there is no other of its batch and length."""
@@ -166,6 +180,11 @@ def _is_open(entry: Input, axis: int) -> bool:
 def _name_of_length(entry: Input) -> str | None:
     size = entry.shape[1] if entry.shape is not None and len(entry.shape) > 1 else None
     return size if isinstance(size, str) else None
+
+
+def _between(real: Mapping[str, NumpyArray]) -> bool:
+    """Whether masked positions lie between real ones, or the masks are of other batches."""
+    return any(map(_has_gaps, real.values())) or len({len(mask) for mask in real.values()}) > 1
 
 
 def _has_gaps(real: NumpyArray) -> bool:

@@ -27,7 +27,7 @@ from quark.log import logger
 from quark.onnx.bodies.body_model import bodies_of
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
-from quark.onnx.calibration.data.padding import without_padding
+from quark.onnx.calibration.data.padding import Padding, without_padding
 from quark.onnx.calibration.data.readers import as_reader
 from quark.onnx.calibration.data.samples import Store
 from quark.onnx.config.settings import Settings
@@ -131,7 +131,7 @@ def damage(
     alike = list(map(str, model_inputs(model).values())) == list(map(str, model_inputs(after).values()))
     if not feeds or not alike or names != [value.name for value in after.graph.output]:
         return None
-    looked = _Looked(judged_parts(model))
+    looked = _Looked(judged_parts(model), Padding.of(model))
     if not looked.parts:
         return None
     try:
@@ -174,10 +174,11 @@ class _Looked:
 
     Args:
         parts: Of the outputs that are compared.
+        padding: Of the model: masked positions are not compared.
     """
 
-    def __init__(self, parts: Sequence[OutputPart]) -> None:
-        self.parts, self.count = parts, 0
+    def __init__(self, parts: Sequence[OutputPart], padding: Padding) -> None:
+        self.parts, self.count, self._padding = parts, 0, padding
         self._names = list(dict.fromkeys(part.tensor for part in parts))
         self._store, self._peaks, self.found = Store(MOST_BYTES), list[float](), list[Verdict]()
 
@@ -207,7 +208,8 @@ class _Looked:
 
     def _run(self, which: int, session: Any, feeds: Sequence[Feed]) -> None:
         for index, feed in enumerate(feeds, self.count):
-            for name, array in zip(self._names, run_sample(session, self._names, feed), strict=True):
+            arrays = self._padding.at_real(feed, run_sample(session, self._names, feed))
+            for name, array in zip(self._names, arrays, strict=True):
                 if isinstance(array, np.ndarray):
                     self._store[which, index, name] = array
 
