@@ -16,8 +16,9 @@ from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.rounding.output_scores import OutputScores, scores_bytes
 from quark.torch.algorithms.score_passes import SEED
 from quark.torch.algorithms.tape import Tape
-from quark.torch.config.algo_configs import AlgoConfig, AutoRoundConfig, QronosConfig
+from quark.torch.config.algo_configs import AlgoConfig, AutoRoundConfig, GPTQConfig, QronosConfig
 from quark.torch.model.blocks import find_blocks, record_calls
+from tests.models.families import family
 from tests.models.torch_zoo import language_model, text_windows, tiny_llama, token_batches
 
 
@@ -146,3 +147,17 @@ def test_codes_that_are_quantized_once_more_are_refused_before_any_work(name: st
         ModelQuantizer(config).quantize_model(model, token_batches())
     assert "may have changed" not in str(caught.value)
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_a_mixture_that_returns_what_its_routers_say_is_solved_as_one_that_does_not(name: str) -> None:
+    base = LLMTemplate.get("any").get_config("int4_wo_32")
+    config = replace(base, algo_config=[GPTQConfig(fisher=True)])
+    data = [torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(3))]
+    asking, plain = (family(name, output_router_logits=asked) for asked in (True, False))
+    plain.load_state_dict(asking.state_dict())
+    solved, expected = (ModelQuantizer(config).quantize_model(model, data) for model in (asking, plain))
+    assert solved.config.output_router_logits is True
+    for key, value in expected.state_dict().items():
+        assert torch.equal(solved.state_dict()[key], value), key

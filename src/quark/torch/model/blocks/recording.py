@@ -225,6 +225,10 @@ def _equal(x: torch.Tensor, y: Any) -> bool:
     return x is y or (isinstance(y, torch.Tensor) and torch.equal(x, y))
 
 
+OFF = ("use_cache", "output_router_logits")
+"""What configs ask for that only blocks can give which run, once: a cache would grow with each run of a block."""
+
+
 @contextmanager
 def passing_through(
     model: nn.Module, names: Sequence[str], note: Callable[[str, Call], None], output: BlockOutput
@@ -248,18 +252,18 @@ def passing_through(
 
         return record
 
-    configs: list[Any] = [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "use_cache")]
-    caches = [(config, config.use_cache) for config in configs]
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    before = [(each, name, getattr(each, name)) for each in configs.values() for name in OFF if hasattr(each, name)]
     try:
-        for config in configs:
-            config.use_cache = False  # a cache would grow with each run of a block
+        for config, name, _ in before:
+            setattr(config, name, False)
         with ExitStack() as forwards:
             for name, block in blocks.items():
                 forwards.enter_context(forward_instead(block, recorder(name, block.forward)))
             yield
     finally:
-        for config, value in reversed(caches):
-            config.use_cache = value
+        for config, name, value in before:
+            setattr(config, name, value)
 
 
 def _as_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
