@@ -15,6 +15,7 @@ from quark.core.scales import qparams_from_range
 from quark.core.schemes import SCHEMES
 from quark.core.solvers import gptq, importance
 from quark.core.solvers.importance import weighted_qparams
+from quark.core.solvers.kept_share import freedom, kept_share
 from quark.core.solvers.refine import refine
 from quark.core.spec import ScaleType, TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError
@@ -116,6 +117,43 @@ def test_gptaq_and_qronos_make_up_for_the_drift_of_the_inputs() -> None:
     # Nearly without damping, W' is least squares.
     exact = np.linalg.lstsq(real.T, (weight @ x).T, rcond=None)[0]
     assert np.allclose(columns + gptq.moved_target(pull, *gptq.factor(hessian, 1e-9)[:2]), exact, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [30, 60, 600])
+def test_what_a_regression_on_few_tokens_finds_is_kept_as_far_as_it_holds_on_others(tokens: int) -> None:
+    random, columns, rows = np.random.default_rng(tokens), 48, 32
+    real = random.normal(size=(rows, columns)) * 0.1
+
+    def drawn(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        own = np.random.default_rng(seed)
+        x = own.normal(size=(count, columns))
+        return x, x @ real.T + own.normal(size=(count, rows))
+
+    (x, drift), (others, drift_there) = drawn(tokens, 1), drawn(20000, 2)
+    hessian, damp = x.T @ x / tokens, 1e-4
+    feedback, importance, _ = gptq.factor(hessian, damp)
+    added = damp * np.diag(hessian).mean()
+    free = freedom(feedback, importance, np.full(columns, added))
+    exact = np.trace(hessian @ np.linalg.inv(hessian + added * np.eye(columns)))
+    assert abs(float(free) - exact) < 0.1 * exact
+    pull = np.float32(x.T @ drift / tokens)
+    moved = gptq.moved_target(pull, feedback, importance)
+    kept = float(kept_share((pull * moved).sum(), (drift**2).sum() / tokens, free, tokens))
+
+    def left(share: float) -> float:
+        return float(((drift_there - share * others @ moved) ** 2).sum())
+
+    best = min(left(share) for share in np.linspace(0, 1, 101))
+    # At most a twentieth of what remains is lost by not knowing the best share, and nothing is made worse.
+    assert left(kept) < 1.05 * best and left(kept) <= 1.001 * left(0.0)
+
+
+def test_of_noise_little_is_kept_and_of_what_holds_nearly_all() -> None:
+    one = np.float64(1.0)
+    assert kept_share(0.1 * one, one, 10 * one, 100) == pytest.approx(0.0, abs=1e-9)
+    assert kept_share(one, one, 10 * one, 100) == pytest.approx(0.99)
+    assert kept_share(one, one, 100 * one, 100) == 0.0
+    assert kept_share(0.0 * one, 0.0 * one, 10 * one, 100) == 0.0
 
 
 def test_the_drift_of_gptaq_is_what_later_columns_can_project_away() -> None:

@@ -5,7 +5,8 @@
 
     GPTQ        q_j = quantize(v_j),  v_j = w_j + sum_{i < j} (w_i - q_i) F_ij                        (X = X~)
     GPTAQ       ... and w_j += v_i P_ij,  P = alpha * triu(D F^-T, 1) d^-1 F^-1,  D = (X - X~) X~^T
-    Qronos      W' = W + H^-1 (X~ X^T - X~ X~^T) W first, which is the best float weight for X~; then GPTQ of W'
+    Qronos      W' = W + k H^-1 (X~ X^T - X~ X~^T) W first, with k = 1 the best float weight for X~; then GPTQ of W'
+                k: how much of that is learned, and not the noise of few tokens (`kept_share.py`)
 
 Frantar et al. 2022 (arXiv:2210.17323), Li et al. 2025 (arXiv:2504.02692), Zhang et al. 2025 (arXiv:2505.11695).
 The papers write GPTQ with U, of H^-1 = U^T U: e_i = (v_i - q_i) / U_ii, v_j -= e_i U_ij. Then W - Q = e U, so

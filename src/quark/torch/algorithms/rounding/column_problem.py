@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from quark.core.quantize import fake_quantize
+from quark.core.solvers import gptq
+from quark.core.solvers.kept_share import freedom, kept_share
 from quark.core.spec import TensorSpec
-from quark.torch.algorithms.input_group import InputGroup
+from quark.torch.algorithms.input_group import InputGroup, flat
 from quark.torch.algorithms.layer_weights import weight_spec
 from quark.torch.layers import QuantLayer
 
@@ -24,7 +26,8 @@ ROWS = 1024
 class ColumnProblem:
     """What is solved at once: layers that read one tensor, with the order in which their columns are visited.
 
-    `damping` is the share of the mean of the diagonal that the factor took; `pulls` are those of layers that have one.
+    `damping` is the share of the mean of the diagonal that the factor took; `pulls` are those of layers that have one;
+    `varied`, by how much the outputs of some of their rows drift, summed over these: the mean square of (X - X~) W^T.
     """
 
     group: InputGroup
@@ -32,6 +35,7 @@ class ColumnProblem:
     order: torch.Tensor
     damping: float | torch.Tensor = 0.0
     pulls: dict[str, torch.Tensor] = field(default_factory=dict)
+    varied: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def ordered(self, matrix: torch.Tensor) -> torch.Tensor:
         """Rows and columns in the order of the solver."""
@@ -55,6 +59,29 @@ class ColumnProblem:
                     columns = weight[rows].T.float()
                     drawn = (cross @ columns).addmm_(self.group.gram[which], columns, alpha=-1)
                     self.pulls[name][which, rows] = drawn.mul_(share)
+
+    def add_varied(self) -> None:
+        """Find `varied`, while the inputs of the float model are there."""
+        rows = {name: cast(nn.Linear, layer).weight.detach() for name, layer in self.layers.items()}
+        some = {
+            name: weight[gptq.some_rows(len(weight))].to(self.order.device).float() for name, weight in rows.items()
+        }
+        self.varied = {name: self.group.gram.new_zeros(()) for name in some}
+        both = (self.group.in_turn(side) for side in (self.group.inputs, self.group.float_inputs))
+        for real, wanted in zip(*both, strict=True):
+            drift = flat(wanted).float() - flat(real).float()
+            for name, weight in some.items():
+                self.varied[name] += (drift @ weight.T).square().sum() / self.group.count
+
+    def keep_what_is_learned(self, feedback: torch.Tensor, importance: torch.Tensor) -> None:
+        """Shrink the pulls by what of them is the noise of few tokens; see `core/solvers/kept_share.py`."""
+        diagonal = self.group.gram.diagonal()[self.order]
+        added = torch.where(diagonal == 0, torch.ones_like(diagonal), self.damping * diagonal.mean())
+        free = freedom(feedback, importance, added)
+        for name, varied in self.varied.items():
+            pull = self.pulls[name][:, gptq.some_rows(self.pulls[name].shape[1])][self.order]
+            explained = (pull * gptq.moved_target(pull, feedback, importance)).sum()
+            self.pulls[name] *= kept_share(explained, varied, free, self.group.count)
 
     @property
     def shape(self) -> tuple[Any, ...]:

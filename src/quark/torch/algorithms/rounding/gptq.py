@@ -102,6 +102,10 @@ class GPTQ(ByScores):
             for problem, of_columns in zip(problems, unstacked(importance, problems), strict=True):
                 of_layers |= dict.fromkeys(problem.layers, of_columns)
             fix_scales(layers, block, of_layers)
+            factors = zip(unstacked(feedback, problems), unstacked(of_order, problems), strict=True)
+            for problem, factor in zip(problems, factors, strict=True):
+                if problem.varied:
+                    problem.keep_what_is_learned(*factor)
             drift = self._drift(problems, feedback, of_order)
             # float64, where it was needed to find the factor, and what follows from its inverse.
             feedback, of_order = feedback.float(), of_order.float()
@@ -191,6 +195,7 @@ class Qronos(GPTQ):
 
     def _add_pulls(self, problem: ColumnProblem) -> None:
         problem.add_pulls(problem.group.cross_bands())
+        problem.add_varied()
         problem.group.forget_float()  # before the factor is made
 
 
