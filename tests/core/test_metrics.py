@@ -118,6 +118,11 @@ def test_scores_of_codes_are_kept_from_both_ends_by_half_a_code() -> None:
     np.testing.assert_allclose(exact[1:3], np.log(p[1:3] / (1 - p[1:3])))
 
 
+def test_a_hard_sigmoid_that_is_0_is_as_far_from_a_little_as_half_its_least_value() -> None:
+    exact, found = logits_of(np.array([0.0, 1e-3, 0.5]), np.array([4e-4, 1e-3, 0.5]))
+    assert exact[0] == pytest.approx(found[0], abs=0.3) and exact[0] == pytest.approx(np.log(5e-4), abs=0.01)
+
+
 def test_codes_that_are_all_zero_do_not_pass_for_what_they_lost() -> None:
     exact, found = logits_of(np.array([1e-3, 1e-5]), np.zeros(2))
     assert (exact - found > 5).all()

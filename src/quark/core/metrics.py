@@ -127,11 +127,12 @@ def _floor(q: NumpyArray) -> float:
 def logits_of(p: NumpyArray, q: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
     """The scores of two arrays of probabilities, each by itself, of one shape, in float64.
 
-    Where q has zeros or ones, as codes of 8 bits do, both are kept from them by half of its least distance.
+    Where one has zeros or ones, as codes of 8 bits and hard sigmoids do, both are kept from them by half of its least
+    distance.
     """
-    q = np.clip(q.astype(np.float64), 0, 1)
-    low, high = (_floor(x) for x in (q, 1 - q))
-    p, q = (np.log(np.maximum(x, low)) - np.log(np.maximum(1 - x, high)) for x in (p.astype(np.float64), q))
+    p, q = (np.clip(x.astype(np.float64), 0, 1) for x in (p, q))
+    low, high = (max(map(_floor, pair)) for pair in ((p, q), (1 - p, 1 - q)))
+    p, q = (np.log(np.maximum(x, low)) - np.log(np.maximum(1 - x, high)) for x in (p, q))
     return p, q
 
 
