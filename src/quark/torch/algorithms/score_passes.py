@@ -30,7 +30,7 @@ from quark.torch.algorithms.block_loop import (
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.tape import Tape
 from quark.torch.calibration.distributed import part_of, rank, summed, world
-from quark.torch.calibration.drawn_labels import drawn_likelihood
+from quark.torch.calibration.divergence import log_probabilities
 from quark.torch.calibration.place import WorkPlace, bytes_of
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
@@ -163,7 +163,7 @@ class ScorePasses:
                 calibration_step(self.model, batch, device, 0)
         finally:
             handle.remove()
-        return drawn_likelihood(self.model, seen[0], generator)
+        return _drawn_likelihood(self.model, seen[0], generator)
 
     def _back(self, index: int, calls: Sequence[Call]) -> None:
         """Watch one block, and hand the scores to the one before it."""
@@ -223,3 +223,22 @@ def _require_finite(what: str, finite: Sequence[torch.Tensor]) -> None:
             f"The scores of {what} hold NaN or Inf. Possible: a model in float32 or bfloat16, whose gradients do not "
             "overflow, and calibration data that it gives finite outputs for."
         )
+
+
+def _drawn_likelihood(model: nn.Module, result: Any, generator: torch.Generator) -> tuple[torch.Tensor, int]:
+    """The log likelihood of labels drawn at each position, and the number of positions, which all are real.
+
+    Args:
+        model: Named where it gives no logits.
+        result: What it returned, with logits of shape (batch, positions, vocabulary).
+        generator: Draws, on the CPU.
+
+    Raises:
+        NotSupportedError: The model gives no logits.
+    """
+    shown = log_probabilities(result, type(model).__name__)
+    rows = shown.flatten(0, -2)
+    # What `torch.multinomial` draws on a CPU, where the model is: its probabilities are not waited for.
+    noise = torch.empty(rows.shape).exponential_(1, generator=generator).to(rows.device, non_blocking=True)
+    labels = (rows.detach().exp() / noise).argmax(-1, keepdim=True)
+    return rows.gather(1, labels).sum(), len(rows)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from quark.core.checks import later, naming
+from quark.core.quantize import fake_quantize
 from quark.core.scales import QParams
 from quark.core.solvers import gptq
 from quark.core.solvers.columns import ColumnGrid, compiles
@@ -49,7 +50,6 @@ from quark.torch.algorithms.rounding.grids import (
     static_grid,
 )
 from quark.torch.algorithms.rounding.output_scores import ByScores
-from quark.torch.algorithms.rounding.solved_errors import layer_errors
 from quark.torch.calibration.distributed import shared_work
 from quark.torch.layers import QuantLayer
 
@@ -230,7 +230,7 @@ class _Solver:
         for problem, factor, *of_layers in every:
             for name, module, weight, before, rounded, parts in zip(*of_layers, strict=True):
                 result, scales = self._coupled(problem, name, weight, rounded, joined(parts), spec, factor)
-                errors = layer_errors(problem, name, weight, result, (before, spec), factor)
+                errors = _layer_errors(problem, name, weight, result, (before, spec), factor)
                 later(errors, partial(_report, name))
                 freeze_weight(module, result, scales)
 
@@ -398,3 +398,29 @@ def _transposed(weights: list[torch.Tensor]) -> torch.Tensor:
 
 def _qparams(layer: QuantLayer) -> QParams:
     return cast(QParams, weight_quantizer(layer).params)
+
+
+def _layer_errors(
+    problem: ColumnProblem,
+    name: str,
+    weight: torch.Tensor,
+    solved: torch.Tensor,
+    nearest: tuple[QParams, TensorSpec],
+    factor: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """The share that the nearest rounding loses and the one that the solution does, (2,), where the weight is.
+
+    Args:
+        problem: That the layer belongs to, whose inputs' second moments are there.
+        name: Full name of the layer.
+        weight: The float weight, shape (rows, columns).
+        solved: The one that the layer has now.
+        nearest: Scales and spec of the nearest rounding.
+        factor: F and d of the problem, in its order.
+    """
+    rows = gptq.some_rows(len(weight))
+    # What is lost is counted from the weight that does best on these inputs.
+    goal = goal_of(problem, name, weight, factor, rows)
+    before = fake_quantize(weight, *nearest)[rows]
+    gram = problem.group.gram
+    return torch.stack([gptq.output_error(goal, rounded, gram) for rounded in (before, solved[rows])])
