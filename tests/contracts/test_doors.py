@@ -18,6 +18,7 @@ from quark.torch.config.lowering import config_of_tensor
 from quark.torch.flows.from_disk import stream
 from tests.commands.program import quark as program
 from tests.models.doors import HYBRID, SCHEME, command, float_folder, same_through_every_door, written
+from tests.models.families import MOE
 from tests.models.sources import quantized_folder, with_further_tokens
 
 EVERYDAY = ("deepseek_v3", "nemotron_h")
@@ -188,3 +189,25 @@ def test_further_layers_share_scales_as_others_do(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "files" / "model.safetensors")
     gate, up, down = (tensors[f"model.layers.2.mlp.experts.0.{n}_proj.weight_scale_2"] for n in ("gate", "up", "down"))
     assert gate == up != down
+
+
+UNSTREAMED = ("llama4_text",)
+"""Families whose first block is not always given the same inputs when it is streamed."""
+
+# Algorithms. ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["awq", "smoothquant"])
+@pytest.mark.parametrize("model_type", [name for name in MOE if name not in UNSTREAMED])
+def test_scales_fold_into_experts_streamed_as_in_memory(model_type: str, algorithm: str, tmp_path: Path) -> None:
+    """Experts that were taken apart on the meta device have no memory that they could share."""
+    source = float_folder(model_type, tmp_path / "float")
+    config = LLMTemplate.get("auto").get_config("int8_wo", algorithm=[algorithm])
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randint(3, 64, (2, 32), generator=generator) for _ in range(2)]
+    stream(config, source, tmp_path / "streamed", data)
+    quantizer = ModelQuantizer(config)
+    export_safetensors(quantizer.freeze(quantizer.quantize_model(load_float_model(source), data)), tmp_path / "memory")
+    streamed, memory = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("streamed", "memory"))
+    assert streamed == memory

@@ -37,7 +37,8 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
 def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
     """From where to where a tensor lies in memory; one without memory lies where its object does."""
     try:
-        start = tensor.data_ptr()
+        # Of a view on the meta device it is the offset, which is no address.
+        start = 0 if tensor.is_meta else tensor.data_ptr()
     except RuntimeError:  # a subclass without a storage
         start = 0
     if not start:
