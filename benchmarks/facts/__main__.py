@@ -2,6 +2,9 @@
 
 A row that is confirmed gets the version and the day with --write, and so does a scheme that had no row. A row that is
 not is printed with what came instead; it is for a reader to judge, and the exit code is 1.
+
+With --source, the folder of vLLM's package, the tables of layers are read anew from its models: those that it builds
+in float (quark/goals/float_layers.tsv, which --write replaces), and those that it makes one matrix of.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ import csv
 import sys
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 from benchmarks.facts.checks import CHECKS, DiffersError, installed
+from benchmarks.facts.server_source import read_source
 from quark.core.schemes import SCHEMES
 from quark.errors import QuarkError
 from quark.goals.facts import FACTS, ONNX_FILE, TABLE, Answer, Evidence, Fact
@@ -23,7 +28,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.facts", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="programs, or schemes; default: all")
     parser.add_argument("--write", action="store_true", help="write what was seen into the table")
+    parser.add_argument("--source", type=Path, help="folder of vLLM's package: read its layers anew, and run nothing")
     asked = parser.parse_args()
+    if asked.source is not None:
+        return read_source(asked.source, asked.write)
     rows = {(fact.program, fact.form, fact.scheme): fact for fact in FACTS}
     confirmed, wrong = 0, 0
     for (program, form), (package, check) in CHECKS.items():

@@ -129,13 +129,13 @@ def _stacked(parts: Iterable[Source]) -> dict[str, tuple[str, ...]]:
     """Layer -> the layers of a folder that are loaded into it, by their last names, as the files of a model say."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for file in dict.fromkeys(part.file for part in parts):
-        for whole, member in _pairs(file):
+        for whole, member in pairs_in(file):
             found[_last(whole)][_last(member)] = None
     return {whole: tuple(members) for whole, members in found.items()}
 
 
 @cache
-def _pairs(file: SourceFile) -> list[tuple[str, str]]:
+def pairs_in(file: SourceFile) -> list[tuple[str, str]]:
     """(layer, part of it) of the tables of a file: rows of three, and lists of parts."""
     found = []
     for node in ast.walk(file.body):
