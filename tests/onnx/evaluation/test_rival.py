@@ -39,7 +39,7 @@ def made_with_samples(lost: bool = False) -> tuple[ScoredModel, Scorer, Samples]
 
 @pytest.mark.parametrize(
     ("ratios", "wins"),
-    [((1.3,), True), ((0.95,) * 3, True), ((0.5,), False), ((0.84,) * 3, False), ((0.86, 0.97, 0.95), True)],
+    [((1.3,), True), ((0.95,) * 3, True), ((0.5,), False), ((0.8,) * 3, False), ((0.86, 0.97, 0.95), True)],
 )
 def test_static_integers_are_worth_their_loss_where_they_win_time(
     ratios: tuple[float, ...], wins: bool, monkeypatch: pytest.MonkeyPatch
