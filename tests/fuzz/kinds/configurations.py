@@ -102,16 +102,17 @@ def _of_onnx(random: Random, place: Place) -> Case:
     from tests.models.onnx_zoo import vectors
 
     source, output = place.bases.get("onnx-mlp") / "model.onnx", place.outputs / "result.onnx"
+    outputs = (output, output.with_suffix(".onnx.data"))  # a config may ask for the second
     judge = partial(judge_onnx, source, output, vectors(1)[0])
     preset = pick(random, PRESETS)
     if random.random() < 0.5:
         made = QROWS[preset].make(QConfig) if preset in QROWS else Config(get_default_config(preset))
         values, said = damage_json(random, made.to_dict())
         work: Any = partial(_onnx_json, type(made), values, source, output)
-        return Case(f"onnx {type(made).__name__}.from_dict, {preset}: {said}", work, judge, (output,), margin=None)
+        return Case(f"onnx {type(made).__name__}.from_dict, {preset}: {said}", work, judge, outputs, margin=None)
     name, value = pick(random, OPTIONS), pick(random, odd_values())
     work = partial(_onnx_options, "A8W8", {name: value}, source, output)
-    return Case(f"extra_options {name}={shorten(value)}", work, judge, (output,), margin=None)
+    return Case(f"extra_options {name}={shorten(value)}", work, judge, outputs, margin=None)
 
 
 def make(random: Random, place: Place) -> Case:
