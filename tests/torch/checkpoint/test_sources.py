@@ -17,6 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+from quark.torch.checkpoint.sources.decode import StoredCodes, decode
+from quark.torch.checkpoint.sources.methods import tile_of
+from quark.torch.checkpoint.sources.source import Source
 from tests.models.torch_zoo import tiny_llama
 
 Stored = dict[str, torch.Tensor]
@@ -208,3 +211,31 @@ def test_what_a_config_calls_quantized_in_a_way_that_is_not_known_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(NotSupportedError, match=said):
         load_model(tmp_path, dequantize=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", lambda x: x.view(torch.uint8), "holds uint8"),
+        ("model.norm.weight", lambda x: x.view(torch.int16), "holds int16"),
+    ],
+)
+def test_integers_of_which_nothing_says_what_they_mean_are_refused(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor], said: str, tmp_path: Path
+) -> None:
+    held = {"model.layers.0.self_attn.q_proj.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
+            "model.layers.0.self_attn.q_proj.weight_scale_inv": torch.ones(1, 1),
+            "model.norm.weight": torch.ones(4, dtype=torch.bfloat16)}  # fmt: skip
+    save_file({**held, name: change(held[name])}, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match=said):
+        Source([tmp_path / "model.safetensors"], {"quant_method": "fp8", "weight_block_size": [4, 4]})
+
+
+def test_scales_of_groups_of_another_size_than_the_config_says_are_refused() -> None:
+    """Transposed scales have whole tiles, too: of 16 rows and 2 columns."""
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32}
+    tile = tile_of({"config_groups": {"group_0": {"weights": weights}}})
+    packed, scale = torch.zeros(32, 8, dtype=torch.int32), torch.ones(32, 2)
+    assert decode(StoredCodes("w", packed, scale, True, tile=tile), (32, 64), torch.float32).shape == (32, 64)
+    with pytest.raises(FormatError, match="does not fit"):
+        decode(StoredCodes("w", packed, scale.t(), True, tile=tile), (32, 64), torch.float32)

@@ -110,9 +110,14 @@ def tile_of(quantization: dict[str, Any] | None) -> Tile:
     if _algorithm(quantization) in IN_BLOCKS:
         return Tile(128, 128)
     sizes = quantization.get("weight_block_size")
+    groups = set()
     for group in (quantization.get("config_groups") or {}).values():
         weights = group.get("weights") or {}
         sizes = weights.get("block_structure") if weights.get("strategy") == "block" else sizes
+        groups |= {weights.get("group_size")} if weights.get("strategy") in ("group", "tensor_group") else set()
     if isinstance(sizes, str):
         sizes = [int(side) for side in sizes.split("x")]
-    return Tile(*sizes) if sizes else Tile()
+    if sizes or len(groups) != 1:
+        return Tile(*sizes) if sizes else Tile()
+    size = groups.pop()
+    return Tile(1, size) if isinstance(size, int) and size > 0 else Tile()

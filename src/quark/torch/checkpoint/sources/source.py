@@ -191,8 +191,12 @@ class Source:
         return next((scale for scale in known if scale in self._files), None)
 
     def _require_scale(self, name: str) -> None:
-        """Raise FormatError for codes without what scales them."""
+        """Raise FormatError for codes without what scales them, and for integers in the place of values."""
         form = self._form(name)
+        dtype = self.meta(name).dtype if name in self._files and name.endswith((".weight", ".bias")) else torch.float32
+        unknown = not dtype.is_floating_point if form == "plain" else dtype == torch.uint8 != self._fp4
+        if unknown:
+            raise FormatError(f"{name} holds {str(dtype).removeprefix('torch.')}, and nothing says what it means.")
         blocks = form == "blocks" and f"{name}{EXPONENTS}" not in self._files
         if blocks or (form in ("coded", "packed") and self._scale_name(name) is None):
             missing = name + (EXPONENTS if blocks else SCALES[0] if form == "coded" else SCALES[1])
