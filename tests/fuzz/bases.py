@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.child import Limits, in_child
+from tests.fuzz.encoded import ENCODINGS, write_encoded
 from tests.models.torch_zoo import LANGUAGE_MODEL, ROOT
 
 MAKING = Limits(seconds=300)
@@ -87,6 +88,11 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
         _transformer, prefix="Mixtral", head="ForCausalLM",
         settings={**SIZES, **WORDS, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "gpt_oss": partial(
+        _transformer, prefix="GptOss", head="ForCausalLM",
+        settings={**SIZES, **WORDS, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4,
+                  "num_experts_per_tok": 2},
+    ),
     "bert": partial(_transformer, prefix="Bert", head="ForSequenceClassification", settings={**SIZES, **WORDS}),
     "vit": partial(
         _transformer, prefix="ViT", head="ForImageClassification",
@@ -131,7 +137,9 @@ class Bases:
         """The folder of an input; to be read only."""
         folder = self.folder / name
         if not folder.exists():
-            if name in QUANTIZED:
+            if name in ENCODINGS:
+                make = partial(write_encoded, folder, self.get(ENCODINGS[name].base), name)
+            elif name in QUANTIZED:
                 make = partial(_quantized, folder, self.get("llama"), *QUANTIZED[name])
             else:
                 make = partial({**FOLDERS, **ONNX}[name], folder)
