@@ -218,6 +218,11 @@ def test_what_a_config_calls_quantized_in_a_way_that_is_not_known_is_refused(
     [
         ("model.layers.0.self_attn.q_proj.weight", lambda x: x.view(torch.uint8), "holds uint8"),
         ("model.norm.weight", lambda x: x.view(torch.int16), "holds int16"),
+        (
+            "model.layers.0.self_attn.q_proj.weight_scale_inv",
+            lambda x: x.view(torch.int32),
+            "holds int32, and no scales",
+        ),
     ],
 )
 def test_integers_of_which_nothing_says_what_they_mean_are_refused(

@@ -201,6 +201,9 @@ class Source:
         if blocks or (form in ("coded", "packed") and self._scale_name(name) is None):
             missing = name + (EXPONENTS if blocks else SCALES[0] if form == "coded" else SCALES[1])
             raise FormatError(f"The checkpoint has no tensor {missing}, which its other tensors need.")
+        scale = self._scale_name(name) if form in ("coded", "packed") else None
+        if scale and not (self.meta(scale).dtype.is_floating_point or self.meta(scale).dtype == torch.uint8):
+            raise FormatError(f"{scale} holds {str(self.meta(scale).dtype).removeprefix('torch.')}, and no scales.")
 
     def _is_scale(self, name: str) -> bool:
         """Whether a tensor is the scale, or the exponents, of another one that is stored in codes."""
