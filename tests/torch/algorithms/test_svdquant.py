@@ -151,7 +151,7 @@ def test_a_device_is_waited_for_once_for_layers_that_read_one_input() -> None:
         on_device = {name: on_host(x) for name, x in model.state_dict().items()}
     inside = [n for line, n in waits.items() if line.endswith("_linalg_svd")]
     groups, passes = 4, 1 + few.refine_passes
-    assert inside == [groups * passes] and sum(waits.values()) - inside[0] <= 4
+    assert inside == [groups * passes] and sum(waits.values()) - inside[0] <= 6
     on_cpu = quantized("uint4_wo_32", few, model=tiny_llama(num_hidden_layers=1)).state_dict()
     assert all(torch.equal(on_device[name], x) for name, x in on_cpu.items())
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
-from itertools import chain, islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,10 @@ from quark.torch.calibration.lent_tokens import ExpertCalibration
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.batches import evaluating
-from quark.torch.model.blocks import find_blocks, short_call
+from quark.torch.model.blocks import find_blocks
 from quark.torch.model.blocks.behind import CallBehind, around_hidden, layers_behind, without_blocks
+from quark.torch.model.blocks.recording import with_first
+from quark.torch.model.blocks.streams import StreamCall
 
 LEARNED = "learned-{index}-{rank}"
 """Folder of what an algorithm learns in a process."""
@@ -76,7 +78,7 @@ def sweep(
     weights, experts = weights or BlockWeights(), experts or ExpertCalibration()
     if data is not None and any(algorithm.learns or algorithm.judged_whole for algorithm in algorithms):
         data = list(data)  # read more than once
-    data, batch = (None, None) if data is None else _with_first(data)
+    data, batch = (None, None) if data is None else with_first(data)
     with quantizers_off(layers.values()):
         names, stages = prepare_algorithms(model, layers, algorithms, batch, data, weights)
     if not stages:
@@ -125,8 +127,9 @@ class Behind:
 
     def see(self, block: Block, hidden: Hidden, float_hidden: Hidden) -> None:
         """Note what the last block gives."""
-        call = short_call(block.module, block.calls[0])
-        self.around = around_hidden(block.module(*call.args, **call.kwargs))
+        # One for all batches, unless their shapes say what is beside a hidden state.
+        first = around_hidden(block.calls[0], block.module)
+        self.around = [call.around if isinstance(call, StreamCall) else first for call in block.calls]
         self.hidden, self.float_hidden, self.place = hidden or [], float_hidden or hidden or [], block.place
 
     def sweep(self, data: Iterable[Any], experts: ExpertCalibration) -> None:
@@ -150,16 +153,8 @@ class Behind:
 
     def _calls(self, hidden: Sequence[torch.Tensor], batches: Sequence[Any]) -> list[Any]:
         device = self.place.device if self.place.on_host else None
-        pairs = zip(hidden, batches, strict=True)
-        return [CallBehind((x,), {}, None, batch, self.around, device=device) for x, batch in pairs]
-
-
-def _with_first(data: Iterable[Any]) -> tuple[Iterable[Any], Any]:
-    """Batches, and the first of them; None where there is none."""
-    if not isinstance(data, Iterator):
-        return data, next(iter(data), None)
-    first = list(islice(data, 1))
-    return chain(first, data), next(iter(first), None)
+        all_of = zip(hidden, batches, self.around, strict=True)
+        return [CallBehind((x,), {}, None, batch, around, device=device) for x, batch, around in all_of]
 
 
 def prepare_algorithms(

@@ -1,6 +1,7 @@
 """Two passes over the data, block by block: forward, which keeps the inputs of each block; back, with the scores.
 
     g = d log p(label) / d y,   label drawn from p itself
+    p = softmax(logits);   of a model without logits N(output, 1), whose likelihood is a squared error
 
     forward:  for each block: run it on what the block before it gave, keep its inputs
     tail:     final norm and head; labels drawn from the model's own distribution; scores of the last block's outputs
@@ -12,13 +13,14 @@ One block is in memory, and what one pass keeps for the next lies on a `Tape`: a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from quark.errors import NonFiniteError
+from quark.errors import NonFiniteError, NotSupportedError
 from quark.progress import progress
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.block_loop import (
@@ -34,8 +36,11 @@ from quark.torch.calibration.divergence import log_probabilities
 from quark.torch.calibration.place import WorkPlace, bytes_of
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
-from quark.torch.model.batches import calibration_step, evaluating, input_device, to_device, to_host
-from quark.torch.model.blocks import BlockOutput, Call, passing_through
+from quark.torch.model.batches import calibration_step, evaluating, input_device, named_outputs, to_device, to_host
+from quark.torch.model.blocks import BlockOutput, Call
+from quark.torch.model.blocks.forwards import forward_instead
+from quark.torch.model.blocks.recording import without_caches
+from quark.torch.model.blocks.streams import StreamCall
 
 SEED = 0
 """Of the labels of the first batch; those of each next one have the next number, whichever process draws them."""
@@ -91,7 +96,7 @@ class ScorePasses:
             calls, _ = record_inputs(self.model, {}, self.names, self.data, self.weights)
             self._forward(calls, f"{loop}, forward")
             if self.tape.result(TAIL) is None:
-                self._tail(calls[self.names[0]][0])
+                self._tail(calls)
             left = [index for index in reversed(range(len(self.names))) if self.tape.result(f"block-{index}") is None]
             done = len(self.names) - len(left)
             for index in progress(left, loop, len(self.names), name=self.names.__getitem__, done=done):
@@ -124,20 +129,18 @@ class ScorePasses:
         state = LoopState(done, self.tape.read(self.inputs_of(done)) if done else None)
         loop_over_blocks(self.model, self.names, dict(calls), work, self.weights, state=state, loop=loop)
 
-    def _tail(self, first: Call) -> None:
+    def _tail(self, calls: Mapping[str, list[Call]]) -> None:
         """What is behind the blocks, and the scores of what it reads."""
-        output, scores, positions = BlockOutput(), [], 0
-        block = self.model.get_submodule(self.names[0])
+        scores, positions = [], 0
         with self.weights.around(self.names), _in_float(self.model), torch.no_grad():
             device, finite = input_device(self.model), []
-            output.see(self.names[0], first.to(input_device(block)), block)
-            output.fix()
+            arounds = self._arounds(calls)
             with torch.enable_grad(), self.watching(None) as count_batch:
                 outputs = self.tape.read(self.inputs_of(len(self.names)))
                 for index, (batch, hidden) in enumerate(zip(part_of(self.data), outputs, strict=True)):
                     leaf = to_device(hidden, device).detach().requires_grad_()
                     generator = torch.Generator().manual_seed(SEED + index * world() + rank())
-                    likelihood, count = self._likelihood(batch, leaf, output, device, generator)
+                    likelihood, count = self._likelihood(batch, leaf, arounds[index], device, generator)
                     likelihood.backward()  # type: ignore[no-untyped-call]
                     assert leaf.grad is not None
                     scores.append(to_host(leaf.grad))
@@ -150,19 +153,33 @@ class ScorePasses:
         self.tape.keep(self.scores_of(len(self.names)), scores)
         self.tape.keep_result(TAIL, {"positions": positions, **result})
 
+    def _arounds(self, calls: Mapping[str, list[Call]]) -> list[Callable[[int, torch.Tensor], Any]]:
+        """For each batch what blocks return, of their index and of the hidden state behind the last one."""
+        first, block = calls[self.names[0]][0], self.model.get_submodule(self.names[0])
+        if isinstance(first, StreamCall):
+            return [call.around for call in calls[self.names[0]] if isinstance(call, StreamCall)]
+        output = BlockOutput()
+        output.see(self.names[0], first.to(input_device(block)), block)
+        return [lambda index, hidden: output.of(hidden)] * len(calls[self.names[0]])
+
     def _likelihood(
-        self, batch: Any, hidden: torch.Tensor, output: BlockOutput, device: torch.device, generator: torch.Generator
+        self,
+        batch: Any,
+        hidden: torch.Tensor,
+        around: Callable[[int, torch.Tensor], Any],
+        device: torch.device,
+        generator: torch.Generator,
     ) -> tuple[torch.Tensor, int]:
         """The log likelihood of labels drawn at each position, and the number of positions."""
         seen: list[Any] = []
-        handle = self.model.register_forward_hook(lambda module, args, result: seen.append(result))
-        try:
-            with passing_through(self.model, self.names, lambda name, call: None, output):
-                for name in self.names:
-                    self.model.get_submodule(name).forward = lambda *args, **kwargs: output.of(hidden)
-                calibration_step(self.model, batch, device, 0)
-        finally:
-            handle.remove()
+        with ExitStack() as aside:
+            handle = self.model.register_forward_hook(lambda module, args, result: seen.append(result))
+            aside.callback(handle.remove)
+            aside.enter_context(without_caches(self.model))
+            for index, name in enumerate(self.names):
+                given = partial(_given, around, index, hidden)
+                aside.enter_context(forward_instead(self.model.get_submodule(name), given))
+            calibration_step(self.model, batch, device, 0)
         return _drawn_likelihood(self.model, seen[0], generator)
 
     def _back(self, index: int, calls: Sequence[Call]) -> None:
@@ -197,6 +214,11 @@ class ScorePasses:
         self.tape.drop(self.inputs_of(index + 1))
 
 
+def _given(around: Callable[[int, torch.Tensor], Any], index: int, hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """The forward of a block that stands aside."""
+    return around(index, hidden)
+
+
 def _in_float(module: nn.Module) -> AbstractContextManager[None]:
     """Within: what was brought runs in float, whatever its layers will be."""
     return quantizers_off([layer for layer in module.modules() if isinstance(layer, QuantLayer)])
@@ -229,15 +251,22 @@ def _drawn_likelihood(model: nn.Module, result: Any, generator: torch.Generator)
     """The log likelihood of labels drawn at each position, and the number of positions, which all are real.
 
     Args:
-        model: Named where it gives no logits.
-        result: What it returned, with logits of shape (batch, positions, vocabulary).
+        model: Named where it gives nothing.
+        result: What it returned: logits of shape (batch, positions, vocabulary), or other tensors, of which the largest
+            is taken (the prediction of a denoiser); its values are positions.
         generator: Draws, on the CPU.
 
     Raises:
-        NotSupportedError: The model gives no logits.
+        NotSupportedError: The model gives no floating-point tensor.
     """
-    shown = log_probabilities(result, type(model).__name__)
-    rows = shown.flatten(0, -2)
+    given = dict(named_outputs(result))
+    if not given:
+        raise NotSupportedError(f"{type(model).__name__} gives no floating-point tensor, by which a loss is measured.")
+    if "logits" not in given:
+        y = max(given.values(), key=torch.Tensor.numel).float()
+        noise = torch.empty(y.shape).normal_(generator=generator).to(y.device, non_blocking=True)
+        return -(y - (y.detach() + noise)).square().sum() / 2, y.numel()
+    rows = log_probabilities(result, type(model).__name__).flatten(0, -2)
     # What `torch.multinomial` draws on a CPU, where the model is: its probabilities are not waited for.
     noise = torch.empty(rows.shape).exponential_(1, generator=generator).to(rows.device, non_blocking=True)
     labels = (rows.detach().exp() / noise).argmax(-1, keepdim=True)

@@ -126,12 +126,12 @@ class Folding(Algorithm):
         """The scale of the input of the quantized layers of a fold, feasible for it; None to leave it."""
 
     def _find_folds(self, block: Block) -> list[Fold]:
-        call = short_call(block.module, block.calls[0])
+        args, kwargs = short_call(block.module, block.calls[0]).arguments()
         items = self.config.scaling_layers
         if items:
-            candidates = self.discovery.explicit(block.module, call.args, call.kwargs, items)
+            candidates = self.discovery.explicit(block.module, args, kwargs, items)
         else:
-            candidates = self.discovery.folds(block.module, call.args, call.kwargs)
+            candidates = self.discovery.folds(block.module, args, kwargs)
         folds = []
         for item in candidates:
             reason = item.reason if isinstance(item, Refusal) else self._tied(item, block)

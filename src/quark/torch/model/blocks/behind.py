@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from quark.torch.model.batches import forward_batch, named_outputs
-from quark.torch.model.blocks.calls import Call
+from quark.torch.model.blocks.calls import Call, short_call
+from quark.torch.model.blocks.streams import StreamCall
 from quark.torch.model.tied_weights import overlapping
 
 TOKENS = 64
@@ -27,9 +28,16 @@ TOKENS = 64
 
 
 class Given:
-    """The forward of a block that stands aside: returns what it is told to."""
+    """The forward of a block that stands aside: returns what it is told to.
+
+    Attributes:
+        index: Of the block.
+    """
 
     output: Any = None
+
+    def __init__(self, index: int) -> None:
+        self.index = index
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What was given."""
@@ -42,38 +50,47 @@ class CallBehind(Call):
 
     Attributes:
         batch: As the user has it.
-        around: What a block returns that computes a hidden state.
+        around: What a block returns, of its index and of the hidden state behind the last one.
     """
 
     batch: Any = None
-    around: Callable[[torch.Tensor], Any] = lambda hidden: hidden
+    around: Callable[[int, torch.Tensor], Any] = lambda index, hidden: hidden
 
     def run(self, module: nn.Module) -> torch.Tensor:
         """Some tokens of the largest tensor that the model returns: the logits of all would fill the memory."""
         hidden = self.loaded().hidden
         for part in module.modules():
             if given := _given(part):
-                given.output = self.around(hidden)
+                given.output = self.around(given.index, hidden)
         result = forward_batch(module, self.batch, hidden.device)
         largest = max((x for _, x in named_outputs(result)), key=torch.Tensor.numel)
         return largest[:, :: -(-largest.shape[1] // TOKENS)].clone() if largest.ndim > 2 else largest
 
 
-def around_hidden(output: Any) -> Callable[[torch.Tensor], Any]:
-    """How a block that returned this returns another hidden state; what is beside it, blocks alone read."""
+def around_hidden(call: Call, block: nn.Module) -> Callable[[int, torch.Tensor], Any]:
+    """What blocks return when the last one gives a hidden state.
+
+    Args:
+        call: Of the last block.
+        block: It runs once, to see what is beside its hidden state; that, blocks alone read.
+    """
+    if isinstance(call, StreamCall):
+        return call.around
+    args, kwargs = short_call(block, call).arguments()
+    output = block(*args, **kwargs)
     if isinstance(output, torch.Tensor):
-        return lambda hidden: hidden
+        return lambda index, hidden: hidden
     kind, others = type(output), tuple(output[1:])
-    return lambda hidden: kind((hidden, *others))
+    return lambda index, hidden: kind((hidden, *others))
 
 
 def without_blocks(model: nn.Module, names: Sequence[str]) -> nn.Module:
     """The model with its blocks aside. Linear layers, modules without children, and all tensors are the model's own."""
-    blocks = {id(model.get_submodule(name)) for name in names}
+    blocks = {id(model.get_submodule(name)): index for index, name in enumerate(names)}
     own: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         if id(module) in blocks:
-            own[id(module)] = _aside(module)
+            own[id(module)] = _aside(module, blocks[id(module)])
         elif isinstance(module, nn.Linear) or next(module.children(), None) is None:
             own[id(module)] = module
     users = {id(getattr(module, "config", None)) for module in model.modules()}
@@ -85,12 +102,12 @@ def without_blocks(model: nn.Module, names: Sequence[str]) -> nn.Module:
     return without
 
 
-def _aside(block: nn.Module) -> nn.Module:
+def _aside(block: nn.Module, index: int) -> nn.Module:
     """A block with the attributes that models look at, without its modules and tensors."""
     aside = copy.copy(block)
     aside._modules, aside._parameters, aside._buffers = {}, {}, {}
     aside._forward_pre_hooks, aside._forward_hooks = OrderedDict(), OrderedDict()
-    aside.forward = Given()
+    aside.forward = Given(index)
     return aside
 
 

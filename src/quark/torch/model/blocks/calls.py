@@ -64,10 +64,15 @@ class Call:
         """The same call with its tensors where it runs."""
         return self if self.device is None else self.to(self.device)
 
+    def arguments(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """What the block is called with, where it runs."""
+        here = self.loaded()
+        return here.args, here.kwargs
+
     def run(self, module: nn.Module) -> torch.Tensor:
         """The hidden state that `module` returns."""
-        here = self.loaded()
-        output = module(*here.args, **here.kwargs)
+        args, kwargs = self.arguments()
+        output = module(*args, **kwargs)
         return output[0] if isinstance(output, (tuple, list)) else output
 
 
@@ -93,7 +98,7 @@ def short_calls(module: nn.Module, calls: Sequence[Call], tokens: int | None = S
     for keep_last in (False, True):
         tried = {index: _cut(module, found[index], tokens, rows, keep_last) for index in left}
         ran = {index: short for index, short in tried.items() if short is not None}
-        flags = _read([is_finite for _, is_finite in ran.values()])
+        flags = read_flags([is_finite for _, is_finite in ran.values()])
         fine = {index: shorter for (index, (shorter, _)), flag in zip(ran.items(), flags, strict=True) if flag}
         for index, shorter in fine.items():
             found[index] = shorter
@@ -159,6 +164,8 @@ class JoinedCalls:
     def of(self, picked: Sequence[int]) -> Call | None:
         """One call with the rows of all those; None where they differ in anything that has no row for each."""
         first = self.first[picked[0]]
+        if type(self.calls[first]) is not Call:  # it says itself what it runs
+            return self.calls[first].loaded() if len(picked) == 1 else None
         if any(self.first[index] != first for index in picked):
             return None
         leaves, structure = self.flat[first]
@@ -187,6 +194,8 @@ class JoinedCalls:
 
     def _first_alike(self) -> list[int]:
         """For each call the first one that differs from it in values of tensors alone."""
+        if any(type(call) is not Call for call in self.calls):
+            return [*range(len(self.calls))]
         first: list[int] = []
         for index, (leaves, structure) in enumerate(self.flat):
             alike = (
@@ -212,7 +221,7 @@ class JoinedCalls:
                 if (first, place) not in firsts:
                     firsts[first, place] = self._loaded(first, place)
                 flags.append((self._loaded(index, place) == firsts[first, place]).all())
-        for (index, first, place), is_same in zip(compared, _read(flags), strict=True):
+        for (index, first, place), is_same in zip(compared, read_flags(flags), strict=True):
             if not is_same and self._has_rows(first, self.flat[first][0][place]):
                 self.same[first].discard(place)
             elif not is_same:
@@ -227,7 +236,7 @@ def _alike(leaf: Any, other: Any) -> bool:
     return leaf is other or (isinstance(leaf, PLAIN) and isinstance(other, PLAIN) and bool(leaf == other))
 
 
-def _read(flags: Sequence[torch.Tensor]) -> list[bool]:
+def read_flags(flags: Sequence[torch.Tensor]) -> list[bool]:
     """Flags of any devices, in one read."""
     if not flags:
         return []

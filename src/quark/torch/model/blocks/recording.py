@@ -7,18 +7,21 @@ alone, on the hidden state that the block before it returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain, islice
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from quark.errors import CalibrationError, StructureError
+from quark.log import logger
 from quark.torch.model.batches import calibration_step, evaluating, input_device
-from quark.torch.model.blocks.calls import Call
+from quark.torch.model.blocks.calls import Call, read_flags
 from quark.torch.model.blocks.forwards import forward_instead
+from quark.torch.model.blocks.streams import record_streams, stream_blocks
 
 WHOLE = ""
 """The name of the one block of a model that has no list of blocks: the model itself."""
@@ -32,7 +35,9 @@ def find_blocks(model: nn.Module, path: str | None = None, batch: Any = None) ->
         path: Name of the list of blocks ("model.layers"); None or "": the ModuleList that holds the most parameters
             and is not inside another one. A model without one is a single block, named "".
         batch: Where there are several such lists, those that the forward of this batch does not reach do not count:
-            a tower for images, in a model that gets text. None: all count. Weights must be in memory.
+            a tower for images, in a model that gets text. Where blocks hand on more than one hidden state, as those of
+            image models do, all lists that it reaches are taken; see `stream_blocks`. None: all count, and blocks are
+            taken to hand on one. Weights must be in memory.
 
     Raises:
         StructureError: `path` is no list of modules.
@@ -49,12 +54,91 @@ def find_blocks(model: nn.Module, path: str | None = None, batch: Any = None) ->
                 f"model_decoder_layers={path!r} is no list of modules. Possible: {', '.join(lists) or 'none here'}."
             )
         return [f"{path}.{index}" for index in range(len(blocks))]
+    names = _of_one_list(model, batch)
+    if batch is None or carry_one(model, names, batch):
+        return names
+    try:
+        names = stream_blocks(model, batch)
+        record_streams(model, names, [batch], lambda call, _: call)
+    except StructureError as error:
+        logger.info("The model runs as one block, with the inputs of all its layers in memory: %s", error)
+        return [WHOLE]
+    return names
+
+
+def _of_one_list(model: nn.Module, batch: Any) -> list[str]:
+    """Names of the blocks of the largest list; of those that a batch reaches, where there is one."""
     outer = outer_stacks(model)
     if not outer:
         return [WHOLE]
     outer.sort(key=lambda name: sum(p.numel() for p in model.get_submodule(name).parameters()), reverse=True)
     largest = outer[0] if batch is None or len(outer) == 1 else _first_reached(model, outer, batch)
     return [f"{largest}.{name}" for name, _ in model.get_submodule(largest).named_children()]
+
+
+def carry_one(model: nn.Module, names: Sequence[str], batch: Any) -> bool:
+    """Whether blocks hand on one hidden state, and nothing else that is computed from it; seen on a batch."""
+    if names == [WHOLE]:
+        return True
+    try:
+        recorded = _record_one(model, names, [batch], lambda call, _: call)
+        _require_handed_on(model, names, batch, recorded)
+    except StructureError:
+        return False
+    return True
+
+
+def _require_handed_on(
+    model: nn.Module, names: Sequence[str], batch: Any, recorded: Mapping[str, Sequence[Call]]
+) -> None:
+    """Raise StructureError if a block gets another hidden state than the one before it returned, or anything that is
+    computed from what one returned: blocks return other values than they did when the calls were recorded.
+    """
+    output, returned, before = BlockOutput(), list[torch.Tensor](), list[torch.Tensor]()
+    same: dict[str, list[torch.Tensor]] = {}  # flags of what is compared; a device is waited for once for all
+
+    def aside(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            call = _as_call(name, args, kwargs)
+            output.see(name, call, forward)
+            if before and not _is_same(call.hidden, before[-1]):
+                raise StructureError(f"The block {name!r} reads what is computed from what the one before it returns.")
+            first = recorded[name][0]
+            was, now = (tree_leaves((one.args, dict(one.kwargs))) for one in (first, call))
+            for x, y in zip(was, now, strict=True):
+                known = x is first.hidden or any(_is_same(y, one) for one in returned)
+                if isinstance(x, torch.Tensor) and not known and x is not y:
+                    same.setdefault(name, []).append((x == y).all() if x.shape == y.shape else torch.tensor(False))
+            result = tree_map(_other, output.of(call.hidden))
+            before.append(result if isinstance(result, torch.Tensor) else result[0])
+            returned.extend(x for x in tree_leaves(result) if isinstance(x, torch.Tensor))
+            if name == names[-1]:
+                raise _LastBlockReachedError
+            return result
+
+        return run
+
+    with torch.no_grad(), evaluating(model), without_caches(model), ExitStack() as forwards:
+        forwards.enter_context(suppress(_LastBlockReachedError))
+        for name in names:
+            block = model.get_submodule(name)
+            forwards.enter_context(forward_instead(block, aside(name, block.forward)))
+        calibration_step(model, batch, input_device(model), 0)
+    flags = read_flags([flag for flags in same.values() for flag in flags])
+    if not all(flags):
+        raise StructureError(f"Blocks read what is computed between them, of {', '.join([*same][:3])} ...")
+
+
+def _other(x: Any) -> Any:
+    """A tensor of other values; anything else, and integers, as they are."""
+    return x.flip(-1) / 2 + 1 if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim else x
+
+
+def _is_same(x: Any, y: torch.Tensor) -> bool:
+    """Whether a value is a tensor, or a view of all of it as it is."""
+    if not isinstance(x, torch.Tensor):
+        return False
+    return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
 
 
 def outer_stacks(model: nn.Module) -> list[str]:
@@ -95,7 +179,10 @@ Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 def record_calls(
-    model: nn.Module, names: list[str], data: Iterable[Any], keep: Callable[[Call, Kept], Call] = lambda call, _: call
+    model: nn.Module,
+    names: Sequence[str],
+    data: Iterable[Any],
+    keep: Callable[[Call, Kept], Call] = lambda call, _: call,
 ) -> dict[str, list[Call]]:
     """The call of each block for each batch; the hidden states are those of the first block for all of them.
 
@@ -107,8 +194,26 @@ def record_calls(
 
     Raises:
         CalibrationError: No batch, a batch that the model does not take, or blocks that it does not run in this order.
-        StructureError: A block returns no hidden state, or what the next ones need is computed from it.
+        StructureError: Batches go different ways through the blocks.
     """
+    data, first = with_first(data)
+    if first is None or carry_one(model, names, first):
+        return _record_one(model, names, data, keep)
+    return record_streams(model, names, data, keep)
+
+
+def with_first(data: Iterable[Any]) -> tuple[Iterable[Any], Any]:
+    """Batches, and the first of them; None where there is none."""
+    if not isinstance(data, Iterator):
+        return data, next(iter(data), None)
+    first = list(islice(data, 1))
+    return chain(first, data), next(iter(first), None)
+
+
+def _record_one(
+    model: nn.Module, names: Sequence[str], data: Iterable[Any], keep: Callable[[Call, Kept], Call]
+) -> dict[str, list[Call]]:
+    """See `record_calls`, for blocks that hand on their hidden state alone. Raises StructureError for others."""
     device = input_device(model)
     calls: dict[str, list[Call]] = {name: [] for name in names}
     kept: Kept = {}
@@ -252,15 +357,21 @@ def passing_through(
 
         return record
 
+    with without_caches(model), ExitStack() as forwards:
+        for name, block in blocks.items():
+            forwards.enter_context(forward_instead(block, recorder(name, block.forward)))
+        yield
+
+
+@contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """Within: the model makes nothing that would grow with each run of a block."""
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     before = [(each, name, getattr(each, name)) for each in configs.values() for name in OFF if hasattr(each, name)]
     try:
         for config, name, _ in before:
             setattr(config, name, False)
-        with ExitStack() as forwards:
-            for name, block in blocks.items():
-                forwards.enter_context(forward_instead(block, recorder(name, block.forward)))
-            yield
+        yield
     finally:
         for config, name, value in before:
             setattr(config, name, value)
