@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,7 +49,23 @@ def test_pages_link_to_pages_only() -> None:
 
 def test_the_site_asks_no_other_host() -> None:
     assert SITE["theme"]["font"] is False
-    assert not {"extra_javascript", "extra_css", "extra"} & SITE.keys()
+    assert not {"extra_css", "extra"} & SITE.keys()
+    assert all((DOCS / script).is_file() for script in SITE["extra_javascript"])
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no program here runs the scripts of pages")
+def test_an_option_is_looked_for_as_it_is_written() -> None:
+    """To the search, a dash before a word means: without it."""
+    page = """
+        let told; const document = {addEventListener: (_, tell) => { told = tell }}
+        eval(require("fs").readFileSync(process.argv[1], "utf8"))
+        for (const typed of ["--exclude", "-o", "quantize --for vllm", "compressed-tensors", "--"]) {
+            const target = {value: typed, dataset: {mdComponent: "search-query"}}
+            told({target}); console.log(target.value)
+        }"""
+    script = str(DOCS / "javascripts" / "search.js")
+    done = subprocess.run(["node", "-e", page, script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["exclude", "o", "quantize for vllm", "compressed-tensors", "--"]
 
 
 def test_the_reference_has_every_home_of_the_onnx_flow() -> None:
