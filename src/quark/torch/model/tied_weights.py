@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+
+MOST_WORK = 10_000
+"""Steps in the search for a byte that two views have in common; if it takes more, they count as sharing one."""
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
@@ -21,30 +26,53 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Ids of the tensors that share memory: with another of these (the same object, a view, a slice), or in
     themselves, as what `expand` gives.
+
+    Columns side by side of one matrix lie in one another's range of bytes, and share none of them.
     """
     held = [tensor for tensor in tensors if tensor.numel()]
-    ranges = sorted((*_bytes(tensor), id(tensor)) for tensor in held)
-    found = {id(tensor) for tensor in held if 0 in tensor.stride() and not tensor.is_contiguous()}
-    furthest, holder = 0, 0
-    for start, end, identity in ranges:
-        if start < furthest:
-            found |= {identity, holder}
-        if end > furthest:
-            furthest, holder = end, identity
+    times = Counter(map(id, held))
+    found = {id(x) for x in held if times[id(x)] > 1 or (0 in x.stride() and not x.is_contiguous())}
+    reaching: list[_Bytes] = []
+    for place in sorted(map(_Bytes, {id(x): x for x in held}.values()), key=lambda place: place.start):
+        reaching = [other for other in reaching if other.end > place.start]
+        for other in reaching:
+            # What is found already tells nothing new.
+            if not {place.identity, other.identity} <= found and place.shares(other):
+                found |= {place.identity, other.identity}
+        reaching.append(place)
     return found
 
 
-def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
-    """From where to where a tensor lies in memory; one without memory lies where its object does."""
-    try:
-        # Of a view on the meta device it is the offset, which is no address.
-        start = 0 if tensor.is_meta else tensor.data_ptr()
-    except RuntimeError:  # a subclass without a storage
-        start = 0
-    if not start:
-        return id(tensor), id(tensor) + 1
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+class _Bytes:
+    """Where a tensor lies in memory, from `start` to `end`; one without memory lies where its object does."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.identity, self.device = id(tensor), tensor.device
+        try:
+            # Of a view on the meta device it is the offset, which is no address.
+            start = 0 if tensor.is_meta else tensor.data_ptr()
+        except RuntimeError:  # a subclass without a storage
+            start = 0
+        size = tensor.element_size() if start else 1
+        self.shape = tuple(tensor.shape) if start else ()
+        self.strides = tuple(size * stride for stride in tensor.stride()) if start else ()
+        self.start = start or id(tensor)
+        self.end = self.start + size + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (self.start, True),
+            "shape": self.shape,
+            "strides": self.strides,
+            "typestr": f"|V{size}",
+        }
+
+    def shares(self, other: _Bytes) -> bool:
+        """Whether both have a byte in common. Nothing is read."""
+        try:
+            both = np.asarray(self), np.asarray(other)
+            return self.device == other.device and np.shares_memory(*both, MOST_WORK)  # type: ignore[arg-type]
+        except np.exceptions.TooHardError:
+            return True
 
 
 def tying_configs(model: nn.Module) -> list[Any]:
