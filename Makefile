@@ -26,7 +26,7 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(TEST)
 
-# The contracts over whole registries, of which `make test-all` runs a tenth: every scheme, algorithm and family. Hours.
+# The contracts over whole registries, of which `make test-all` runs a small part: every scheme, algorithm and family. Hours.
 contracts: $(STAMP)
 	$(TEST) --every-contract tests/contracts tests/core
 
