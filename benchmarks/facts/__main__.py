@@ -3,8 +3,9 @@
 A row that is confirmed gets the version and the day with --write, and so does a scheme that had no row. A row that is
 not is printed with what came instead; it is for a reader to judge, and the exit code is 1.
 
-With --source, the folder of vLLM's package, the tables of layers are read anew from its models: those that it builds
-in float (quark/goals/float_layers.tsv, which --write replaces), and those that it makes one matrix of.
+With --source, the folder of vLLM's package or of SGLang's, the tables of layers are compared with its models: those
+that it builds in float (quark/goals/float_layers.tsv, which --write replaces), those that it makes one matrix of
+(fused_layers.tsv), and names of experts (expert_names.tsv), in which --write sets the version of what is confirmed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.facts", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="programs, or schemes; default: all")
     parser.add_argument("--write", action="store_true", help="write what was seen into the table")
-    parser.add_argument("--source", type=Path, help="folder of vLLM's package: read its layers anew, and run nothing")
+    parser.add_argument(
+        "--source", type=Path, help="folder of vLLM's or SGLang's package: read its layers anew, and run nothing"
+    )
     asked = parser.parse_args()
     if asked.source is not None:
         return read_source(asked.source, asked.write)

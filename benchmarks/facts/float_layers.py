@@ -1,4 +1,4 @@
-"""Which linear layers of its models vLLM builds without a quantization, read from its source.
+"""Which linear layers of its models a server builds without a quantization, read from its source.
 
 A layer that is built with `quant_config=None`, without one, or as an `nn.Linear`, has a place for a float weight only.
 """
@@ -9,6 +9,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
+from typing import Any
 
 from benchmarks.facts.source_tree import Source, SourceFile, SourceTree, built_of
 from quark.goals.float_layers import ANY
@@ -19,10 +20,26 @@ PREDICTORS = ("MultiTokenPredictorLayer", "MTPLayer")
 
 
 def architectures(tree: SourceTree) -> dict[str, list[Source]]:
-    """Name of an architecture, as config.json has it -> the classes that vLLM has for it, one for each platform."""
-    registry = tree.read(next(iter(tree.root.glob("model_executor/models/registry.py"))).relative_to(tree.root))
+    """Name of an architecture, as config.json has it -> the classes that a server has for it, one for each platform."""
+    registry = next(tree.at("model_executor/models/registry.py"), None)
+    return _entry_classes(tree) if registry is None else _registered(tree, registry)
+
+
+def _entry_classes(tree: SourceTree) -> dict[str, list[Source]]:
+    """Of SGLang: each file of models has `EntryClass`, a class or a list of them, with the names of config.json."""
     found: dict[str, list[Source]] = {}
-    for node in ast.walk(registry.body) if registry is not None else ():
+    for file in tree.at("srt/models"):
+        for node in file.body.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EntryClass":
+                for name in (each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)):
+                    found.setdefault(name, []).extend(file.classes_named(name))
+    return found
+
+
+def _registered(tree: SourceTree, registry: SourceFile) -> dict[str, list[Source]]:
+    """Of vLLM: its registry has `architecture: (module, class)`."""
+    found: dict[str, list[Source]] = {}
+    for node in ast.walk(registry.body):
         for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
             pair = [each.value for each in value.elts if isinstance(each, ast.Constant)] if _is_pair(value) else []
             if not isinstance(key, ast.Constant) or len(pair) != 2:
@@ -137,16 +154,23 @@ def _stacked(parts: Iterable[Source]) -> dict[str, tuple[str, ...]]:
 @cache
 def pairs_in(file: SourceFile) -> list[tuple[str, str]]:
     """(layer, part of it) of the tables of a file: rows of three, and lists of parts."""
-    found = []
+    found: list[tuple[Any, Any]] = []
     for node in ast.walk(file.body):
-        if isinstance(node, ast.Tuple) and len(node.elts) == 3:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            found += _listed(node.targets[0].slice, node.value)
+        elif isinstance(node, ast.Tuple) and len(node.elts) == 3:
             row = [each.value for each in node.elts if isinstance(each, ast.Constant)]
             found += [(row[0], row[1])] if len(row) == 3 else []
         elif isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and isinstance(value, ast.List):
-                    found += [(key.value, each.value) for each in value.elts if isinstance(each, ast.Constant)]
+                found += _listed(key, value)
     return [(whole, member) for whole, member in found if isinstance(whole, str) and isinstance(member, str)]
+
+
+def _listed(key: ast.expr | None, value: ast.expr) -> list[tuple[Any, Any]]:
+    if not isinstance(key, ast.Constant) or not isinstance(value, ast.List):
+        return []
+    return [(key.value, each.value) for each in value.elts if isinstance(each, ast.Constant)]
 
 
 def _last(name: str) -> str:

@@ -1,28 +1,66 @@
-"""The tables of layers against the source of vLLM: which rows it confirms, and those of layers in float anew."""
+"""The tables of layers against the source of a server: which rows it confirms, and those of layers in float anew."""
 
 from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from benchmarks.facts.float_layers import pairs_in, rows
+from benchmarks.facts.confirmed import confirms_experts, confirms_fused
+from benchmarks.facts.float_layers import rows
 from benchmarks.facts.source_tree import SourceTree
-from quark.goals.float_layers import FLOAT_LAYERS, TABLE
-from quark.goals.fused_layers import FUSED_LAYERS
+from quark.goals import expert_names, fused_layers
+from quark.goals.float_layers import FLOAT_LAYERS, TABLE, FloatLayer
+
+PROGRAMS = {"vllm": "vLLM", "sglang": "SGLang"}
+"""Name of a package -> what the rows call the program."""
 
 
 def read_source(folder: Path, write: bool) -> int:
-    """Print what differs, and write the rows of layers in float anew; 1 where a row is not confirmed."""
-    tree = SourceTree(folder.resolve())
-    version = _version(folder)
-    print(f"vLLM {version}")
-    missing = unconfirmed(tree)
-    for name in missing:
-        print(f"fused_layers: {name} is not in its tables any more")
-    print(f"fused_layers: {sum(bool(row.fused) for row in FUSED_LAYERS) - len(missing)} rows confirmed")
+    """Print what differs, and write what the source says; 1 where a row is not confirmed.
+
+    Args:
+        folder: Of a package, or that holds one.
+        write: Rows that are confirmed get the version; those of layers in float become what the source says.
+    """
+    package = next((each for name in PROGRAMS for each in (folder, folder / name) if _is_package(each, name)), None)
+    if package is None:
+        print(f"{folder}: not the folder of a package {' or '.join(PROGRAMS)}, with its _version.py")
+        return 1
+    tree, program, version = SourceTree(package.resolve()), PROGRAMS[package.resolve().name], _version(package)
+    print(f"{program} {version}")
+    missing = _table(
+        fused_layers, fused_layers.FUSED_LAYERS, program, version, write, lambda row: confirms_fused(tree, row)
+    )
+    missing += _table(
+        expert_names, expert_names.EXPERT_NAMES, program, version, write, lambda row: confirms_experts(tree, row)
+    )
+    return 1 if _float_layers(tree, program, version, write) + missing else 0
+
+
+def _table(
+    home: Any, known: Sequence[Any], program: str, version: str, write: bool, confirms: Callable[[Any], bool]
+) -> int:
+    """How many rows of a program the source does not confirm; prints them, and writes the version into the others."""
+    name = home.__name__.rpartition(".")[2]
+    of_program = [row for row in known if row.program == program]
+    wrong = [row for row in of_program if not confirms(row)]
+    for row in wrong:
+        print(f"{name}: its source does not say so any more: {' '.join(_cells(row))}")
+    print(f"{name}: {len(of_program) - len(wrong)} rows confirmed")
+    if write:
+        seen = [replace(row, version=version) if row in of_program and row not in wrong else row for row in known]
+        _write(home.TABLE, seen)
+    return len(wrong)
+
+
+def _float_layers(tree: SourceTree, program: str, version: str, write: bool) -> int:
+    """How many rows of layers in float are gone, new, or of other models; prints them, and writes them anew."""
     found = rows(tree)
-    known = {row.layer: row for row in FLOAT_LAYERS if row.program == "vLLM"}
+    known = {row.layer: row for row in FLOAT_LAYERS if row.program == program}
     changed = [
         layer for layer, (models, _) in found.items() if layer not in known or known[layer].architectures != models
     ]
@@ -31,34 +69,29 @@ def read_source(folder: Path, write: bool) -> int:
         print(f"float_layers: {layer}: {'gone' if layer in gone else 'new, or of other models'}")
     print(f"float_layers: {len(found) - len(changed)} rows confirmed")
     if write:
-        with TABLE.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, delimiter="\t", lineterminator="\n")
-            writer.writerow(["program", "version", "layer", "architectures", "source"])
-            for layer, (models, files) in found.items():
-                writer.writerow(["vLLM", version, layer, " ".join(models), " ".join(files)])
-    return 1 if missing or changed or gone else 0
+        others = [row for row in FLOAT_LAYERS if row.program != program]
+        new = [FloatLayer(program, version, layer, *parts) for layer, parts in found.items()]
+        _write(TABLE, sorted([*others, *new], key=lambda row: (row.program.lower(), row.layer)))
+    return len(changed) + len(gone)
 
 
-def unconfirmed(tree: SourceTree) -> list[str]:
-    """The fused layers of the table of which no file of the models says that all members are loaded into them."""
-    of_files = []
-    for file in tree.below("model_executor/models", "models"):
-        members: dict[str, set[str]] = {}
-        for whole, member in pairs_in(file):
-            members.setdefault(_last(whole), set()).add(_last(member))
-        of_files.append(members)
-    missing = []
-    for row in FUSED_LAYERS:
-        wanted = {_last(member) for member in row.members}
-        fused = _last(row.fused)
-        least = max(2, len(wanted) - 1) if row.whole else 2  # one may have another name there (Beam's gate)
-        if row.fused and not any(len(wanted & members.get(fused, set())) >= least for members in of_files):
-            missing.append(row.fused)
-    return missing
+def _write(table: Path, known: Sequence[Any]) -> None:
+    with table.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter="\t", lineterminator="\n")
+        writer.writerow(vars(known[0]))
+        writer.writerows(map(_cells, known))
 
 
-def _last(name: str) -> str:
-    return name.strip(".").rpartition(".")[2]
+def _cells(row: Any) -> list[str]:
+    """The cells of a row: lists of words, and "yes" or nothing."""
+    return [
+        " ".join(value) if isinstance(value, tuple) else ("yes" if value else "") if isinstance(value, bool) else value
+        for value in vars(row).values()
+    ]
+
+
+def _is_package(folder: Path, name: str) -> bool:
+    return folder.resolve().name == name and (folder / "_version.py").is_file()
 
 
 def _version(folder: Path) -> str:

@@ -130,13 +130,13 @@ class SourceTree:
         path = Path(*rest)
         return self.read(path / "__init__.py") or (self.read(path.with_suffix(".py")) if rest else None)
 
-    def below(self, *folders: str) -> Iterator[SourceFile]:
-        """All files below some folders."""
-        for folder in folders:
-            for there in sorted((self.root / folder).rglob("*.py")):
-                file = self.read(there.relative_to(self.root))
-                if file is not None:
-                    yield file
+    def at(self, path: str) -> Iterator[SourceFile]:
+        """The file of a path within the folder, or all below it; none where there is nothing."""
+        place = self.root / path
+        for there in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            file = self.read(there.relative_to(self.root))
+            if file is not None:
+                yield file
 
 
 def built_of(model: Source) -> list[Source]:

@@ -1,11 +1,15 @@
-"""The program that reads which layers a server builds in float, on a package of three files."""
+"""The program that reads the tables of layers against the source of a server, on a package of three files."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.facts.confirmed import confirms_experts, confirms_fused
 from benchmarks.facts.float_layers import rows
 from benchmarks.facts.source_tree import SourceTree
+from quark.goals.expert_names import EXPERT_NAMES
+from quark.goals.fused_layers import FUSED_LAYERS
 
 FILES = {
     "registry.py": "MODELS = {'SomeForCausalLM': ('some', 'SomeForCausalLM'), 'SomeMTP': ('some', 'SomeMTP')}",
@@ -24,6 +28,10 @@ STACKED = [("wk_weights", "wk", 0), ("wk_weights", "weights", 1)]
 class Layer:
     def __init__(self, quant_config):
         self.indexer = Indexer(quant_config)
+        self.mlp = Mixture()
+class Mixture:
+    def __init__(self):
+        self.experts = FusedMoEFactory(8, ckpt_names=("w1", "w2", "w3"))
 class SomeForCausalLM:
     def __init__(self):
         self.layers = [Layer(None)]
@@ -37,10 +45,34 @@ class SomeMTP:
 }
 
 
-def test_what_is_built_without_a_quantization_is_found_by_its_names_in_the_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "vllm" / "model_executor" / "models"
+SOME = "model_executor/models/some.py"
+
+
+def written(root: Path) -> SourceTree:
+    """A package of the files, and a block of experts that names their layers."""
+    folder = root / "vllm" / "model_executor" / "models"
     folder.mkdir(parents=True)
     for name, text in FILES.items():
         (folder / name).write_text(text, encoding="utf-8")
-    found = {layer: models for layer, (models, _) in rows(SourceTree(tmp_path / "vllm")).items()}
+    return SourceTree(root / "vllm")
+
+
+def test_what_is_built_without_a_quantization_is_found_by_its_names_in_the_folder(tmp_path: Path) -> None:
+    found = {layer: models for layer, (models, _) in rows(written(tmp_path)).items()}
     assert found == {"eh_proj": ("*",), "indexer.weights": ("SomeForCausalLM",), "indexer.wk": ("SomeForCausalLM",)}
+
+
+def test_rows_of_fused_layers_and_of_experts_are_confirmed_by_what_the_files_say_only(tmp_path: Path) -> None:
+    tree = written(tmp_path)
+    fused = replace(FUSED_LAYERS[0], fused="wk_weights", members=("wk", "weights"), source=(SOME,))
+    assert confirms_fused(tree, fused)
+    assert not confirms_fused(tree, replace(fused, members=("wk", "wq")))
+    assert not confirms_fused(tree, replace(fused, fused="wq"))
+    assert not confirms_fused(tree, replace(fused, source=("models",)))
+    apart = replace(fused, fused="", members=("wk", "indexer"))
+    assert confirms_fused(tree, apart) and not confirms_fused(tree, replace(apart, members=("wk", "nobody")))
+    experts = replace(EXPERT_NAMES[0], place="mlp.experts", leaves=("w1", "w3", "w2"), source=SOME)
+    assert confirms_experts(tree, experts)
+    assert not confirms_experts(tree, replace(experts, place="block_sparse_moe.experts"))
+    assert not confirms_experts(tree, replace(experts, leaves=("gate_proj", "up_proj", "down_proj")))
+    assert not confirms_experts(tree, replace(experts, source="model_executor/models/nobody.py"))

@@ -49,7 +49,7 @@ GOALS.register("sglang", RuntimeGoal(
         serve_cache=" --kv-cache-dtype fp8_e4m3",
     ),
     cache=("fp8",),
-    fuses=True,  # as vLLM, in its copies of the same loaders
+    fuses=True,  # by its own rows of the tables
     heads=(),  # none was looked at
 ))  # fmt: skip
 GOALS.register("transformers", RuntimeGoal(

@@ -12,6 +12,7 @@ from torch import nn
 from quark.core.spec import LayerSpec
 from quark.errors import NotSupportedError
 from quark.goals.expert_names import expert_names, unread_experts
+from quark.goals.fused_layers import VLLM
 from quark.goals.goal import RuntimeGoal
 from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.shards import entries, names_in_file, stored_shapes
@@ -81,7 +82,7 @@ def check_goal(model: nn.Module, made: Plan, goal: RuntimeGoal, form: str) -> No
         goal: The program.
         form: A value of --export-format.
     """
-    said = split_said(model, made) if goal.fuses else None
+    said = split_said(model, made, goal.program) if goal.fuses else None
     if said is not None:
         raise NotSupportedError(f"{goal.program} {said}")
     if goal.named_experts and (lost := lost_experts(model, made, form)) is not None:
@@ -144,14 +145,15 @@ def lost_experts(model: nn.Module, made: Plan, form: str) -> str | None:
     )
 
 
-def split_said(model: nn.Module, made: Plan) -> str | None:
+def split_said(model: nn.Module, made: Plan, program: str = VLLM) -> str | None:
     """What a server does with the result of a plan that gives what it makes one of different schemes; else None.
 
     Args:
         model: As the plan was made of it.
         made: The plan.
+        program: The server, as the table of facts names it.
     """
-    split = split_groups(model, made)
+    split = split_groups(model, made, program)
     if not split:
         return None
     group, parts = split[0]
@@ -166,19 +168,22 @@ def split_said(model: nn.Module, made: Plan) -> str | None:
     )
 
 
-def split_groups(model: nn.Module, made: Plan) -> list[tuple[FusedGroup, dict[LayerSpec, list[str]]]]:
+def split_groups(
+    model: nn.Module, made: Plan, program: str = VLLM
+) -> list[tuple[FusedGroup, dict[LayerSpec, list[str]]]]:
     """The groups of which a server makes one, and whose layers a plan gives different schemes.
 
     Args:
         model: As the plan was made of it.
         made: The plan.
+        program: The server, as the table of facts names it.
 
     Returns:
         Each with what its layers get -> those that get it; an empty spec for float. What is quantized of an output, the
         cache of keys and values, is no part of it.
     """
     found = []
-    for group in fused_groups(model):
+    for group in fused_groups(model, program):
         parts: dict[LayerSpec, list[str]] = defaultdict(list)
         for name in group.layers:
             parts[replace(made.layers.get(name, LayerSpec()), output=None)].append(name)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.goals.fused_layers import fused_siblings
+from quark.goals.fused_layers import PROGRAMS, VLLM, fused_siblings
 from quark.torch.calibration.experts import EXPERT
 from quark.torch.config.selectors import routers
 from quark.torch.model.batches import evaluating, forward_batch
@@ -48,22 +48,23 @@ Siblings = tuple[str, tuple[str, ...]]
 """Full name of a module, and the last names of its linear layers."""
 
 
-def fused_groups(model: nn.Module) -> list[FusedGroup]:
+def fused_groups(model: nn.Module, program: str = VLLM) -> list[FusedGroup]:
     """The layers of a model that must have one scheme: of each matrix, and all of a mixture of experts.
 
     Args:
         model: On any device, its experts taken apart where one of them is to be quantized; quantized layers are
             linear layers, too.
+        program: The server, as the table of facts names it.
     """
     mixtures = mixtures_of(_linears(model))
     inside = {layer for layers in mixtures.values() for layer in layers}
-    matrices = [group for group in fused_matrices(model) if group.layers[0] not in inside]
+    matrices = [group for group in fused_matrices(model, program) if group.layers[0] not in inside]
     return matrices + [FusedGroup(tuple(layers), EXPERTS) for layers in mixtures.values() if len(layers) > 1]
 
 
-def fused_matrices(model: nn.Module) -> list[FusedGroup]:
+def fused_matrices(model: nn.Module, program: str = VLLM) -> list[FusedGroup]:
     """The layers of a model, as `fused_groups` takes it, of which one matrix is made; gate and up of each expert."""
-    groups, unknown = by_table(_linears(model), architectures(model))
+    groups, unknown = by_table(_linears(model), architectures(model), program)
     single = [(module, leaves) for module, leaves in unknown if EXPERT.fullmatch(f"{module}.x") is None]
     for module, _ in unknown:
         experts = model.get_submodule(module.rpartition(".")[0])
@@ -82,12 +83,15 @@ def mixtures_of(layers: Iterable[str]) -> dict[str, list[str]]:
     return mixtures
 
 
-def by_table(layers: Iterable[str], known_as: Collection[str]) -> tuple[list[FusedGroup], list[Siblings]]:
+def by_table(
+    layers: Iterable[str], known_as: Collection[str], program: str = VLLM
+) -> tuple[list[FusedGroup], list[Siblings]]:
     """The groups that the table of facts names, and the modules with several layers of which it knows none.
 
     Args:
         layers: Full names of linear layers.
         known_as: The architectures of the model.
+        program: Whose rows.
     """
     modules: dict[str, list[str]] = defaultdict(list)
     for layer in layers:
@@ -97,7 +101,7 @@ def by_table(layers: Iterable[str], known_as: Collection[str]) -> tuple[list[Fus
     for module, leaves in modules.items():
         key = (module.rpartition(".")[2], tuple(leaves))
         if key not in seen:  # of a mixture there are thousands
-            seen[key] = fused_siblings(*key, known_as)
+            seen[key] = fused_siblings(*key, known_as, program)
         found = seen[key]
         if found is None and len(leaves) > 1:
             unknown.append((module, tuple(leaves)))
@@ -112,7 +116,7 @@ def architectures(model: Any) -> set[str]:
 
 
 def sibling_groups(model: nn.Module, groups: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The groups of siblings that share a global scale, with those added that a server makes one matrix of.
+    """The groups of siblings that share a global scale, with those added that some server makes one matrix of.
 
     Args:
         model: As `fused_groups` takes it.
@@ -124,7 +128,11 @@ def sibling_groups(model: nn.Module, groups: Sequence[Sequence[str]]) -> list[li
     if not groups:
         return []
     shared: list[list[str]] = [list(group) for group in groups]
-    for leaves in dict.fromkeys(_leaves(group) for group in fused_matrices(model)):
+    matrices = fused_matrices(model)
+    linears, known_as = _linears(model), architectures(model)
+    for program in (each for each in PROGRAMS if each != VLLM):
+        matrices += by_table(linears, known_as, program)[0]
+    for leaves in dict.fromkeys(map(_leaves, matrices)):
         common = [group for group in shared if not set(group).isdisjoint(leaves)]
         rest = [group for group in shared if group not in common]
         shared = [*rest, list(dict.fromkeys(name for group in [*common, leaves] for name in group))]
