@@ -1,4 +1,4 @@
-"""Which linear layers of its models a server builds without a quantization, read from its source.
+"""Which linear layers and embeddings of its models a server builds without a quantization, read from its source.
 
 A layer that is built with `quant_config=None`, without one, or as an `nn.Linear`, has a place for a float weight only.
 """
@@ -15,6 +15,7 @@ from benchmarks.facts.source_tree import Source, SourceFile, SourceTree, built_o
 from quark.goals.float_layers import ANY
 
 QUANTIZES = "quant_config"
+EMBEDDINGS = ("Embedding", "VocabParallelEmbedding")
 PREDICTORS = ("MultiTokenPredictorLayer", "MTPLayer")
 """How classes end that predict a further token."""
 
@@ -98,17 +99,21 @@ def _is_pair(node: ast.expr) -> bool:
 
 
 def _linear_in(part: Source) -> dict[str, bool | None]:
-    """The attributes of a class that are linear layers -> whether some branch of its code quantizes them.
+    """The attributes of a class that are linear layers or embeddings -> whether some branch of its code quantizes them.
 
     None where nothing is said of it, so that they are float because the layers of vLLM are.
     """
     branches: dict[str, list[bool | None]] = defaultdict(list)
     for attribute, call in part.assigned:
-        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2].endswith("Linear"):
+        if isinstance(call, ast.Call) and _is_layer(ast.unparse(call.func).rpartition(".")[2]):
             branches[attribute].append(_quantized(call))
     return {
         attribute: True if True in each else False if False in each else None for attribute, each in branches.items()
     }
+
+
+def _is_layer(kind: str) -> bool:
+    return kind.endswith("Linear") or kind in EMBEDDINGS
 
 
 def _quantized(call: ast.Call) -> bool | None:

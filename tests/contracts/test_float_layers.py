@@ -17,6 +17,7 @@ from quark.torch.flows.predicted_size import planned
 from quark.torch.formats.fused_groups import architectures
 from quark.torch.model.meta_model import empty_twin
 from tests.contracts.test_reader_classes import CLASSES
+from tests.models.torch_zoo import tiny_llama
 
 VLLM = GOALS["vllm"]
 KNOWN = {architecture for row in FLOAT_LAYERS for architecture in row.architectures}
@@ -72,3 +73,13 @@ def test_rows_are_the_end_of_a_name_without_numbers() -> None:
     names = ["model.layers.3.self_attn.indexer.wk", "model.layers.61.eh_proj", "model.layers.3.self_attn.wk_b", "x.wk"]
     assert list(float_layers("vLLM", {"HYV4ForCausalLM"}, names)) == names[:2]
     assert list(float_layers("vLLM", {"LlamaForCausalLM"}, names)) == names[1:2]
+
+
+def test_embeddings_that_vllm_builds_in_float_are_refused() -> None:
+    """The class of Mixtral hands no quantization on to its embedding; that of Llama does."""
+    model = empty_twin(tiny_llama())
+    asked = config(model, **{"*embed_tokens": "int8_wo"})
+    assert left_in_float(model, asked, VLLM) is asked
+    model.config.architectures = ["MixtralForCausalLM"]
+    with pytest.raises(NotSupportedError, match="builds model.embed_tokens without a quantization"):
+        left_in_float(model, asked, VLLM)

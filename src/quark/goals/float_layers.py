@@ -1,4 +1,4 @@
-"""Linear layers that a server builds without a quantization: it has a place for their float weights only.
+"""Linear layers and embeddings that a server builds without a quantization: it has a place for float weights.
 
     name of a layer, without numbers = ... . module . layer     a row is the end of it: `indexer.wk`, or `eh_proj`
 

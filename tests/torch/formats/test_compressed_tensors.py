@@ -79,11 +79,53 @@ def test_a_quantized_head_is_named_and_found(head: str, tied: bool, tmp_path: Pa
     assert torch.equal(logits(import_model_from_safetensors(tiny_llama(9), folder)), logits(model))
 
 
-def test_embeddings_are_refused_for_what_their_reader_does(tmp_path: Path) -> None:
-    config = LLMTemplate.get("llama").get_config("int4_wo_32", layer_config={"*embed_tokens": "int4_wo_32"})
-    model = ModelQuantizer(config).quantize_model(tiny_llama())
-    with pytest.raises(NotSupportedError, match="embed_tokens: .* transformers does not build one without its weight"):
-        export_safetensors(model, tmp_path / "out", FORM)
+def with_embedding(embedding: str, tied: bool = False) -> Any:
+    config = LLMTemplate.get("llama").get_config("int4_wo_32", layer_config={"*embed_tokens": embedding})
+    return ModelQuantizer(config).quantize_model(tiny_llama(tie_word_embeddings=tied))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["int4_wo_32", pytest.param("int8_wo", marks=pytest.mark.slow)])
+def test_a_quantized_embedding_is_a_group_by_its_class(scheme: str, tied: bool, tmp_path: Path) -> None:
+    """Where all layers have one scheme, too; of a head that is tied to it, the float weight is stored."""
+    model = with_embedding(scheme, tied)
+    folder = export_safetensors(model, tmp_path / "out", FORM, reader="vllm")
+    tensors, stored_config = stored(folder)
+    assert {"model.embed_tokens.weight_packed", "lm_head.weight"} < tensors.keys()
+    targets = [group["targets"] for group in stored_config["config_groups"].values()]
+    assert targets == [["Linear"], ["Embedding"]]
+    assert torch.equal(logits(import_model_from_safetensors(tiny_llama(9), folder)), logits(model))
+    if scheme == "int4_wo_32":  # transformers decodes all layers by the first group
+        assert torch.equal(logits(theirs(folder, dequantize=True)), logits(model))
+
+
+def looked_up(tensors: dict[str, torch.Tensor], bits: int) -> torch.Tensor:
+    """Rows as the kernel of vLLM computes them (compressed_tensors_embedding.py), in its terms."""
+    packed, scale = tensors["model.embed_tokens.weight_packed"], tensors["model.embed_tokens.weight_scale"]
+    columns = torch.arange(packed.shape[1] * (32 // bits))
+    words = packed[:, columns // (32 // bits)].long()
+    codes = ((words >> (columns % (32 // bits) * bits)) & ((1 << bits) - 1)) - (1 << (bits - 1))
+    return (codes.float() * scale.float().repeat_interleave(len(columns) // scale.shape[1], 1)).to(scale.dtype)
+
+
+@pytest.mark.parametrize(("embedding", "bits"), [("int8_wo", 8), ("int4_wo_32", 4)])
+def test_vllm_looks_up_the_rows_of_a_quantized_embedding(embedding: str, bits: int, tmp_path: Path) -> None:
+    model = with_embedding(embedding)
+    tensors, _ = stored(export_safetensors(model, tmp_path / "out", FORM, reader="vllm"))
+    expected = model.get_submodule("model.embed_tokens")(torch.arange(len(tensors["lm_head.weight"])))
+    assert torch.equal(looked_up(tensors, bits), expected)
+
+
+def test_embeddings_are_refused_for_what_their_readers_do(tmp_path: Path) -> None:
+    with pytest.raises(NotSupportedError, match=r"'Embedding' object has no attribute 'weight'.*--for vllm"):
+        export_safetensors(with_embedding("int4_wo_32"), tmp_path / "out", FORM)
+    for scheme in ("uint4_wo_32", "mxfp4_weight_only"):
+        with pytest.raises(NotSupportedError, match="embed_tokens: .*vLLM reads embeddings in symmetric integers"):
+            export_safetensors(with_embedding(scheme), tmp_path / "out", FORM, reader="vllm")
+    with pytest.raises(NotSupportedError, match="embed_tokens: .*transformers does not build one without its weight"):
+        export_safetensors(with_embedding("int4_wo_32"), tmp_path / "out", "fp8", reader="vllm")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "mxfp4_weight_only", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3"])

@@ -62,6 +62,7 @@ def folder_of(
     beside = [form for name in _layers_of(beside) if name not in plan.beside for form in (name, *elsewhere(name))]
     fused = (layer for name, leaves in fused_blocks(model).items() for layer in layer_names(model, name, leaves))
     heads = output_head(model)
+    embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     return Folder(
         specs,
         list(dict.fromkeys((*(form for name in unnamed for form in forms(name)), *beside))),
@@ -74,6 +75,8 @@ def folder_of(
         _experts(model),
         tuple(map(publish, fused)),
         tuple(name for name in specs if name in heads),
+        tuple(name for name in embeddings if name in specs),
+        tuple(form for name in embeddings if name not in specs for form in forms(name)),
         pack_method,
         weight_format,
     )

@@ -19,6 +19,8 @@ from quark.torch.config.config import QConfig
 from quark.torch.formats.fused_groups import architectures
 from quark.torch.plan import chooser, quantizable_layers
 
+LAYERS = (nn.Linear, nn.Embedding)
+
 
 def left_in_float(model: Any, config: QConfig, goal: RuntimeGoal) -> QConfig:
     """A config that leaves in float what a server builds so; says what that is.
@@ -32,7 +34,7 @@ def left_in_float(model: Any, config: QConfig, goal: RuntimeGoal) -> QConfig:
         NotSupportedError: An entry for some layers is about such layers alone.
     """
     beside = carried_beside(model, source_folder(model)) if config.layer_quant_config else {}
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)] + list(beside)
+    layers = [name for name, module in model.named_modules() if isinstance(module, LAYERS)] + list(beside)
     rows = float_layers(goal.program, architectures(model), layers) if goal.float_layers else {}
     choice = chooser(config, model)
     asked = (name for name in rows if choice.wanted(name) and (name not in beside or _named(config, name)))

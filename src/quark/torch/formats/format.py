@@ -50,6 +50,8 @@ class Folder:
         experts: Name of each block of experts that were taken apart -> names of their layers.
         float_experts: Names, in checkpoints, of the layers of experts that stay in float, in one tensor.
         heads: Names of the output heads among these layers.
+        embeddings: Names of the embeddings among them.
+        float_embeddings: Names by which readers know the embeddings that stay in float.
         pack_method, weight_format: The options of the export.
     """
 
@@ -64,6 +66,8 @@ class Folder:
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     float_experts: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+    embeddings: tuple[str, ...] = ()
+    float_embeddings: tuple[str, ...] = ()
     pack_method: str = "reorder"
     weight_format: str = "real_quantized"
 
@@ -224,7 +228,7 @@ class FolderFormat(Format):
         if isinstance(layer, nn.Embedding):
             raise NotSupportedError(
                 f"{name}: the {self.name} format cannot hold an embedding: transformers does not build one without its "
-                "weight. Possible: the quark format, GGUF, ONNX."
+                "weight. Possible: the quark format, GGUF, ONNX, and compressed-tensors for vLLM (--for vllm)."
             )
         super().refuse_layer(name, layer, spec)
         if hasattr(layer, "stands_for"):

@@ -68,7 +68,8 @@ def check_readers(
         _check_names(model, twin, form, [name for name in names if not name.startswith(inside)], inside)
         return undecoded
     _check_names(model, twin, form, names, tuple(f"{n}." for n in _apart(model)) if form.own_loader else ())
-    _check_building(twin, form, folder.specs)
+    if reader != VLLM:  # whose classes are others
+        _check_building(twin, form, folder.specs)
     for other in other_twins(model):
         if not found_by(other, of_float).missing:
             _check_other(model, other if form.own_loader else _as_loaded(other), form, names)
@@ -170,6 +171,7 @@ def _check_building(twin: Any, form: FolderFormat, specs: Mapping[str, LayerSpec
     except AttributeError as error:
         raise NotSupportedError(
             f"transformers cannot build {type(twin).__name__} with the {form.name} format: the class reads the weight "
-            f"of a layer that holds codes there ({error}). Possible: the quark format, or 8-bit weights with inputs, "
-            "which are stored as `weight`."
+            f"of a layer that holds codes there ({error}): {hidden[0]}, for one. Possible: the quark format; --for "
+            "vllm (reader='vllm'), whose classes do not; for a linear layer, 8-bit weights with inputs, which are "
+            "stored as `weight`."
         ) from error

@@ -23,6 +23,11 @@ from quark.errors import FormatError
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.compressed_tensors.args import CACHE, FORMATS_OF_FLOATS, read_args, refuse_args, write_args
+from quark.torch.formats.compressed_tensors.embeddings import (
+    ONLY_TARGET,
+    check_embeddings,
+    refuse_embedding,
+)
 from quark.torch.formats.compressed_tensors.experts import (
     check_experts,
     group_targets,
@@ -81,8 +86,16 @@ class CompressedTensorsFormat(FolderFormat):
         reason = refuse_args(spec.weight, "weight") or (refuse_args(spec.input, "input") if spec.input else None)
         return reason or (None if _compression(spec) else f"{spec}")
 
+    def refuse_layer(self, name: str, layer: nn.Module, spec: LayerSpec) -> None:
+        """Embeddings are refused where vLLM would not read them."""
+        if isinstance(layer, nn.Embedding) and self.refusal(spec) is None:
+            refuse_embedding(name, layer, spec)
+        else:
+            super().refuse_layer(name, layer, spec)
+
     def check(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
         super().check(layers, folder)
+        check_embeddings(folder)
         check_experts(folder)
         for name, spec in folder.specs.items():
             require_whole_groups(self.name, name, layers[name], spec)
@@ -101,18 +114,25 @@ class CompressedTensorsFormat(FolderFormat):
     def describe(self, folder: Folder) -> dict[str, Any]:
         groups: dict[LayerSpec, list[str]] = {}
         for name, spec in folder.specs.items():
-            groups.setdefault(spec, []).append(name)
-        entries = {
-            f"group_{i}": _group(s, _every_layer(folder) if len(groups) == 1 else group_targets(names, folder))
-            for i, (s, names) in enumerate(groups.items())
-        }
+            if name not in folder.embeddings:
+                groups.setdefault(spec, []).append(name)
+        found = [
+            _group(s, _every_layer(folder) if len(groups) == 1 else group_targets(names, folder))
+            for s, names in groups.items()
+        ]
+        found += [_group(folder.specs[name], [ONLY_TARGET]) for name in folder.embeddings[:1]]
+        entries = {f"group_{i}": entry for i, entry in enumerate(found)}
         kinds = {entry["format"] for entry in entries.values()}
         return {
             "quant_method": "compressed-tensors",
             "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": entries,
-            "ignore": [*folder.ignored_layers, *ignored_experts(folder)],
+            "ignore": [
+                *folder.ignored_layers,
+                *ignored_experts(folder),
+                *(folder.float_embeddings if folder.embeddings else ()),
+            ],
             "kv_cache_scheme": write_args(folder.cache, "output") if folder.cache else None,
             "global_compression_ratio": None,
             **write_transforms(folder.rotated, folder.names),
@@ -131,7 +151,7 @@ class CompressedTensorsFormat(FolderFormat):
             if matches_any(name, ignored := stored.get("ignore") or []) or matches_any(kind, ignored):
                 raise FormatError(f"The layer {name!r} is quantized in the files, and `ignore` of the config names it.")
         used = sorted(set(chosen.values()))
-        if len(used) == 1:
+        if len(used) == 1 and ONLY_TARGET not in kinds.values():
             config = QConfig(global_quant_config=configs[used[0]])
         else:
             find = layers_in_model(model)
@@ -225,6 +245,8 @@ def _read_group(key: str, group: dict[str, Any], stored: dict[str, Any]) -> Laye
 
 def _kind(module: nn.Module | None) -> str:
     """The class that a group names: subclasses of Linear and GPT-2's Conv1D are written as the Linear they are."""
+    if isinstance(module, nn.Embedding):
+        return ONLY_TARGET
     linear = module is None or isinstance(module, nn.Linear) or is_conv1d(module)
     return "Linear" if linear else type(module).__name__
 
