@@ -31,7 +31,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
 from quark.onnx.evaluation.cpu_price import cpu_price
 from quark.onnx.evaluation.lost_outputs.damage import MADE, SpreadSamples, damage, refuse_damage
-from quark.onnx.evaluation.lost_outputs.on_noise import lost_on_noise
+from quark.onnx.evaluation.lost_outputs.on_noise import little_on_noise
 from quark.onnx.evaluation.lost_outputs.retry import Retrying
 from quark.onnx.evaluation.lost_outputs.verdict import Damage
 from quark.onnx.evaluation.output_metrics import OutputMetrics, output_metrics
@@ -239,15 +239,20 @@ class ModelQuantizer:
 
 
 def _refuse_lost_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path, settings: Settings) -> None:
-    """Say that outputs are lost where only noise tells. Raises DamageError where others are next to be tried."""
-    lost = lost_on_noise(model, quantized)
-    if lost is not None and not settings.tries_advice:
-        raise DamageError(f"Without samples: {lost}.")
-    if lost is not None:
+    """Say that little is left of outputs where only noise tells.
+
+    Raises:
+        DamageError: They are lost, and others are next to be tried.
+    """
+    left = little_on_noise(model, quantized)
+    if left is not None and left.lost and not settings.tries_advice:
+        raise DamageError(f"Without samples: {left.words}.")
+    if left is not None:
         logger.warning(
-            "There are no samples, and on noise the quantized model has lost its outputs: %s. Noise is not what it is "
-            "for: look with quark evaluate at data of yours, or give samples (--calib), which have it judged.",
-            lost,
+            "There are no samples, and on noise the quantized model %s its outputs: %s. Noise is not what it is for: "
+            "look with quark evaluate at data of yours, or give samples (--calib), which have it judged.",
+            "has lost" if left.lost else "keeps little of",
+            left.words,
         )
 
 

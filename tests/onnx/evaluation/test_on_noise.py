@@ -10,7 +10,7 @@ import pytest
 
 from quark.core.metrics import sqnr
 from quark.onnx import ModelQuantizer, QConfig
-from quark.onnx.evaluation.lost_outputs.on_noise import lost_on_noise
+from quark.onnx.evaluation.lost_outputs.on_noise import little_on_noise
 from quark.onnx.graph.model_file import read
 from quark.onnx.latency.noise_sample import noise_sample
 from tests.commands.program import quark
@@ -48,8 +48,37 @@ def test_noise_tells_what_sound_would() -> None:
     assert lost is not None and kept is not None
     x = {"x": sound()}
     assert sqnr(run(source, x), run(lost, x)) < 10 and sqnr(run(source, x), run(kept, x)) > 20
-    words = lost_on_noise(read(source), lost)
-    assert words is not None and "brown noise" in words and lost_on_noise(read(source), kept) is None
+    left = little_on_noise(read(source), lost)
+    assert left is not None and left.lost and "brown noise" in left.words
+    assert little_on_noise(read(source), kept) is None
+
+
+def phases(end: str | None = None) -> onnx.ModelProto:
+    """The real part of a transform over its magnitude: the quiet frequencies of brown noise say as much as the loud."""
+    b = Builder()
+    angles = 2 * np.pi / FRAME * np.outer(np.arange(FRAME), np.arange(FRAME // 2 + 1))
+    for name, wave in (("re", np.cos(angles)), ("im", np.sin(angles))):
+        part = b.node("MatMul", ["x", b.constant(f"{name}_w", np.hanning(FRAME)[:, None] * wave)], name)
+        b.node("Mul", [part, part], f"{name}_power")
+    b.node("Add", [b.node("Add", ["re_power", "im_power"], "power"), b.constant("floor", np.array(1e-12))], "floored")
+    last = b.node("Div", ["re", b.node("Sqrt", ["floored"], "magnitude")], "y" if end is None else "phase")
+    if end is not None:
+        b.node(end, [b.node("Mul", [last, b.constant("sharp", np.array(8.0))], "scores")], "y")
+    return b.model({"x": ["n", "t", FRAME]}, {"y": ["n", "t", FRAME // 2 + 1]})
+
+
+def test_what_is_in_doubt_is_said_and_written() -> None:
+    source = phases()
+    quantized = ModelQuantizer(QConfig.get_default_config("INT8_CPU_DYNAMIC")).quantize_model(source)
+    assert quantized is not None
+    left = little_on_noise(read(source), quantized)
+    x = {"x": sound()}
+    assert left is not None and not left.lost and "brown" in left.words
+    assert 10 < sqnr(run(source, x), run(quantized, x)) < 20
+    # Probabilities of noise say nothing of what a model is for.
+    ended = phases("Softmax")
+    bounded = ModelQuantizer(QConfig.get_default_config("INT8_CPU_DYNAMIC")).quantize_model(ended)
+    assert bounded is not None and little_on_noise(read(ended), bounded) is None
 
 
 @pytest.mark.slow
