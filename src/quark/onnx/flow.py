@@ -50,7 +50,8 @@ def convert(
         model: The float model.
         settings: Those that `prepare` gave.
         reader: Calibration data.
-        identity: Fingerprint of the model before it was prepared, for the statistics file.
+        identity: Fingerprint of the model: before it was prepared, for the statistics file; as it is, for those in
+            memory, or "" where it is not known.
         known: Statistics in memory by the fingerprint of what they are of, used and completed instead of a file.
     """
     settings, reader = leave_joined_ends(model, settings, reader)
@@ -112,6 +113,18 @@ def _shared_statistics(settings: Settings, identity: str, known: dict[str, Stati
     return Statistics(identity) if tries else None
 
 
+def _identity_of(model: ir.Model, before: str, changed: int, needed: bool) -> str:
+    """The fingerprint of a model: statistics of simulated operators or rescaled layers are not those of the float one.
+
+    Args:
+        model: As it is.
+        before: Its fingerprint before, or "".
+        changed: In how many places it is another since.
+        needed: Whether there has to be one.
+    """
+    return fingerprint(model) if (changed and before) or (needed and not before) else before
+
+
 def _convert_graph(
     model: ir.Model, settings: Settings, reader: Any, identity: str, known: dict[str, Statistics] | None
 ) -> None:
@@ -123,11 +136,8 @@ def _convert_graph(
         reader = data
         if data is not None:
             measure_sizes(model, settings, data)
-    if (simulate(model, settings) or changed) and identity:
-        # Statistics of simulated operators, or rescaled layers, are not those of the float model.
-        identity = fingerprint(model)
-    if known is not None:
-        identity = fingerprint(model)
+    changed += simulate(model, settings)
+    identity = _identity_of(model, identity, changed, known is not None)
     statistics = _shared_statistics(settings, identity, known)
     settings = run_precision(model, settings, data, statistics or Statistics(identity))
     if settings.measurement.enabled:

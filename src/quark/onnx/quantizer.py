@@ -178,7 +178,7 @@ class ModelQuantizer:
                 found, model = recover(
                     model, self.settings, data, measure, target, seconds, QUICK_STEPS if quick else STEPS,
                     quick=quick, allow_wider=allow_wider,
-                    rival=_rival(model_input, without_samples),
+                    rival=_rival(model, without_samples),
                 )  # fmt: skip
                 if found.lost and weights_alone is not None:
                     found, model = or_weights_alone(
@@ -256,9 +256,9 @@ def _refuse_lost_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path, se
         )
 
 
-def _rival(model: Model, quantizer: ModelQuantizer | None) -> Rival | None:
-    """What is made without samples, if there is a quantizer that makes it."""
-    return None if quantizer is None else Rival(model, quantizer.settings)
+def _rival(model: ir.Model, quantizer: ModelQuantizer | None) -> Rival | None:
+    """What is made of a model without samples, if there is a quantizer that makes it."""
+    return None if quantizer is None else Rival(model.clone(), quantizer.settings)
 
 
 def _reader(model: Any, reader: Any, path: str | None) -> Any:

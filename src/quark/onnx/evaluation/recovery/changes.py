@@ -63,6 +63,7 @@ class Situation:
         share: Of the layers, for which there is time.
         goal: What is to be reached.
         model: The float model, after its passes.
+        identity: Its fingerprint.
         data: The samples to calibrate with.
         known: Statistics on these by the fingerprint of the model that they are of; read, and completed.
         lost: Whether the best model so far lost so much that the task suffers.
@@ -75,6 +76,7 @@ class Situation:
     share: float = 1.0
     goal: Goal = field(default_factory=Goal)
     model: ir.Model | None = None
+    identity: str = ""
     data: Samples | None = None
     known: Mapping[str, Statistics] = field(default_factory=dict)
     lost: bool = False
@@ -138,10 +140,10 @@ def tensor_ranges(config: TensorRanges) -> Change:
 def _calibrated(settings: Settings, situation: Situation) -> tuple[ir.Model, Statistics | None]:
     """The float model that scales are decided on, with what is known of it: as algorithms of the settings change it."""
     assert situation.model is not None
-    model = situation.model
-    if settings.equalization is not None or any(type(one) in BEFORE for one in settings.algorithms):
-        model = model.clone()
-        run_before(model, settings, situation.data)
+    if settings.equalization is None and not any(type(one) in BEFORE for one in settings.algorithms):
+        return situation.model, situation.known.get(situation.identity)
+    model = situation.model.clone()
+    run_before(model, settings, situation.data)
     return model, situation.known.get(fingerprint(model))
 
 

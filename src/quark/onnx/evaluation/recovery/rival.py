@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -31,7 +30,7 @@ from quark.onnx.calibration.score import Scorer
 from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.lost_outputs.verdict import LEAST
 from quark.onnx.flow import convert, finish
-from quark.onnx.graph.model_file import load, to_proto
+from quark.onnx.graph.model_file import to_proto
 from quark.onnx.latency.measure import leave_slower_in_float
 from quark.onnx.latency.whole_file import time_ratio
 from quark.onnx.parts.output_parts import OutputPart
@@ -70,12 +69,12 @@ class Rival:
     """A model that is made without samples.
 
     Args:
-        source: The float model, as `load` takes it.
+        model: The float model as it was loaded; changed.
         settings: Of dynamic quantization, or of weights alone.
     """
 
-    def __init__(self, source: Any, settings: Settings) -> None:
-        self._source, self._settings = source, settings
+    def __init__(self, model: ir.Model, settings: Settings) -> None:
+        self._model, self._settings = model, settings
         self._scored: ScoredModel | None = None
         self._proto: onnx.ModelProto | None = None
         self._given_up = False
@@ -126,8 +125,7 @@ class Rival:
         if self._scored is None:
             start = own_time()
             with severity(2):
-                model = load(self._source)
-                settings = prepare(model, self._settings)
+                model, settings = self._model, prepare(self._model, self._settings)
                 if settings.measurement.enabled:
                     settings = leave_slower_in_float(model, settings, data)
                     settings = replace(settings, measurement=replace(settings.measurement, enabled=False))

@@ -31,7 +31,7 @@ from quark.onnx.calibration.data.readers import TimeUpError
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.joined_ends import leave_joined_ends
 from quark.onnx.calibration.score import Scorer
-from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.recovery.changes import Goal, Situation
 from quark.onnx.evaluation.recovery.rival import Rival, ScoredModel
@@ -217,6 +217,7 @@ class _Search:
         self._extra: dict[str, float] = {}
         self._known: dict[str, Statistics] = {}
         self._noises: Measured = []
+        self._identity = fingerprint(model)
 
     @property
     def done(self) -> bool:
@@ -243,7 +244,7 @@ class _Search:
         start = self.fit.clock()
         # What algorithms tell of every layer would drown the table.
         with severity(2):
-            model = convert(self.model.clone(), settings, self.fit, known=self._known)
+            model = convert(self.model.clone(), settings, self.fit, self._identity, self._known)
         return ScoredModel(settings, model, *self.scorer.score(model), self.fit.clock() - start)
 
     def quantize_plain(self, settings: Settings) -> ScoredModel:
@@ -382,6 +383,6 @@ class _Search:
         goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), outputs.index(self.best.output.tensor))
         forward, seconds = self.scorer.expected.forward_seconds, self.left(step) - self.best.seconds
         return Situation(
-            self.plain.settings, share, goal, self.model, self.fit, self._known, self.lost, self._noises,
-            forward, seconds,
+            self.plain.settings, share, goal, self.model, self._identity, self.fit, self._known, self.lost,
+            self._noises, forward, seconds,
         )  # fmt: skip
