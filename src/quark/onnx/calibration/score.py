@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -22,6 +23,10 @@ LOST, SCORES_LOST = 25.0, 30.0
 
 A text recognizer reads 84 % of 96 lines as in float where its scores keep 24.5 dB, and 94 % at 30.7 dB.
 """
+
+
+Judge = Callable[[OutputPart, NumpyArray, NumpyArray], tuple[NumpyArray, NumpyArray]]
+"""A part of the float output and the same of another model -> what both are compared by."""
 
 
 def float_outputs(model: ir.Model) -> list[str]:
@@ -81,7 +86,7 @@ class Scorer:
                 same_shape(parts[0].tensor, expected, array)
                 for part in parts:
                     with np.errstate(invalid="ignore", over="ignore"):
-                        comparisons[part].update(*self._judged(part, part.of(expected), part.of(array)))
+                        comparisons[part].update(*self.judged(part, part.of(expected), part.of(array)))
         values = {part: self.metric.of(comparison) for part, comparison in comparisons.items()}
         worst = self.metric.worst_of(values)
         return values[worst], worst
@@ -99,7 +104,8 @@ class Scorer:
     def _peak(self, part: OutputPart) -> float:
         return max((float(part.of(array).max(initial=0)) for array in self.expected.arrays(part.tensor)), default=0.0)
 
-    def _judged(self, part: OutputPart, expected: NumpyArray, array: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
+    def judged(self, part: OutputPart, expected: NumpyArray, array: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
+        """What a part of the float output and that of another model are compared by: themselves, or their scores."""
         if not self._by_scores or not (part.bounded or is_distribution(expected)):
             return expected, array
         self.scored.add(part)

@@ -12,6 +12,7 @@ import onnx_ir as ir
 import pytest
 from onnx import helper, numpy_helper
 
+from quark.core.metrics import Metric
 from quark.core.spec import LayerSpec, spec
 from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.algorithms.noise.float_nodes import FloatNodes, Measured, leave_in_float
@@ -21,6 +22,7 @@ from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.readers import TimeUpError
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.qparams import onnx_range
+from quark.onnx.calibration.score import Scorer
 from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.flow import convert
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
@@ -85,6 +87,28 @@ def test_the_noise_of_an_activation_is_that_of_one_pair_in_onnx_runtime() -> Non
         # The runtime divides where the reciprocal is multiplied with: a code may differ where it lies at a tie.
         ratio = np.sum((given - expected) ** 2) / np.sum(expected**2)
         assert power == pytest.approx(ratio, rel=1e-3), name
+
+
+def test_the_noise_of_probabilities_is_that_of_their_scores_where_these_are_judged() -> None:
+    """What is searched by is what is kept by: behind a sigmoid, the noise of what it reads."""
+    scores, feed = mlp(), vectors(1)[0]
+    model = onnx.ModelProto()
+    model.CopyFrom(scores)
+    model.graph.node.append(helper.make_node("Sigmoid", ["y"], ["p"], name="end"))
+    model.graph.output[0].name = "p"
+    ir_model = load(model)
+    infer_shapes(ir_model)
+    scorer = Scorer(ir_model, Samples([feed], model_inputs(ir_model)), Metric("sqnr"), SETTINGS, by_scores=True)
+    found = measured(model, [feed], judge=scorer.judged).powers
+    before = outputs(scores, feed)[0].astype(np.float64)
+    names = [source.name for source in found if not source.node and source.name not in ("y", "p")]
+    assert len(names) > 2
+    for source, power in found.items():
+        if source.name in names:
+            values = tensor_of(scores, source.name, feed)
+            after = outputs(with_pair(scores, source.name, values.min(), values.max()), feed)[0]
+            ratio = np.sum((after - before) ** 2) / np.sum((before - before.mean()) ** 2)
+            assert power == pytest.approx(ratio, rel=1e-2), source.name
 
 
 def test_what_only_moves_values_adds_no_noise() -> None:

@@ -11,6 +11,7 @@ from quark.errors import NothingQualifiesError
 from quark.log import logger
 from quark.onnx.algorithms.noise.sensitivity import OutputNoise, sensitivity
 from quark.onnx.calibration.data.samples import Samples, required
+from quark.onnx.calibration.score import Judge
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 
@@ -58,6 +59,7 @@ def leave_in_float(
     data: Samples | None,
     statistics: Statistics | None = None,
     measured: Measured | None = None,
+    judge: Judge | None = None,
 ) -> Settings:
     """Settings that exclude these nodes.
 
@@ -68,6 +70,7 @@ def leave_in_float(
         data: Calibration data.
         statistics: Of the model on these; read, and completed.
         measured: Of the model on these, too; read, and completed.
+        judge: Gives what outputs are compared by; None for the outputs themselves.
 
     Raises:
         NothingQualifiesError: No node alone, or with few others, takes noise away.
@@ -75,7 +78,8 @@ def leave_in_float(
     measured = [] if measured is None else measured
     known = known_noise(settings, measured)
     if known is None:
-        noise = sensitivity(model, settings, required(data, config), runs=config.runs, statistics=statistics)
+        samples = required(data, config)
+        noise = sensitivity(model, settings, samples, runs=config.runs, statistics=statistics, judge=judge)
         measured.append((settings, noise))
         known = noise, []
     found, before = known

@@ -4,7 +4,8 @@ With n_i the noise where tensor i stands (`sources.py`), and a group g of tensor
 
     power(g) = mean over samples of sum over float outputs o of |f_o(x + sum_(i in g) c_i n_i) - f_o(x)|^2 / |f_o(x)|^2
 
-An output that a Concat joins counts once for each of its parts (`parts/output_parts.py`).
+An output that a Concat joins counts once for each of its parts (`parts/output_parts.py`). Where models are judged by
+the scores of probabilities (`calibration/score.py`), these take the place of f: what is searched is what is judged.
 
 The signs keep noises that would cancel, or add up, from doing so: in the mean over signs the power of a group is the
 sum of those of its tensors, as far as f is linear. So loud tensors are found by halving: the loudest group is split, in
@@ -30,6 +31,7 @@ from quark.core.scales import QParams
 from quark.errors import ConfigError
 from quark.onnx.algorithms.noise.sources import Noise, NoiseModel, NoiseRun, NoiseSource
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.score import Judge
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide
@@ -104,6 +106,7 @@ def sensitivity(
     runs: int | None = None,
     count: int = 2,
     statistics: Statistics | None = None,
+    judge: Judge | None = None,
 ) -> OutputNoise:
     """The noise of each quantized tensor at the outputs of a model.
 
@@ -114,6 +117,7 @@ def sensitivity(
         runs: Most runs of the first sample, whose groups the others measure; None for one for each tensor, alone.
         count: How many of the samples are run, from the first.
         statistics: Of calibration, in memory; read and completed.
+        judge: Gives what outputs are compared by; None for the outputs themselves.
 
     Raises:
         ConfigError: Fewer than one run or sample.
@@ -125,7 +129,7 @@ def sensitivity(
     copy, parts = model.clone(), tuple(output_parts(model).values())
     noise = NoiseModel(decide(copy, settings, data, statistics=statistics or Statistics(""), fold=False))
     with noise.open() as run:
-        probes = (Probe(run, data, sample, parts) for sample in range(min(count, len(data))))
+        probes = (Probe(run, data, sample, parts, judge) for sample in range(min(count, len(data))))
         powers = halved(len(noise.sources), runs, probes)
     return OutputNoise(dict(zip(noise.sources, powers, strict=True)))
 
@@ -138,10 +142,19 @@ class Probe:
         data: Samples, whose time may end: then the next run raises TimeUpError.
         sample: Which of them.
         parts: Of each output of the model.
+        judge: As of `sensitivity`.
     """
 
-    def __init__(self, run: NoiseRun, data: Samples, sample: int, parts: Sequence[Sequence[OutputPart]]) -> None:
+    def __init__(
+        self,
+        run: NoiseRun,
+        data: Samples,
+        sample: int,
+        parts: Sequence[Sequence[OutputPart]],
+        judge: Judge | None = None,
+    ) -> None:
         self._run, self._data, self._feed, self._parts = run, data, data[sample], parts
+        self._judge = judge or _themselves
         self._noises = run.look(self._feed)
         self._signs = np.random.default_rng(SIGNS_SEED).choice((-1.0, 1.0), len(self._noises))
         self._expected = run.outputs(self._feed, [], [])
@@ -166,12 +179,17 @@ class Probe:
         self._data.check_time()
         found = self._run.outputs(self._feed, noises, factors)
         joined = zip(self._parts, self._expected, found, strict=True)
-        return sum(_relative_of(parts, x, y) for parts, x, y in joined if x.dtype.kind == "f")
+        return sum(self._relative_of(parts, x, y) for parts, x, y in joined if x.dtype.kind == "f")
+
+    def _relative_of(self, parts: Sequence[OutputPart], x: NumpyArray, y: NumpyArray) -> float:
+        """The sum of what each part of an output lost; infinite where the output has another shape."""
+        if x.shape != y.shape:
+            return math.inf
+        return sum(_relative(*self._judge(part, part.of(x), part.of(y))) for part in parts)
 
 
-def _relative_of(parts: Sequence[OutputPart], x: NumpyArray, y: NumpyArray) -> float:
-    """The sum of what each part of an output lost; infinite where the output has another shape."""
-    return sum(_relative(part.of(x), part.of(y)) for part in parts) if x.shape == y.shape else math.inf
+def _themselves(part: OutputPart, x: NumpyArray, y: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
+    return x, y
 
 
 def _relative(x: NumpyArray, y: NumpyArray) -> float:

@@ -24,6 +24,7 @@ from quark.onnx.algorithms.noise.sensitivity import Probe, halved
 from quark.onnx.algorithms.noise.sources import NoiseModel
 from quark.onnx.calibration.calibrate import range_classes, solved_observer
 from quark.onnx.calibration.data.samples import Samples, required
+from quark.onnx.calibration.score import Judge
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import Decision, decide
@@ -62,6 +63,7 @@ def choose_ranges(
     settings: Settings,
     data: Samples | None,
     statistics: Statistics | None = None,
+    judge: Judge | None = None,
 ) -> Settings:
     """Settings with the ranges of the loudest tensors.
 
@@ -71,6 +73,7 @@ def choose_ranges(
         settings: What is quantized.
         data: Calibration data.
         statistics: Of the model on these; read, and completed.
+        judge: Gives what outputs are compared by; None for the outputs themselves.
 
     Raises:
         NothingQualifiesError: No other range is better for any of them.
@@ -89,7 +92,7 @@ def choose_ranges(
             members.setdefault(root, []).append(index)
     chosen: dict[str, tuple[float, float]] = {}
     with noise.open() as run:
-        probes = [Probe(run, samples, i, parts) for i in range(min(config.samples, len(samples)))]
+        probes = [Probe(run, samples, i, parts, judge) for i in range(min(config.samples, len(samples)))]
         powers = halved(len(noise.sources), config.runs, probes)
         loud = sorted(members, key=lambda root: -sum(powers[i] for i in members[root]))[: config.count]
         least = {root: GAIN * sum(probe.power_of_all(members[root]) for probe in probes) for root in loud}

@@ -24,6 +24,7 @@ from quark.onnx.algorithms.rounding.checks import optimizer_device
 from quark.onnx.algorithms.rounding.worst_layers import WorstLayers
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.qparams import onnx_range
+from quark.onnx.calibration.score import Judge
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
@@ -68,6 +69,7 @@ class Situation:
         known: Statistics on these by the fingerprint of the model that they are of; read, and completed.
         lost: Whether the best model so far lost so much that the task suffers.
         noises: What nodes in float were chosen by before; read, and completed.
+        judge: Gives what outputs are compared by, as models are; None for the outputs themselves.
         forward: Seconds of a forward of the float model.
         seconds: For what a change runs itself.
     """
@@ -81,6 +83,7 @@ class Situation:
     known: Mapping[str, Statistics] = field(default_factory=dict)
     lost: bool = False
     noises: Measured = field(default_factory=list)
+    judge: Judge | None = None
     forward: float = 0.0
     seconds: float = math.inf
 
@@ -132,7 +135,7 @@ def tensor_ranges(config: TensorRanges) -> Change:
         if skipped := situation.skipped(config.forwards):
             return skipped
         model, statistics = _calibrated(settings, situation)
-        return choose_ranges(model, config, settings, situation.data, statistics)
+        return choose_ranges(model, config, settings, situation.data, statistics, situation.judge)
 
     return change
 
@@ -185,7 +188,7 @@ def floating(config: FloatNodes, where_lost: bool = False) -> Change:
         if fitting is None:
             return situation.skipped(replace(config, runs=FEWEST_RUNS).forwards)
         model, statistics = _calibrated(settings, situation)
-        return leave_in_float(model, fitting, settings, situation.data, statistics, situation.noises)
+        return leave_in_float(model, fitting, settings, situation.data, statistics, situation.noises, situation.judge)
 
     return change
 

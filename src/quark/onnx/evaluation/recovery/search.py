@@ -384,5 +384,5 @@ class _Search:
         forward, seconds = self.scorer.expected.forward_seconds, self.left(step) - self.best.seconds
         return Situation(
             self.plain.settings, share, goal, self.model, self._identity, self.fit, self._known, self.lost,
-            self._noises, forward, seconds,
+            self._noises, self.scorer.judged, forward, seconds,
         )  # fmt: skip
