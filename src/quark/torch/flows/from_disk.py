@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from quark.errors import FormatError
+from quark.errors import FormatError, StructureError
 from quark.files import check_apart, check_folder, check_place, move_folder
 from quark.log import logger, severity
 from quark.memory_and_disk import give_back_memory
@@ -237,15 +238,29 @@ class FromDisk(BlockWeights):
 
     @contextmanager
     def around(self, names: Sequence[str]) -> Iterator[None]:
-        """Within: the first block is there, and modules outside the blocks get their weights when they are called."""
+        """Within: the first block is there, and modules outside the blocks get their weights when they are called.
+
+        Embeddings have theirs from the start: models make their inputs where the weight of one is.
+        """
         inside = [m for name in names for m in self.model.get_submodule(name).modules()]
         outside = {name: m for name, m in self.model.named_modules() if all(m is not other for other in inside)}
         cpu = torch.device("cpu")
 
-        def bring(name: str) -> Callable[..., None]:
-            return lambda module, args: self.bring(name, recurse=False, device=cpu)
+        def called(name: str) -> Callable[..., None]:
+            def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                _require_values(name, args, kwargs)
+                if name in outside:
+                    self.bring(name, recurse=False, device=cpu)
 
-        handles = [m.register_forward_pre_hook(bring(name)) for name, m in outside.items()]
+            return before
+
+        handles = [
+            self.model.get_submodule(name).register_forward_pre_hook(called(name), with_kwargs=True)
+            for name in dict.fromkeys((*outside, *names))
+        ]
+        for name, module in outside.items():
+            if isinstance(module, nn.Embedding):
+                self.bring(name, recurse=False, device=cpu)
         self.bring(names[0], device=cpu)
         try:
             yield
@@ -274,3 +289,12 @@ class FromDisk(BlockWeights):
             module._parameters[leaf] = given
         else:
             module._buffers[leaf] = tensor
+
+
+def _require_values(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise StructureError for an input without values: computed from it, a tensor holds whatever was in memory."""
+    if any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves((args, dict(kwargs)))):
+        raise StructureError(
+            f"{name}: the model makes an input of it on the device of weights that are not read yet. Possible: "
+            "quantize the model in memory (--no-stream, or quantize_model)."
+        )
