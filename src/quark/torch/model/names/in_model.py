@@ -18,7 +18,15 @@ def source_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
     renames = [rule for rule in conversions(model, legacy=True) if isinstance(rule, core.WeightRenaming)]
     own = model.state_dict()
     prefix = getattr(model, "base_model_prefix", None)
-    return {core.rename_source_key(name, renames, [], prefix, own)[0]: name for name in stored}
+    return {_renamed(name, core.rename_source_key(name, renames, [], prefix, own)[0], own): name for name in stored}
+
+
+def _renamed(stored: str, renamed: str, own: Mapping[str, Any]) -> str:
+    """What the loader of transformers makes of its renaming: a name that the model has stays where that misses.
+
+    DeepSeek V4 is such a case: its renaming of `.norm.` inside attention is also one of `model.norm.weight`.
+    """
+    return stored if renamed not in own and stored in own else renamed
 
 
 def loaded_as(model: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
@@ -34,7 +42,7 @@ def loaded_as(model: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
     renames = [rule for rule in known if isinstance(rule, core.WeightRenaming)]
     mergers = [rule for rule in known if isinstance(rule, core.WeightConverter)]
     prefix = getattr(model, "base_model_prefix", None)
-    return lambda name: str(core.rename_source_key(name, renames, mergers, prefix, own)[0])
+    return lambda name: _renamed(name, str(core.rename_source_key(name, renames, mergers, prefix, own)[0]), own)
 
 
 def names_in(model: Any) -> Callable[[str], str]:
