@@ -15,7 +15,6 @@ own code, which then runs with what the blocks before have really given.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -141,32 +140,19 @@ class StreamCall(Call):
 
 
 def stream_blocks(model: nn.Module, batch: Any) -> list[str]:
-    """Names of the blocks that a batch runs through, in running order: those of all lists of blocks.
-
-    Lists that take turns (the residual and attention layers of a UNet's middle) are one block: what holds them.
+    """Names of the blocks that a batch runs through once, in running order: those of all lists of blocks.
 
     Raises:
         CalibrationError: The model does not take the batch.
-        StructureError: No list of blocks is reached, or two take turns in the model itself.
+        StructureError: No list of blocks is reached.
     """
     lists = [name for name, module in model.named_modules() if _is_list(module)]
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     names = [f"{path}.{child}" for path in outer for child, _ in model.get_submodule(path).named_children()]
     order = _Recorder(model, names).order(batch)
-    found = _with_turns_joined([name for name in order if order.count(name) == 1])
+    found = [name for name in order if order.count(name) == 1]
     if not found:
         raise StructureError("This batch reaches no list of blocks.")
-    return found
-
-
-def _with_turns_joined(names: Sequence[str]) -> list[str]:
-    """The blocks, with what holds lists that take turns in place of their blocks."""
-    found = [*names]
-    while (parent := _in_turns([name.rpartition(".")[0] for name in found])) is not None:
-        if not parent:
-            raise StructureError("Two lists of blocks of this model take turns, so it cannot run block by block.")
-        first = next(index for index, name in enumerate(found) if name.startswith(f"{parent}."))
-        found = [*found[:first], parent, *(name for name in found[first:] if not name.startswith(f"{parent}."))]
     return found
 
 
@@ -178,17 +164,6 @@ def _is_list(module: nn.Module) -> bool:
         and len(module) > 0
         and all(any(isinstance(m, weighted) for m in child.modules()) for child in module)
     )
-
-
-def _in_turns(paths: Sequence[str]) -> str | None:
-    """What holds the first lists that take turns: A B A; None where none do."""
-    runs = [path for path, before in zip(paths, [None, *paths], strict=False) if path != before]
-    for index, path in enumerate(runs):
-        if path in runs[:index]:
-            between = runs[runs.index(path) : index]
-            levels = zip(*(one.split(".") for one in between), strict=False)
-            return ".".join(words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, levels))
-    return None
 
 
 def record_streams(
