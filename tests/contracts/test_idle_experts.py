@@ -90,9 +90,8 @@ def test_an_expert_without_tokens_stops_nothing_and_leaves_the_others_alone(
 ) -> None:
     found, said = quantized(name, settings(kind))
     experts = [layer for layer in found if expert_of(layer) is not None]
-    # Sorted rows reach every expert, of 0 where its router chose another; AutoRound looks at no tokens of experts.
-    silent = not ALGORITHMS[kind].reads_inputs or (kind is AutoRoundConfig and name == "llama4_text")
-    assert experts and (said or silent)
+    assert experts and (said or not ALGORITHMS[kind].reads_inputs)
+    assert kind is not AutoRoundConfig or "that no token reached are rounded to nearest" in said
     monkeypatch.setattr(lent_tokens, "LENT", 0)
     alone, _ = quantized(name, settings(kind))
     if not issubclass(ALGORITHMS[kind], Folding):  # a fold behind a norm is chosen by all that read it

@@ -36,6 +36,7 @@ class Block:
         groups: Names, relative to the module, of the quantized linear layers that read one tensor, in running order.
         lent: Tokens of others that experts read while inputs of layers are collected.
         all_experts: Whether each expert reads all tokens then.
+        left: Experts that no token reached, which are rounded to nearest.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Block:
     groups: list[tuple[str, ...]] = field(default_factory=list)
     lent: Lent = field(default_factory=dict)
     all_experts: bool = False
+    left: set[str] = field(default_factory=set)
 
     def lending(self, module: nn.Module) -> AbstractContextManager[None]:
         """Within: the experts of this block, or of a copy, read tokens of others, too."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
@@ -215,7 +215,7 @@ def sweep_block(
     block.all_experts = experts.all_experts
     with block.lending(block.module):
         block.groups, left = quantized_groups(block, layers)
-    experts.left += len({expert_of(block.full(leaf)) for leaf in left})
+    block.left = _experts_of(block, left)
     if any(stage.by_inputs for stage in stages) or waiting_activations(layers_inside(layers, block.name), ("input",)):
         block.lent = experts.lent(block.module, block.calls)
     hidden: list[torch.Tensor] = []
@@ -236,7 +236,12 @@ def sweep_block(
             # What was observed, and what the next block reads, came from weights that are gone.
             with _rounded(judge, stage), _observing_inputs(block, layers, experts), block.lending(block.module):
                 hidden = block.run(block.calls)
+    experts.left += len(block.left)
     return hidden, float_hidden
+
+
+def _experts_of(block: Block, leaves: Collection[str]) -> set[str]:
+    return {name for name in (expert_of(block.full(leaf)) for leaf in leaves) if name}
 
 
 def _rounded(judge: BlockJudge, stage: Algorithm) -> AbstractContextManager[None]:

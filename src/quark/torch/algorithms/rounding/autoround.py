@@ -26,7 +26,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from quark.errors import CalibrationError, ConfigError, StructureError
-from quark.log import logger
 from quark.progress import progress, report, status
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.input_group import no_tokens
@@ -78,8 +77,7 @@ class AutoRound(ByScores):
             targets = block.run(block.float_calls)
         idle = {expert_of(name) for name in layers if rows[name] == 0}
         layers = {name: layer for name, layer in layers.items() if rows[name]}
-        if idle:
-            logger.info("%s: %d experts that no token reached are rounded to nearest.", block.name, len(idle))
+        block.left |= {*filter(None, idle)}
         if not layers:
             return
         if not all(isinstance(target, torch.Tensor) for target in targets):
@@ -220,7 +218,9 @@ def reached(layers: Mapping[str, QuantLayer]) -> Iterator[dict[str, int]]:
 
     def count(name: str) -> RemovableHandle:
         def add(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            rows[name] += args[0].shape[:-1].numel()
+            # Of sorted rows, those of 0 are of tokens that the router sends elsewhere.
+            inputs = args[0]
+            rows[name] += inputs.shape[:-1].numel() if expert_of(name) is None else int(inputs.any(-1).sum())
 
         return layers[name].register_forward_pre_hook(add)
 
