@@ -85,7 +85,8 @@ def rows(tree: SourceTree) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
     for architecture, classes in architectures(tree).items():
         predicts = "MTP" in architecture
         for name, part in [item for each in classes for item in float_layers(each).items()]:
-            layer = _last(name) if predicts and part.name.endswith(PREDICTORS) else name
+            own = predicts and part.name.endswith(PREDICTORS) and "embed" not in _last(name)  # which models have, too
+            layer = _last(name) if own else name
             models[layer].add(ANY if layer != name else architecture)
             files[layer].add(part.file.path.as_posix())
     return {
@@ -130,12 +131,18 @@ def _places(parts: Iterable[Source]) -> dict[Source, set[str]]:
     places: dict[Source, set[str]] = defaultdict(set)
     for part in parts:
         for attribute, value in part.assigned:
-            names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+            asked = {id(node) for call in ast.walk(value) if _is_question(call) for node in ast.walk(call)}
+            names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name) and id(node) not in asked}
             for name in names:
                 for found in part.file.classes_named(name):
                     for each in _ancestry(found):
                         places[each].add(attribute)
     return places
+
+
+def _is_question(node: ast.AST) -> bool:
+    """Whether something is asked what it is, and not made."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"
 
 
 def _ancestry(part: Source) -> list[Source]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-MODELS = "models"
-"""The folders that hold models; what is elsewhere is layers, which all models share."""
+MODELS = ("models", "attention")
+"""Folders that hold models, and parts that models have in common and whose layers have names in a folder (SGLang's
+indexer); what is elsewhere are layers themselves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +126,7 @@ class SourceTree:
     def file_of(self, module: str) -> SourceFile | None:
         """The file of a module, by its full name."""
         first, *rest = module.split(".")
-        if first != self.package or MODELS not in rest:
+        if first != self.package or not set(MODELS).intersection(rest):
             return None
         path = Path(*rest)
         return self.read(path / "__init__.py") or (self.read(path.with_suffix(".py")) if rest else None)

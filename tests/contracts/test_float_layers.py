@@ -83,3 +83,10 @@ def test_embeddings_that_vllm_builds_in_float_are_refused() -> None:
     model.config.architectures = ["MixtralForCausalLM"]
     with pytest.raises(NotSupportedError, match="builds model.embed_tokens without a quantization"):
         left_in_float(model, asked, VLLM)
+
+
+def test_servers_have_rows_of_their_own() -> None:
+    names = [f"model.layers.0.{name}" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")]
+    assert list(float_layers("SGLang", {"OlmoForCausalLM"}, names)) == names[:2]
+    assert not float_layers("SGLang", {"LlamaForCausalLM"}, names)
+    assert not float_layers("vLLM", {"OlmoForCausalLM"}, names)
