@@ -23,7 +23,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 
 # What of the package each extra serves; the longest path that fits counts. Everything else needs no extra.
 EXTRAS_OF = {
-    "image_files.py": {"images"},
+    "base/image_files.py": {"images"},
     "report/": {"report"},
     "torch/": {"torch"},
     "torch/writers/gguf/": {"torch", "gguf"},

@@ -5,8 +5,8 @@ from typing import Any
 
 # Read here, so that no later import of the module takes the name from the string.
 from quark.__version__ import __version__ as __version__
+from quark.base.telemetry import switch_off
 from quark.compat.documented_paths import install
-from quark.telemetry import switch_off
 
 switch_off()
 

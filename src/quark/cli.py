@@ -19,7 +19,7 @@ def main() -> None:
     # What is there at the end goes with the process: nothing is gained by looking through it for garbage once more.
     atexit.register(gc.freeze)
     try:
-        from quark.command_line import run
+        from quark.base.command_line import run
 
         run(app())
     except BaseException as error:
@@ -43,7 +43,7 @@ def app() -> typer.Typer:
     """The program."""
     import typer
 
-    from quark.command_line import DEBUG_HELP
+    from quark.base.command_line import DEBUG_HELP
     from quark.commands import COMMANDS, SETTINGS
 
     def options(

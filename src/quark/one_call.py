@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quark.base.log import severity
 from quark.errors import ConfigError, QuarkError
-from quark.log import severity
 
 OF_THE_COMMAND = ("report", "write_recipe", "log_file")
 """Options that say what the command writes beside its output."""

@@ -399,7 +399,7 @@ def test_the_module_is_the_program(tmp_path: Path) -> None:
 FIRST_LINE = """
 import logging, os, sys
 from quark.cli import main
-from quark.log import logger
+from quark.base.log import logger
 
 class First(logging.Handler):
     def emit(self, record):

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from quark.__version__ import __version__
+from quark.base.log import logger
 from quark.core.schemes import SCHEMES
 from quark.goals import GOALS
-from quark.log import logger
 from quark.onnx.config.preset_rows import QROWS, ROWS
 from quark.torch.config.block_mixes import MIXES
 from tests.commands.program import quark
@@ -119,7 +119,7 @@ def test_quiet_and_verbose_set_the_log(tmp_path: Path) -> None:
 
 
 def test_json_keeps_names_that_look_like_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    from quark.command_line import new_table, program, results, run
+    from quark.base.command_line import new_table, program, results, run
 
     def show() -> None:
         """Print."""

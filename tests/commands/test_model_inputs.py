@@ -15,8 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
+from quark.base.image_files import open_image
 from quark.errors import CalibrationError, ConfigError, FormatError
-from quark.image_files import open_image
 from quark.jobs.folders.model_inputs import ModelInputs
 from quark.torch.model.model_folder import load_config, model_class
 from tests.models.model_folders import DATA, model_folder

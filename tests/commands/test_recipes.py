@@ -17,7 +17,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import quark as quark_package
-from quark.command_line import program
+from quark.base.command_line import program
 from quark.commands.evaluate import evaluate
 from quark.commands.quantize import quantize
 from quark.goals.efforts import DEFAULT_TEXT

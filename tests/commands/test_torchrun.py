@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quark import command_line
+from quark.base import command_line
 from quark.errors import NotSupportedError
 from quark.jobs.processes import refuse_processes, together
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from quark.log import logger
+from quark.base.log import logger
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms import ALGORITHMS
 from quark.torch.algorithms.scaling.base import Folding

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from quark import native
+from quark.base import native
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerGroup
 from quark.core.kernels.element_rule import ElementRule

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quark import native
+from quark.base import native
 from quark.core.observers.histograms import counting
 from quark.core.observers.histograms.counting import count_patterns, count_with_numpy
 from quark.errors import MissingDependencyError

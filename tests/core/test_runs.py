@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quark import native
+from quark.base import native
 from quark.core import runs
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.packing import AWQ_ORDER, SEQUENTIAL, encode, pack_bits

@@ -23,8 +23,8 @@ def quark(*arguments: object) -> None:
         AssertionError: It failed in another way.
         Exception: What it let through.
     """
+    from quark.base.command_line import run
     from quark.cli import app
-    from quark.command_line import run
 
     os.environ.update(TERMINAL)
     code, errors = None, io.StringIO()

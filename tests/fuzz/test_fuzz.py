@@ -158,7 +158,7 @@ def test_a_command_is_judged_by_its_exit_code_and_its_last_line(
         sys.stderr.write(said)
         sys.exit(code)
 
-    monkeypatch.setattr("quark.command_line.run", run)
+    monkeypatch.setattr("quark.base.command_line.run", run)
     assert judged(place, lambda: quark("inspect")).name == name
 
 

@@ -11,8 +11,8 @@ import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 
+from quark.base.native import library
 from quark.errors import ConfigError, QuarkError
-from quark.native import library
 from quark.onnx import Int8Spec, ModelQuantizer, QConfig, QLayerConfig
 from quark.onnx_ops.library import SOURCE
 from tests.models.onnx_zoo import Reader

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from quark.command_line import new_table, results
+from quark.base.command_line import new_table, results
 
 
 def algorithms() -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from quark.base.progress import log_to
 from quark.commands.evaluate import Length, Samples, Threads, Windows
 from quark.commands.options.kinds import check_options, require, require_model
 from quark.commands.options.log_file import check_log_file, say_first
@@ -25,7 +26,6 @@ from quark.commands.quantize import Model
 from quark.errors import UsageError
 from quark.jobs.request import is_onnx
 from quark.jobs.words import check_words, members, scheme_names, usage
-from quark.progress import log_to
 from quark.report.page import check_page
 
 

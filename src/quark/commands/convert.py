@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from quark.command_line import results
+from quark.base.command_line import results
+from quark.base.files import require_config, require_regular
+from quark.base.progress import log_to
 from quark.commands.options.log_file import check_log_file, say_first
 from quark.commands.options.shared import LogFileOption
 from quark.errors import CalibrationError, ConfigError
-from quark.files import require_config, require_regular
-from quark.progress import log_to
 
 GGUF_SUFFIX = ".gguf"
 
@@ -40,7 +40,7 @@ def convert(
     (require_regular if model.suffix == GGUF_SUFFIX else require_config)(model)
     say_first("Converting", model, requantize, output=output)
     # The flow imports torch: when it runs, so that --help is instant.
-    from quark.files import temporary_folder
+    from quark.base.files import temporary_folder
     from quark.jobs.folders.export import ONNX, Export
     from quark.jobs.processes import refuse_processes
 

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quark.__version__ import __version__
-from quark.command_line import new_table, results
-from quark.native import compiler_of_this_machine
+from quark.base.command_line import new_table, results
+from quark.base.native import compiler_of_this_machine
 
 PACKAGES = {
     "torch": "torch", "transformers": "torch", "safetensors": "torch", "accelerate": "torch", "greenlet": "torch",

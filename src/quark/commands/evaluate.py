@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from quark.base.progress import log_to
 from quark.commands.options.kinds import check_options, folder_option, onnx_option, require
 from quark.commands.options.log_file import check_log_file, say_first
 from quark.commands.options.shared import (
@@ -22,7 +23,6 @@ from quark.commands.options.shared import (
 )
 from quark.errors import ConfigError
 from quark.jobs.request import is_onnx
-from quark.progress import log_to
 from quark.report.page import check_page
 
 Float = Annotated[Path, typer.Argument(metavar="FLOAT", help="Folder or ONNX file of the float model.")]

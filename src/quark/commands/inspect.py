@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from quark.command_line import Results, new_table, results
+from quark.base.command_line import Results, new_table, results
+from quark.base.json_objects import plain_json
 from quark.commands.options.kinds import check_options, onnx_option
 from quark.errors import ConfigError, FormatError
 from quark.jobs.request import is_onnx
-from quark.json_objects import plain_json
 
 if TYPE_CHECKING:
     import onnx

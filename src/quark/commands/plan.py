@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from quark.command_line import results
+from quark.base.command_line import results
+from quark.base.progress import log_to
 from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
 from quark.commands.options.of_request import option_for, said_on, takes
@@ -16,7 +17,6 @@ from quark.errors import UsageError
 from quark.jobs import FileJob, FolderJob, request_of, resolve
 from quark.jobs.request import is_onnx
 from quark.jobs.words import usage
-from quark.progress import log_to
 
 PLANNED = (
     "goal", "effort", "calib", "samples", "exclude", "log_file", "length", "packing", "seed", "scheme", "bits", "size",

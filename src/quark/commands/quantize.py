@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from quark.command_line import results
+from quark.base.command_line import results
+from quark.base.progress import log_to
 from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
 from quark.commands.options.of_request import said_on, takes
@@ -18,7 +19,6 @@ from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, request_o
 from quark.jobs.processes import together
 from quark.jobs.recipes.recipe import Recipe, check_recipe, save_recipe
 from quark.jobs.words import FILE_FORMS, usage
-from quark.progress import log_to
 
 Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face model, or an ONNX file.")]
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from quark.__version__ import __version__
-from quark.command_line import program
+from quark.base.command_line import program
+from quark.base.log import logger
 from quark.commands.evaluate import evaluate
 from quark.commands.options.of_request import said_on
 from quark.commands.quantize import quantize, quantize_as
@@ -20,7 +21,6 @@ from quark.jobs import request_of
 from quark.jobs.options import key_of
 from quark.jobs.recipes.recipe import data_digest, model_digest, said_by
 from quark.jobs.request import options_of
-from quark.log import logger
 from quark.report.page import check_page
 
 PASS_ON = {"ignore_unknown_options": True}

@@ -18,7 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quark import native
+from quark.base import native
+from quark.base.log import logger
 from quark.core.array import Array, dtype_name, is_torch, namespace
 from quark.core.block_types import BlockType
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
@@ -26,7 +27,6 @@ from quark.core.packing import SEQUENTIAL
 from quark.core.rounding import RoundType
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import OutputError, QuarkError, ShapeError
-from quark.log import logger
 
 COMPILED = ("bfloat16", "float32")
 """dtypes with compiled passes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from quark.base.log import logger
 from quark.core.schemes import in_smaller_groups
 from quark.errors import ConfigError, QuarkError, ShapeError, UsageError
 from quark.goals import GOALS, GoalChoice, choose
@@ -12,7 +13,6 @@ from quark.goals.efforts import check_effort
 from quark.goals.goal import Offer
 from quark.jobs.folders.bit_budget import named_candidates, size_within
 from quark.jobs.request import FileRequest, FolderRequest
-from quark.log import logger
 
 
 def chosen(request: FolderRequest | FileRequest, has_data: bool) -> GoalChoice | None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from quark.base.log import logger, severity
 from quark.errors import ConfigError, NotSupportedError, QuarkError, UsageError
 from quark.goals import GoalChoice
 from quark.goals.choice import may_be_fused
@@ -23,7 +24,6 @@ from quark.jobs.folders.schemes import is_mix, mix_config, scheme_config
 from quark.jobs.request import FolderRequest
 from quark.jobs.resolve import FolderJob
 from quark.jobs.words import torch_algorithms
-from quark.log import logger, severity
 
 if TYPE_CHECKING:
     from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quark.command_line import started_processes
+from quark.base.command_line import started_processes
 from quark.errors import NotSupportedError
 from quark.jobs.words import FILE_FORMS
 

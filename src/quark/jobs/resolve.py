@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quark.base.log import logger
 from quark.errors import OutputError
 from quark.goals import GoalChoice
 from quark.goals.facts import ONNX_FILE
@@ -16,7 +17,6 @@ from quark.goals.goal import GOALS
 from quark.jobs.choose import chosen
 from quark.jobs.request import FileRequest, FolderRequest
 from quark.jobs.words import FILE_FORMS, check_words, layer_schemes
-from quark.log import logger
 
 GGUF = FILE_FORMS[0]
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quark.base.files import check_file
+from quark.base.log import logger
 from quark.errors import ConfigError, DamageError, NothingToQuantizeError, SlowerThanFloatError
-from quark.files import check_file
 from quark.goals.efforts import FAST
 from quark.jobs.recovering import QUICK, Recovering, asked, recovery_of
 from quark.jobs.request import FileRequest
 from quark.jobs.resolve import FileJob
 from quark.jobs.words import onnx_algorithms
-from quark.log import logger
 from quark.onnx import Config, ModelQuantizer, PathDataReader, get_default_config
 from quark.onnx.calibration.data.inputs import file_bytes
 from quark.onnx.config.config import QConfig

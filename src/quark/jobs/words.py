@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from quark.base.log import logger
 from quark.core.scheme_families import family_of, named_in, suggestion
 from quark.errors import ConfigError, UsageError, did_you_mean
-from quark.log import logger
 
 FOLDER_FORMS = ("quark", "awq", "gptq", "fp8", "compressed-tensors")
 FILE_FORMS = ("gguf", "onnx")
@@ -93,7 +93,7 @@ def onnx_algorithms(words: Sequence[str] | None) -> list[Any]:
 
 def made(kind: Any, name: str, parameters: dict[str, Any]) -> Any:
     """A config with parameters. Raises ConfigError for one that it has not, or of another type."""
-    from quark.checked import known_keys
+    from quark.base.checked import known_keys
 
     try:
         return kind(**known_keys(parameters, kind))

@@ -9,13 +9,13 @@ from typing import Any
 
 import onnx
 
+from quark.base.files import check_file
+from quark.base.log import logger, severity
+from quark.base.telemetry import onnxruntime_is_silent
 from quark.errors import ConfigError
-from quark.files import check_file
-from quark.log import logger, severity
 from quark.onnx.calibration.data.samples import all_in_memory
 from quark.onnx.config.settings import Settings
 from quark.onnx_ops.encryption import KEY_VARIABLE, environment_key, save_encrypted
-from quark.telemetry import onnxruntime_is_silent
 
 ERROR = 3
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.errors import NothingToQuantizeError
-from quark.log import logger
 from quark.onnx.algorithms import PRECISION, check_data, run_after, run_before, run_precision
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.algorithms.rescaling.bias_correction import correct_where_certain, learning_starts_corrected

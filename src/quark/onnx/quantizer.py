@@ -12,11 +12,11 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from quark.checked import snapshot
+from quark.base.checked import snapshot
+from quark.base.files import check_apart, check_file
+from quark.base.log import logger
 from quark.core.metrics import Metric
 from quark.errors import CalibrationError, ConfigError, DamageError, NotSupportedError
-from quark.files import check_apart, check_file
-from quark.log import logger
 from quark.onnx.algorithms import check_algorithms
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.inputs import file_bytes, model_inputs

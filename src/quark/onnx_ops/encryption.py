@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import onnx
 
+from quark.base.files import atomic_file
 from quark.errors import ConfigError, FormatError, require_packages
-from quark.files import atomic_file
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quark.base.native import library
 from quark.errors import ConfigError, NotSupportedError
-from quark.native import library
 from quark.onnx_ops.operators import DOMAIN as _COP_DOMAIN
 from quark.onnx_ops.operators import VERSION as _COP_VERSION
 

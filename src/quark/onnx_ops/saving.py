@@ -18,8 +18,8 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
+from quark.base.files import check_file, digest_of, flush, replace_file, temporary_folder
 from quark.errors import FormatError, one_line
-from quark.files import check_file, digest_of, flush, replace_file, temporary_folder
 from quark.onnx_ops.custom_libraries import session_options
 from quark.onnx_ops.graph_writer import fixed_shape
 
@@ -53,7 +53,7 @@ def save(
         look: Called with the file, whole, before it has its place; what it raises leaves nothing.
 
     Raises:
-        OutputExistsError, OutputError: See `quark.files.check_file`. Nothing is left behind.
+        OutputExistsError, OutputError: See `quark.base.files.check_file`. Nothing is left behind.
         FormatError: The model is not valid.
     """
     target = check_file(path, overwrite)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from quark.__version__ import __version__
+from quark.base.files import atomic_file, check_apart, check_file
 from quark.errors import require_packages
-from quark.files import atomic_file, check_apart, check_file
 
 TEMPLATE = "page.html"
 LONGEST_TABLE = 2000

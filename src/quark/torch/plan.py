@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from quark.base.log import logger, severity
 from quark.core.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, ShapeError, StructureError
-from quark.log import logger, severity
 from quark.torch.calibration.experts import expert_of
 from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.config.config import QConfig, QLayerConfig

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from quark.checked import snapshot
+from quark.base.checked import snapshot
+from quark.base.log import logger, severity
+from quark.base.profiler import ProfileStep, profile_scope
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
-from quark.log import logger, severity
-from quark.profiler import ProfileStep, profile_scope
 from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.calibration.lent_tokens import ExpertCalibration
 from quark.torch.checkpoint.held_layers import held_layers, with_held

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quark.base.log import logger
 from quark.core.scales import QParams
-from quark.log import logger
 from quark.onnx import GPTQConfig
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers
 from quark.onnx.algorithms.rounding import gptq

@@ -14,10 +14,10 @@ import pytest
 import torch
 import transformers
 
-from quark import memory_and_disk
+from quark.base import memory_and_disk
+from quark.base.progress import log_to
 from quark.core import array
 from quark.errors import ConfigError
-from quark.progress import log_to
 from quark.torch import GPTQConfig, LLMTemplate, ModelQuantizer
 from quark.torch.algorithms.rounding import gptq
 from quark.torch.calibration import place

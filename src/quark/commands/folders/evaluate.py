@@ -9,11 +9,11 @@ from typing import Any
 
 from rich.table import Table
 
-from quark.command_line import new_table, results
+from quark.base.command_line import new_table, results
+from quark.base.files import require_regular
 from quark.commands.folders.measure import ALL, WHY_SLOW, Output, measure_folders
 from quark.commands.results.counted import counted
 from quark.errors import ConfigError
-from quark.files import require_regular
 
 
 def evaluate_folders(

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from quark.base.progress import progress
 from quark.core.metrics import Comparison, kl_by_row
 from quark.errors import ConfigError
-from quark.progress import progress
 
 ALL = 1 << 62
 """More samples than there are."""

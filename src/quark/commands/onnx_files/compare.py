@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from quark.base.log import severity
+from quark.base.progress import progress
 from quark.commands.results.compared import SchemeResult, show
 from quark.errors import QuarkError, one_line
 from quark.jobs.run_file import named_config
 from quark.jobs.words import members
-from quark.log import severity
 from quark.onnx import ModelQuantizer, PathDataReader
 from quark.onnx.calibration.data.inputs import file_bytes
 from quark.onnx.config.preset_rows import QROWS, ROWS
 from quark.onnx.evaluation.compare_models import compare_models
-from quark.progress import progress
 
 
 def compare_presets(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from quark.command_line import new_table, results
+from quark.base.command_line import new_table, results
 from quark.commands.onnx_files.report import onnx_sections
 from quark.commands.results.counted import counted
 from quark.core.metrics import Comparison

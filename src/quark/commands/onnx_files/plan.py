@@ -15,7 +15,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from quark.command_line import new_table, results
+from quark.base.command_line import new_table, results
 from quark.core.spec import TensorSpec
 from quark.errors import NothingToQuantizeError
 from quark.jobs.run_file import CPU_TARGET, default_config, named_config

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import typer
 
+from quark.base.files import require_config, require_regular
 from quark.errors import UsageError
-from quark.files import require_config, require_regular
 from quark.jobs.options import FOR_FILES, FOR_FOLDERS
 from quark.jobs.request import is_onnx
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from quark.base.files import check_apart
+from quark.base.log import logger
+from quark.base.progress import check_log
 from quark.errors import OutputExistsError
-from quark.files import check_apart
-from quark.log import logger
-from quark.progress import check_log
 
 
 def check_log_file(path: Path | None, output: str, read: Iterable[Path | None]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quark.command_line import new_table, results
+from quark.base.command_line import new_table, results
 from quark.report.figures import scatter
 from quark.report.page import Figure, PageTable, Section, write_page
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from quark.command_line import new_table
+from quark.base.command_line import new_table
 from quark.goals import GOALS, GoalChoice
 from quark.goals.facts import Answer
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from quark.command_line import results
+from quark.base.command_line import results
+from quark.base.files import check_apart
+from quark.base.log import logger
 from quark.errors import ConfigError
-from quark.files import check_apart
-from quark.log import logger
 from quark.report.page import Section, check_page, write_page
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from quark.command_line import new_table
+from quark.base.command_line import new_table
 from quark.commands.results.counted import counted
 from quark.onnx.evaluation.recovery.search import Recovery, measure_text
 

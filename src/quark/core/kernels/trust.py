@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from quark.base.log import logger
 from quark.core.array import Array, is_torch, namespace
-from quark.log import logger
 
 Key = tuple[object, ...]
 """What a kernel is compiled for."""

@@ -15,13 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quark import native
+from quark.base import native
+from quark.base.log import logger
 from quark.core.array import Array, chunk_bytes_for, dtype_name, is_torch, namespace
 from quark.core.kernels.element_rule import ElementRule
 from quark.core.quantize import quantize_elements
 from quark.core.spec import TensorSpec
 from quark.errors import OutputError, QuarkError
-from quark.log import logger
 
 BLOCK = 64
 """Columns of a block."""

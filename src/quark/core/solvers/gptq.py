@@ -25,12 +25,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from quark.base.log import logger
 from quark.core.array import Array, astype, copied_once, dtype_name, is_torch, like, minmax, namespace, row_major
 from quark.core.checks import read
 from quark.core.solvers.block_solvers import alignment, block_solver, grid_of_block
 from quark.core.solvers.halves import add_product, in_halves
 from quark.errors import CalibrationError
-from quark.log import logger
 
 Rounder = Callable[[int, Array], Array]
 """(i, work) -> the quantized values of column i, given the columns as they are now, shape (..., columns, rows)."""

@@ -10,8 +10,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quark.base.files import check_file
 from quark.errors import CalibrationError, UsageError
-from quark.files import check_file
 from quark.goals.choice import may_be_fused
 from quark.goals.goal import RuntimeGoal
 from quark.jobs.folders.calibration import Calibration

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quark.base.log import logger
 from quark.errors import CalibrationError, ConfigError
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs.request import LENGTH, SAMPLES, FolderRequest
-from quark.log import logger
 
 if TYPE_CHECKING:
     from quark.jobs.folders.model_inputs import ModelInputs

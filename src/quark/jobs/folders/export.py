@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quark.base.files import atomic_file, check_apart, check_file, check_folder
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
-from quark.files import atomic_file, check_apart, check_file, check_folder
 from quark.jobs.words import FILE_FORMS
 
 GGUF, ONNX = FILES = FILE_FORMS

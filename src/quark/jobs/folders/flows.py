@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quark.base.log import logger
+from quark.base.memory_and_disk import available_memory
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.jobs.folders.calibration import Calibration
 from quark.jobs.folders.export import Export
-from quark.log import logger
-from quark.memory_and_disk import available_memory
 
 if TYPE_CHECKING:
     from quark.jobs.folders.model_inputs import ModelInputs

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quark.base.files import check_apart, check_file
 from quark.errors import CalibrationError, ConfigError
-from quark.files import check_apart, check_file
 from quark.jobs.request import FolderRequest
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from quark.base.image_files import open_image
+from quark.base.json_objects import plain_json
 from quark.core.checks import naming
 from quark.errors import CalibrationError, ConfigError, MissingDependencyError, one_line
-from quark.image_files import open_image
-from quark.json_objects import plain_json
 from quark.torch.llm.documents import is_dataset, lines_of, samples_of
 from quark.torch.llm.text import read_text
 from quark.torch.model.batches import main_inputs, most_tokens, text_config

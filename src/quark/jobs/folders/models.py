@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import quark.torch  # noqa: F401 - first: where torch is absent, it says how to install it
-from quark.loading import without_collection
+from quark.base.loading import without_collection
 
 # isort: split
 with without_collection():

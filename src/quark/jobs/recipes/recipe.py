@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from quark.__version__ import __version__
+from quark.base.files import atomic_file, check_apart, check_file, digest_of, require_regular
+from quark.base.yaml_objects import write_yaml
 from quark.errors import CalibrationError, ConfigError, FormatError
-from quark.files import atomic_file, check_apart, check_file, digest_of, require_regular
 from quark.jobs.options import key_of, option_of
 from quark.jobs.request import JobRequest, options_of
 from quark.jobs.words import split_algorithm
-from quark.yaml_objects import write_yaml
 
 RECIPE = "quark_recipe.yaml"
 """The name of a recipe in the folder that was made of it."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
+from quark.base.files import require_regular
+from quark.base.yaml_objects import plain_yaml
 from quark.errors import FormatError
-from quark.files import require_regular
-from quark.yaml_objects import plain_yaml
 
 LARGEST = 1 << 20
 """Bytes of a recipe."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.errors import NothingQualifiesError, NotSupportedError
-from quark.log import logger
 from quark.onnx.algorithms.mixed_precision.auto_mixprecision import mix_precision
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.algorithms.rescaling.bias_correction import add_biases, check_examples, correct_biases

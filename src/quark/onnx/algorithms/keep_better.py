@@ -14,10 +14,10 @@ from itertools import islice
 
 import numpy as np
 
-from quark.log import logger
+from quark.base.log import logger
+from quark.base.progress import report
 from quark.onnx.algorithms.layer_sweep import Visit
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
-from quark.progress import report
 
 SAMPLES = 4
 """How many samples are compared; the layer is run twice on each."""

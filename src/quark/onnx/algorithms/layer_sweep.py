@@ -15,12 +15,12 @@ from typing import overload
 import numpy as np
 import onnx_ir as ir
 
+from quark.base.progress import progress
 from quark.core.array import NumpyArray
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers
 from quark.onnx.algorithms.sliced_run import SlicedRun
 from quark.onnx.calibration.data.padding import Padding
 from quark.onnx.calibration.data.samples import MEMORY, Samples, Store
-from quark.progress import progress
 
 PRODUCTS = ("MatMul", "Gemm")
 """Op types of which each row is one of the input."""

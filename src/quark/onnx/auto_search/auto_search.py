@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quark.base.log import logger
 from quark.errors import ConfigError, NotSupportedError, QuarkError, did_you_mean, one_line
-from quark.log import logger
 from quark.onnx.auto_search.distances import MEANS, distance
 from quark.onnx.auto_search.history import logged_to, text_of
 from quark.onnx.auto_search.qconfig_mapping import JOINT, joint

@@ -9,9 +9,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from quark.base.files import atomic_file
+from quark.base.log import logger
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError, did_you_mean, one_line
-from quark.files import atomic_file
-from quark.log import logger
 from quark.onnx.auto_search.distances import SUMS, distance
 from quark.onnx.auto_search.history import History, identity_of, logged_to
 from quark.onnx.auto_search.named_searches import default_search

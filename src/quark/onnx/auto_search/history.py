@@ -14,9 +14,9 @@ from typing import Any
 
 import onnx
 
+from quark.base.files import atomic_file, digest_of
+from quark.base.log import logger
 from quark.errors import ConfigError, FormatError
-from quark.files import atomic_file, digest_of
-from quark.log import logger
 
 
 def text_of(config: Mapping[str, Any]) -> str:

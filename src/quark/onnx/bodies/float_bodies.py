@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.errors import CalibrationError, NothingToQuantizeError, QuarkError
-from quark.log import logger
 from quark.onnx.bodies.body_feeds import BodyFeeds
 from quark.onnx.bodies.body_model import Body, as_model, bodies_of, put_back
 from quark.onnx.calibration.data.readers import is_alive

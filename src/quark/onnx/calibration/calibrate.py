@@ -18,6 +18,8 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 
+from quark.base.log import logger
+from quark.base.progress import progress
 from quark.core.dtypes import DTYPES
 from quark.core.observers import Observer
 from quark.core.observers.min_max import MinMaxObserver
@@ -25,7 +27,6 @@ from quark.core.real_rows import rows_at
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, QuarkError
-from quark.log import logger
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.padding import Padding, mask_values
 from quark.onnx.calibration.data.random_reader import RandomDataReader
@@ -46,7 +47,6 @@ from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.dual_pairs import REQUANTIZED, source_name
 from quark.onnx.placement.placement import Placement
 from quark.onnx_ops.custom_libraries import session_options
-from quark.progress import progress
 
 
 def activation_params(

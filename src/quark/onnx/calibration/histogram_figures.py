@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from quark.base.files import atomic_file
 from quark.core.observers import Observer
 from quark.core.observers.histograms.base import HistogramBasedObserver
 from quark.core.observers.histograms.bit_histogram import Bins, Floats
 from quark.core.observers.power_of_two import PowerOfTwoMinMSEObserver
 from quark.errors import ConfigError, OutputError, require_packages
-from quark.files import atomic_file
 
 FOLDER = "tensor_hist"
 """In the working directory."""

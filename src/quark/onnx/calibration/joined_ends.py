@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.errors import NothingToQuantizeError
-from quark.log import logger
 from quark.onnx.calibration.calibrate import model_session, repeatable
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.padding import Padding

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.core.observers import Observer
 from quark.errors import CalibrationError
-from quark.log import logger
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.masks import Range, added_masks, limit
 from quark.onnx.placement.placement import Placement

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from quark.base.files import atomic_file, require_regular
+from quark.base.log import logger
 from quark.errors import FormatError, one_line
-from quark.files import atomic_file, require_regular
-from quark.log import logger
 
 Range = tuple[float, float]
 KEY = "tensors_range"

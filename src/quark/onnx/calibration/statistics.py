@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from quark.base.files import atomic_file, require_regular
 from quark.core.array import Array, NumpyArray
 from quark.core.observers.base import Observer
 from quark.core.observers.histograms.base import HistogramBasedObserver
@@ -21,7 +22,6 @@ from quark.core.observers.moving_average import MovingAverageObserver
 from quark.core.scales import QParams
 from quark.core.spec import spec
 from quark.errors import CalibrationError, FormatError
-from quark.files import atomic_file, require_regular
 from quark.onnx.graph.proto_file import reason
 
 SCALARS = ("count", "low", "high", "low_sum", "high_sum")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import dataclass_transform
 
-from quark.checked import as_dict, checked, known_keys
+from quark.base.checked import as_dict, checked, known_keys
 from quark.core.registry import Registry
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 

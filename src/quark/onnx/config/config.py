@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from quark.checked import as_list, checked, config_table, known_keys
+from quark.base.checked import as_list, checked, config_table, known_keys
 from quark.errors import ConfigError
 from quark.onnx.config.algo_configs import AlgoConfig
 from quark.onnx.config.extra_options import check_options

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from quark.checked import as_dict, as_list, checked, known_keys
+from quark.base.checked import as_dict, as_list, checked, known_keys
 from quark.errors import ConfigError
 from quark.onnx.config.algo_configs import AlgoConfig, AutoMixprecisionConfig
 from quark.onnx.config.serialized import to_json

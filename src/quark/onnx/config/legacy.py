@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from quark.checked import changed_fields, checked, config_table, known_keys
+from quark.base.checked import changed_fields, checked, config_table, known_keys
 from quark.errors import ConfigError
 from quark.onnx.config.enums import (
     CalibrationMethod,

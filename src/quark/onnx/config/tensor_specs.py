@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar, get_type_hints
 
-from quark.checked import checked, known_keys, member
+from quark.base.checked import checked, known_keys, member
 from quark.core.dtypes import DTYPES
 from quark.core.registry import Registry
 from quark.errors import ConfigError

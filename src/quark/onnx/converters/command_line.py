@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from quark.command_line import program, run
+from quark.base.command_line import program, run
+from quark.base.files import check_file
 from quark.errors import ConfigError
-from quark.files import check_file
 from quark.onnx.converters import TOOLS
 from quark.onnx.converters.tool import Flag, Tool
 

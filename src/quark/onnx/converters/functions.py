@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from quark.command_line import results
+from quark.base.command_line import results
 from quark.core.array import NumpyArray
 from quark.core.metrics import psnr
 from quark.errors import ConfigError, NotSupportedError

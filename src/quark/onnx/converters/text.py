@@ -8,8 +8,8 @@ import onnx
 import onnx_ir as ir
 from google.protobuf import text_format
 
+from quark.base.files import atomic_file
 from quark.errors import FormatError
-from quark.files import atomic_file
 from quark.onnx.graph.model_file import read, to_proto
 
 

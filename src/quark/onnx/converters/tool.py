@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 import onnx_ir as ir
 
+from quark.base.files import check_apart, check_file
 from quark.errors import NotSupportedError
-from quark.files import check_apart, check_file
 from quark.onnx.graph.model_file import read
 from quark.onnx_ops.saving import model_files, save
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from quark.command_line import program, results, run
+from quark.base.command_line import program, results, run
 from quark.core.array import NumpyArray
 from quark.core.metrics import Comparison, Metric
 from quark.errors import ConfigError, FormatError

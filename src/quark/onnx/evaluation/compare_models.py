@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 import onnxruntime
 
+from quark.base.progress import progress
 from quark.core.array import NumpyArray
 from quark.core.metrics import ChannelFit, Comparison
 from quark.errors import CalibrationError, ConfigError
@@ -26,7 +27,6 @@ from quark.onnx.graph.model_file import read
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import open_session, run_sample
 from quark.onnx.parts.output_parts import OutputPart, output_parts, parts_of
-from quark.progress import progress
 
 DECODED = "_DequantizeLinear_Output"
 OUTPUT = "_QuantizeLinear_Input"

@@ -11,9 +11,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from quark.base.files import atomic_folder, check_apart, check_folder
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, ConfigError
-from quark.files import atomic_folder, check_apart, check_folder
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.random_reader import RandomDataReader

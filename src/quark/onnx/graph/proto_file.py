@@ -7,8 +7,8 @@ from pathlib import Path
 
 import onnx
 
+from quark.base.files import require_regular
 from quark.errors import FormatError, NotSupportedError, one_line
-from quark.files import require_regular
 from quark.onnx.graph.check_proto import check_proto
 from quark.onnx_ops.encryption import is_encrypted, load_encrypted
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from quark.base.log import logger
+from quark.base.memory_and_disk import give_back_memory
 from quark.errors import CalibrationError, ConfigError, SlowerThanFloatError
-from quark.log import logger
-from quark.memory_and_disk import give_back_memory
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide, write

@@ -24,9 +24,9 @@ from typing import Any
 
 import onnxruntime
 
+from quark.base.files import atomic_file, require_regular
+from quark.base.native import cache_folder
 from quark.errors import ConfigError, FormatError, OutputError
-from quark.files import atomic_file, require_regular
-from quark.native import cache_folder
 from quark.onnx.config.settings import MeasurementSettings
 from quark.onnx.latency.conversions import KINDS, Line, lines, probes
 from quark.onnx.latency.kernels import ProfiledModel, Timer

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.errors import NothingToQuantizeError, SlowerThanFloatError
-from quark.log import logger
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.settings import Settings

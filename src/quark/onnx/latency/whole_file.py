@@ -16,8 +16,8 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 
+from quark.base.log import logger
 from quark.errors import QuarkError, SlowerThanFloatError
-from quark.log import logger
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import split_weights

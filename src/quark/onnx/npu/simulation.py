@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.errors import ConfigError
-from quark.log import logger
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import axes_of, is_op
 from quark.onnx.graph.model_file import infer_shapes

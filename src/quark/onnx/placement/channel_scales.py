@@ -18,11 +18,11 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.core.granularity import Granularity, PerChannel, PerTensor
 from quark.core.quantize import fake_quantize
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
-from quark.log import logger
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant

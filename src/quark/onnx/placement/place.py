@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.core.granularity import PerTensor
 from quark.core.spec import LayerSpec
 from quark.errors import NothingToQuantizeError
-from quark.log import logger
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_read
 from quark.onnx.graph.masks import added_masks, is_mask, masked_values

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.progress import progress
 from quark.core.checks import gathered
-from quark.progress import progress
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import calibrate_weights

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.log import logger
+from quark.base.profiler import ProfileStep, profile_scope
 from quark.core.checks import naming
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError, StructureError, one_line
-from quark.log import logger
-from quark.profiler import ProfileStep, profile_scope
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_loop import Hidden, is_inside, layers_inside, loop_over_blocks, record_inputs
 from quark.torch.algorithms.block_weights import BlockWeights

@@ -13,9 +13,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from quark.base.memory_and_disk import give_back_memory
 from quark.core.checks import all_finite, check
 from quark.errors import CalibrationError, NonFiniteError, StructureError
-from quark.memory_and_disk import give_back_memory
 from quark.torch.algorithms.exact_products import exact_in_bfloat16
 from quark.torch.calibration.distributed import from_owner, in_order, largest, rank, summed, world
 from quark.torch.calibration.parking import Waiting

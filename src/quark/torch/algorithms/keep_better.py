@@ -25,11 +25,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from quark.base.log import logger
 from quark.core.checks import gathered, read
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
-from quark.log import logger
 from quark.torch.algorithms.base import Algorithm, Block, BlockErrors
 from quark.torch.calibration.calibrate import calibrate_tensor, share_scales
 from quark.torch.calibration.distributed import summed

@@ -20,8 +20,8 @@ import torch
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 from torch import nn
 
+from quark.base.memory_and_disk import give_back_memory
 from quark.errors import StructureError
-from quark.memory_and_disk import give_back_memory
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.calibration.experts import expert_of, reached_together
 from quark.torch.calibration.lent_tokens import is_shown

@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from quark.base.progress import progress
 from quark.errors import NonFiniteError, NotSupportedError
-from quark.progress import progress
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.block_loop import (
     Hidden,

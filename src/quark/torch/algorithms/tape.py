@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from quark.base.files import atomic_file
+from quark.base.json_objects import differences
 from quark.errors import ConfigError, FormatError
-from quark.files import atomic_file
-from quark.json_objects import differences
 from quark.torch.calibration.place import settle
 from quark.torch.checkpoint.shards import read_tensors, save_tensors
 from quark.torch.model.batches import to_host

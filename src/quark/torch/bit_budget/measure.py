@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from quark.base.files import scratch_folder
 from quark.core.spec import LayerSpec
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, ShapeError
-from quark.files import scratch_folder
 from quark.torch.algorithms.block_weights import BlockWeights, blocks_of
 from quark.torch.algorithms.tape import Tape
 from quark.torch.bit_budget.gguf_rules import GgufRules

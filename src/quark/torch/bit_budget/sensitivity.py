@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from quark.__version__ import __version__
+from quark.base.files import atomic_file, require_regular
 from quark.core.solvers.knapsack import cheapest_choice
 from quark.errors import ConfigError, FormatError, did_you_mean
-from quark.files import atomic_file, require_regular
 from quark.torch.bit_budget.groups import patterns_of_group
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate

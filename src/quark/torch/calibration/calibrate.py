@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from quark.base.profiler import ProfileStep, profile_scope
+from quark.base.progress import progress
 from quark.core.array import dtype_name
 from quark.core.block_types import BlockType
 from quark.core.checks import all_finite, check, gathered, naming, read
@@ -20,8 +22,6 @@ from quark.core.runs import run_ranges
 from quark.core.scales import EPS, TINY, QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, NonFiniteError
-from quark.profiler import ProfileStep, profile_scope
-from quark.progress import progress
 from quark.torch.calibration.distributed import merge_observers, part_of
 from quark.torch.calibration.experts import finish_expert_ranges
 from quark.torch.calibration.lent_tokens import ExpertCalibration, all_tokens_to_all_experts

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from quark.base.files import atomic_folder, remove_dead
 from quark.core.observers import Observer
 from quark.errors import CalibrationError, ConfigError, OutputError, ProcessLostError, one_line
-from quark.files import atomic_folder, remove_dead
 from quark.torch.calibration.heartbeat import Heartbeat
 from quark.torch.layers.fake_quant import FakeQuantize
 

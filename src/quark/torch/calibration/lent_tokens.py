@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from quark.log import logger
+from quark.base.log import logger
 from quark.torch.calibration.distributed import summed
 from quark.torch.calibration.experts import expert_of
 from quark.torch.layers import QuantLayer

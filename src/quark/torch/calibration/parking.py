@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quark.memory_and_disk import give_back_memory
+from quark.base.memory_and_disk import give_back_memory
 
 LEAST = 1 << 18
 """Bytes below which a tensor stays in memory."""

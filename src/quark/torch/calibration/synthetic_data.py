@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.progress import progress
 from quark.errors import CalibrationError, NotSupportedError
-from quark.progress import progress
 from quark.torch.model.batches import evaluating, input_device, most_tokens, text_config
 from quark.torch.model.calibration_data import ModelArguments, unpadded
 

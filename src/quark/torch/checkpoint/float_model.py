@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from quark.base.log import logger
 from quark.errors import FormatError
-from quark.log import logger
 from quark.torch.checkpoint.sources.methods import MODELOPT, method_of, quantization_of
 from quark.torch.checkpoint.sources.source import Source, check_finite
 from quark.torch.model.folder_files import INDEX, shard_files

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from quark.base.json_objects import without_doubles
 from quark.errors import FormatError, NotSupportedError
-from quark.json_objects import without_doubles
 from quark.torch.model.folder_files import regular_file
 
 DTYPES: dict[str, torch.dtype] = {

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from quark.base.files import atomic_file, digest_of
 from quark.errors import ConfigError, FormatError, NotSupportedError
-from quark.files import atomic_file, digest_of
 from quark.torch.checkpoint.importer import load_into
 from quark.torch.checkpoint.loading import FAKE_QUANTIZED, REAL_QUANTIZED
 from quark.torch.checkpoint.shards import entries, save_tensors

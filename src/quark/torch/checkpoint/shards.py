@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.progress import progress
 from quark.core.scales import QParams
 from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import NotSupportedError
-from quark.progress import progress
 from quark.torch.checkpoint.loading import StoredTensor, empty_activation, empty_scale, float_dtype, stored_like
 from quark.torch.checkpoint.safetensors_file import ByteRange, TensorFile, create_file, write_tensor
 from quark.torch.formats import FORMATS, FolderFormat, Format

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quark.checked import checked_dataclass
+from quark.base.checked import checked_dataclass
 from quark.errors import ConfigError
 
 __all__ = [

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quark.__version__ import __version__
-from quark.checked import as_dict, checked_dataclass, config_table, known_keys
+from quark.base.checked import as_dict, checked_dataclass, config_table, known_keys
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.algo_configs import AlgoConfig, RotationConfig
 from quark.torch.config.named_algorithms import recorded_algo_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from quark.checked import checked_dataclass
+from quark.base.checked import checked_dataclass
 from quark.errors import NotSupportedError
 
 __all__ = ["ExporterConfig", "JsonExporterConfig", "OnnxExporterConfig", "QuantConfigParser"]

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from quark.checked import as_dict, as_list, snapshot
+from quark.base.checked import as_dict, as_list, snapshot
+from quark.base.log import logger
 from quark.core.block_types import BLOCK_TYPES
 from quark.core.granularity import HEADS
 from quark.core.registry import Registry
@@ -20,7 +21,6 @@ from quark.core.scheme_families import suggestion
 from quark.core.schemes import OLD_SCHEMES, SCHEMES, scheme_of
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, did_you_mean
-from quark.log import logger
 from quark.torch.config.algo_configs import AlgoConfig
 from quark.torch.config.block_mixes import MIXES
 from quark.torch.config.config import QConfig, QLayerConfig

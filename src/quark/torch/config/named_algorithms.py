@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quark.checked import as_dict, known_keys
+from quark.base.checked import as_dict, known_keys
 from quark.core.registry import Registry
 from quark.errors import ConfigError, FormatError
 from quark.torch.config.algo_configs import (

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quark.base.memory_and_disk import check_disk
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError, NotSupportedError
-from quark.memory_and_disk import check_disk
 from quark.torch.calibration.distributed import first_then_all
 from quark.torch.checkpoint.float_model import check_metas, shapes_of
 from quark.torch.checkpoint.loading import REAL_QUANTIZED

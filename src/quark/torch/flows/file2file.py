@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from quark.base.files import check_apart
+from quark.base.log import logger
+from quark.base.progress import progress
 from quark.core.checks import naming
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
-from quark.files import check_apart
-from quark.log import logger
-from quark.progress import progress
 from quark.torch.calibration.calibrate import qparams_under, sharing_scales, tensor_qparams
 from quark.torch.calibration.distributed import check_alive, rank, shared_folder, world
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
@@ -106,7 +106,7 @@ def quantize_files(
         keep_unexpected: As for `load_float_model`.
 
     Raises:
-        OutputExistsError: `output` is, holds or lies in the source; or see `quark.files.check_folder`.
+        OutputExistsError: `output` is, holds or lies in the source; or see `quark.base.files.check_folder`.
         ConfigError: An activation is static, or an algorithm was asked for: both need data.
         FormatError: The source is incomplete or corrupt.
         NonFiniteError, ShapeError: See there; each names the tensor.

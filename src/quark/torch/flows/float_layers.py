@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from quark.base.log import logger
 from quark.core.patterns import matches
 from quark.errors import NotSupportedError
 from quark.goals.float_layers import FloatLayer, float_layers
 from quark.goals.goal import RuntimeGoal
-from quark.log import logger
 from quark.torch.checkpoint.sources.carried import carried_beside
 from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.config.config import QConfig

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from quark.base.files import check_apart, check_folder, check_place, move_folder
+from quark.base.log import logger, severity
+from quark.base.memory_and_disk import give_back_memory
 from quark.errors import FormatError, StructureError
-from quark.files import check_apart, check_folder, check_place, move_folder
-from quark.log import logger, severity
-from quark.memory_and_disk import give_back_memory
 from quark.torch.algorithms import algorithms_of
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.block_loop import LoopState, is_inside
@@ -77,7 +77,7 @@ def stream(
         attachments, keep_unexpected: As for `export_safetensors` and `load_float_model`.
 
     Raises:
-        OutputExistsError: `output` is, holds or lies in the source; or see `quark.files.check_folder`.
+        OutputExistsError: `output` is, holds or lies in the source; or see `quark.base.files.check_folder`.
         ConfigError: `work` belongs to a run with other settings; says which differs.
         FormatError: The source, or what `work` holds, is incomplete or corrupt.
         CalibrationError, NonFiniteError, ShapeError, NotSupportedError: See there; each names the tensor or layer.

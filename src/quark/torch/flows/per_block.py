@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.log import logger
 from quark.errors import CalibrationError, NotSupportedError
-from quark.log import logger
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_loop import (
     Hidden,

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
+from quark.base.log import logger
+from quark.base.memory_and_disk import available_memory, check_disk, check_memory, free_disk
+from quark.base.progress import write_event
 from quark.core.array import DEVICE_CHUNK
-from quark.log import logger
-from quark.memory_and_disk import available_memory, check_disk, check_memory, free_disk
-from quark.progress import write_event
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.rounding.gptq import ELEMENTS, LEAST_ROWS
 from quark.torch.calibration.place import ON_DEVICE

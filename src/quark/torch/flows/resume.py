@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from quark.__version__ import __version__
+from quark.base.files import atomic_file, hold, is_temporary, remove_dead
+from quark.base.json_objects import differences
 from quark.errors import ConfigError, FormatError, OutputError
-from quark.files import atomic_file, hold, is_temporary, remove_dead
-from quark.json_objects import differences
 from quark.torch.algorithms.block_loop import LoopState
 from quark.torch.algorithms.block_sweep import LEARNED
 from quark.torch.calibration.distributed import rank, wait

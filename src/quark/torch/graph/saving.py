@@ -10,8 +10,8 @@ from typing import IO, Any
 import torch
 from torch import fx, nn
 
+from quark.base.files import atomic_file
 from quark.errors import ConfigError, FormatError, NotSupportedError, one_line
-from quark.files import atomic_file
 from quark.torch.graph.archived_code import refuse_code
 from quark.torch.graph.training import allow_training, set_training
 from quark.torch.model.folder_files import regular_file

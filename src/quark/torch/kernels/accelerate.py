@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quark.base.log import logger
 from quark.core.array import chunk_bytes_for, row_chunks
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import dequantize, quantize, recover_codes
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, NotSupportedError
-from quark.log import logger
 from quark.torch.checkpoint.loading import StoredTensor
 from quark.torch.kernels.fp8 import ScaledMm
 from quark.torch.kernels.int4 import Int4Groups

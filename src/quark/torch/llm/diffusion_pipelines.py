@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from quark.base.log import logger
 from quark.errors import CalibrationError, NotSupportedError, StructureError
-from quark.log import logger
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import lower_layer
 from quark.torch.quantizer import ModelQuantizer

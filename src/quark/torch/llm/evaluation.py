@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.files import atomic_file
+from quark.base.log import logger
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
-from quark.files import atomic_file
-from quark.log import logger
 from quark.torch.llm.generated_text import ANSWERS, mlperf_rouge_eval, ppl_eval_with_synthetic_dataset
 from quark.torch.llm.model_loading import get_tokenizer
 from quark.torch.llm.named_datasets import NamedDataset, dataset_text

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from quark.base.progress import progress
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, did_you_mean
-from quark.progress import progress
 from quark.torch.llm.chat_templates import render_chat
 from quark.torch.llm.named_datasets import NamedDataset, rows_of
 from quark.torch.llm.other_packages import other_package

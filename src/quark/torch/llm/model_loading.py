@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from quark.base.log import logger
 from quark.errors import ConfigError, FormatError, NotSupportedError, did_you_mean, one_line
-from quark.log import logger
 from quark.torch.checkpoint.float_model import load_float_model, load_whole, shapes_of, stored_metas
 from quark.torch.checkpoint.importer import import_model_from_safetensors
 from quark.torch.formats import FORMATS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from quark.log import logger
+from quark.base.log import logger
 from quark.torch.llm.model_loading import model_path
 from quark.torch.model.model_folder import import_transformers
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from quark.base.progress import progress
 from quark.errors import CalibrationError
-from quark.progress import progress
 
 
 def token_windows(tokenizer: Any, file: Path, length: int, limit: int | None = None) -> list[torch.Tensor]:

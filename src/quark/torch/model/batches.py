@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.progress import progress
 from quark.errors import CalibrationError, ConfigError, QuarkError, one_line
-from quark.progress import progress
 from quark.torch.model.half_products import half_products
 
 ONE_LENGTH = (

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
+from quark.base.files import require_config
+from quark.base.json_objects import plain_json
+from quark.base.loading import without_collection
 from quark.errors import FormatError, QuarkError, one_line, require_packages
-from quark.files import require_config
-from quark.json_objects import plain_json
-from quark.loading import without_collection
 from quark.torch.config.config_schema import check_quantization
 from quark.torch.model.folder_files import check_files
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quark.base.files import atomic_file
 from quark.core.spec import LayerSpec
-from quark.files import atomic_file
 from quark.goals import GOALS
 from quark.torch.model.folder_files import file_of
 

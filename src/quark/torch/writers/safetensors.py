@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import fx, nn
 
+from quark.base.files import check_apart
+from quark.base.log import logger
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
-from quark.files import check_apart
-from quark.log import logger
 from quark.torch.calibration.distributed import rank, shared_folder
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.checkpoint.quantization_config import folder_of

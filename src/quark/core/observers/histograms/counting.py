@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from quark import native
+from quark.base import native
+from quark.base.log import logger
 from quark.errors import OutputError, QuarkError
-from quark.log import logger
 
 Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
 Extremes = tuple[np.float32, np.float32]

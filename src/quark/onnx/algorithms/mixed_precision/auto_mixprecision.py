@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.errors import ConfigError
-from quark.log import logger
 from quark.onnx.algorithms.mixed_precision.candidates import Candidate, Option, find_candidates, with_options
 from quark.onnx.algorithms.mixed_precision.sensitivity import Cache, Sensitivity, analyse, cache_key, table
 from quark.onnx.algorithms.mixed_precision.trials import Trials, distance_of, stored_bytes

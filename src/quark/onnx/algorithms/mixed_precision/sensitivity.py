@@ -13,13 +13,13 @@ from typing import Any
 
 import onnx_ir as ir
 
+from quark.base.files import atomic_file
+from quark.base.progress import progress
 from quark.errors import ConfigError, FormatError
-from quark.files import atomic_file
 from quark.onnx.algorithms.mixed_precision.candidates import Candidate, Option
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import fingerprint
 from quark.onnx.config.settings import Settings
-from quark.progress import progress
 
 FORMAT = "quark sensitivity 1"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.errors import NothingQualifiesError
-from quark.log import logger
 from quark.onnx.algorithms.noise.sensitivity import OutputNoise, sensitivity
 from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.calibration.score import Judge

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import NothingQualifiesError
-from quark.log import logger
 from quark.onnx.algorithms.noise.sensitivity import Probe, halved
 from quark.onnx.algorithms.noise.sources import NoiseModel
 from quark.onnx.calibration.calibrate import range_classes, solved_observer

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
+from quark.base.log import logger, severity
 from quark.core.metrics import Metric
 from quark.errors import NotSupportedError
-from quark.log import logger, severity
 from quark.onnx.algorithms.rescaling.cle import equalize
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.score import Scorer

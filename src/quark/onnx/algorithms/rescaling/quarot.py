@@ -15,10 +15,10 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.core.array import NumpyArray
 from quark.core.solvers.hadamard import Rotation
 from quark.errors import ConfigError, StructureError
-from quark.log import logger
 from quark.onnx.algorithms.rescaling.rotation_config import read_streams
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import Feed

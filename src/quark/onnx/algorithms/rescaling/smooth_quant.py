@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.core.array import NumpyArray
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.scales import qparams_from_range
@@ -20,7 +21,6 @@ from quark.core.solvers.equalize import channel_range
 from quark.core.solvers.smooth import WORTH, output_noise, smoothing_scale
 from quark.core.spec import TensorSpec, spec
 from quark.errors import ConfigError, NonFiniteError
-from quark.log import logger
 from quark.onnx.calibration.calibrate import collect
 from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.config.algo_configs import SmoothQuantConfig

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from quark.base.files import scratch_folder
+from quark.base.log import logger
+from quark.base.progress import report, status
 from quark.core.array import NumpyArray, threads_for, to_numpy
 from quark.core.scales import QParams
 from quark.core.solvers.adaround import AdaQuant, AdaRound
 from quark.core.solvers.reconstruct import Activation, Outcome, OutputGrid, Rows, Training, Unit, train
 from quark.errors import ConfigError, NotSupportedError, QuarkError
-from quark.files import scratch_folder
-from quark.log import logger
 from quark.onnx.algorithms.layer_sweep import Visit, sweep
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers
 from quark.onnx.algorithms.rounding.checks import Config, check, check_output_index, optimizer_device
@@ -35,7 +36,6 @@ from quark.onnx.graph.edit import dims
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from quark.onnx.graph.sessions import open_session
 from quark.onnx.passes import run_passes
-from quark.progress import report, status
 
 ROWS_OF_A_BATCH = {AdaRoundConfig: 256, AdaQuantConfig: 128}
 """Most rows that a batch has, whatever its samples have: more positions of one image say little new.

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from quark.base.files import require_regular
+from quark.base.image_files import open_image
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, FormatError, MissingDependencyError
-from quark.files import require_regular
-from quark.image_files import open_image
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.graph.proto_file import reason
 
@@ -91,7 +91,7 @@ def read_image(path: Path, mode: str | None = None) -> NumpyArray:
     """The pixels of an image: uint8 [height, width, colours], or [height, width] of a grey one.
 
     Args:
-        path: An image of 8 or 16 bits a colour; see `quark.image_files`.
+        path: An image of 8 or 16 bits a colour; see `quark.base.image_files`.
         mode: "RGB" or "L"; None: grey stays grey, all else becomes RGB.
 
     Raises:

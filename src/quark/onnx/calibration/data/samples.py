@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from quark.base.files import scratch_folder
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError
-from quark.files import scratch_folder
 from quark.onnx.calibration.data.inputs import Feed, Input
 from quark.onnx.calibration.data.readers import TimeUpError, samples, usable
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from quark.base.log import logger
 from quark.errors import ConfigError, did_you_mean
-from quark.log import logger
 from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quark.base.yaml_objects import plain_yaml
 from quark.errors import ConfigError, FormatError, NotSupportedError, did_you_mean, one_line, require_packages
-from quark.yaml_objects import plain_yaml
 
 Entries = dict[str, dict[str, Any]]
 

@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from quark.base.log import logger
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.rounding import RoundType
 from quark.core.spec import ScaleRule, TensorSpec
 from quark.core.spec import ScaleType as CoreScale
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
-from quark.log import logger
 from quark.onnx.config.enums import CalibMethod, ExtendedQuantType, QuantGranularity, ScaleType
 from quark.onnx.config.extra_options import value_of
 from quark.onnx.config.tensor_specs import DATA_TYPES, DataType, QTensorConfig

@@ -13,8 +13,8 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from quark.base.log import logger, severity
 from quark.errors import QuarkError
-from quark.log import logger, severity
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.evaluation.compare_models import damaged_layers
 from quark.onnx.evaluation.lost_outputs.verdict import Damage

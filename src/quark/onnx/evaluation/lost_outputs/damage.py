@@ -21,9 +21,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.core.array import NumpyArray
 from quark.errors import DamageError, FormatError, QuarkError
-from quark.log import logger
 from quark.onnx.bodies.body_model import bodies_of
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import Feed, model_inputs

@@ -20,9 +20,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from quark.base.log import logger
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, QuarkError
-from quark.log import logger
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.evaluation.lost_outputs.verdict import LEAST, Verdict, judge
 from quark.onnx.graph.model_file import split_weights

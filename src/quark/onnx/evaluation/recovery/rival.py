@@ -21,8 +21,8 @@ from statistics import median
 import onnx
 import onnx_ir as ir
 
+from quark.base.log import logger, severity
 from quark.errors import QuarkError
-from quark.log import logger, severity
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.own_time import own_time
 from quark.onnx.calibration.data.samples import Samples

@@ -18,10 +18,11 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
+from quark.base.log import logger, severity
+from quark.base.memory_and_disk import give_back_memory
+from quark.base.progress import seconds_text, write_event
 from quark.core.metrics import Metric
 from quark.errors import CalibrationError, ConfigError, NothingQualifiesError, QuarkError, one_line
-from quark.log import logger, severity
-from quark.memory_and_disk import give_back_memory
 from quark.onnx.algorithms import check_algorithms
 from quark.onnx.algorithms.noise.float_nodes import Measured
 from quark.onnx.algorithms.rescaling.equalize_if_better import equalize_if_better
@@ -40,7 +41,6 @@ from quark.onnx.evaluation.recovery.types import element_types
 from quark.onnx.flow import convert
 from quark.onnx.latency.measure import leave_slower_in_float
 from quark.onnx.prepare import prepare
-from quark.progress import seconds_text, write_event
 
 EVERY = 4
 """One sample in this many is held out; as many samples are needed."""

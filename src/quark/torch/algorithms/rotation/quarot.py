@@ -24,11 +24,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from quark.base.log import logger
+from quark.base.progress import progress
 from quark.core.checks import naming
 from quark.core.solvers.hadamard import Rotation
 from quark.errors import ConfigError, NotSupportedError, StructureError
-from quark.log import logger
-from quark.progress import progress
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.rotation.block import R1_SEED, BlockPlan, plan_block, prove_block

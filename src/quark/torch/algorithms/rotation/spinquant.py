@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.log import logger
+from quark.base.progress import progress, status
 from quark.errors import ConfigError, NonFiniteError
-from quark.log import logger
-from quark.progress import progress, status
 from quark.torch.algorithms.keep_better import rounded
 from quark.torch.algorithms.rotation.block import BlockPlan
 from quark.torch.algorithms.rotation.cayley import MatrixRotation, cayley_step, in_blocks, keeping_mean

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from quark.base.progress import progress, report, status
 from quark.errors import CalibrationError, ConfigError, StructureError
-from quark.progress import progress, report, status
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.input_group import no_tokens
 from quark.torch.algorithms.layer_weights import weight_quantizer

@@ -31,6 +31,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from quark.base.log import logger
+from quark.base.progress import progress, status
 from quark.core.array import dtype_name
 from quark.core.block_types import BlockType
 from quark.core.dtypes import Dtype
@@ -39,8 +41,6 @@ from quark.core.rounding import step_of
 from quark.core.scales import QParams, round_scale
 from quark.core.spec import FLOAT_SCALES
 from quark.errors import ConfigError, NonFiniteError, StructureError
-from quark.log import logger
-from quark.progress import progress, status
 from quark.torch.algorithms.base import DIVERGENCE, Algorithm, BlockErrors
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer, weight_spec

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
+from quark.base.memory_and_disk import give_back_memory
+from quark.base.progress import OUTPUT_ERROR, report
 from quark.core.checks import later, naming
 from quark.core.quantize import fake_quantize
 from quark.core.scales import QParams
@@ -23,8 +25,6 @@ from quark.core.solvers.columns import ColumnGrid, compiles
 from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError
-from quark.memory_and_disk import give_back_memory
-from quark.progress import OUTPUT_ERROR, report
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_weights import freeze_weight, weight_quantizer, weight_spec

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
+from quark.base.log import logger
 from quark.core.array import NumpyArray
 from quark.core.checks import naming
 from quark.core.solvers.importance import weighted_qparams
 from quark.errors import FormatError
-from quark.log import logger
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.layer_weights import weight_quantizer, weight_spec
 from quark.torch.layers import QuantLayer

@@ -18,12 +18,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
+from quark.base.log import logger
+from quark.base.memory_and_disk import available_memory, free_disk
 from quark.core.solvers.columns import compiles
 from quark.core.solvers.coupled import shrunk, trace_and_square
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, NonFiniteError, NotSupportedError
-from quark.log import logger
-from quark.memory_and_disk import available_memory, free_disk
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import flat

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from quark.log import logger
+from quark.base.log import logger
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.input_group import InputGroup, flat
 from quark.torch.algorithms.layer_inputs import lockstep

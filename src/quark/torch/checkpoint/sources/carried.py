@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.log import logger
 from quark.core.checks import naming
 from quark.core.patterns import first_match, matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, FormatError
-from quark.log import logger
 from quark.torch.calibration.calibrate import qparams_under, sharing_scales, tensor_qparams
 from quark.torch.checkpoint.loading import stored_like
 from quark.torch.checkpoint.shards import Entry

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import dataclass_transform
 
-from quark.checked import checked_dataclass
+from quark.base.checked import checked_dataclass
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.tensor import observer_classes as obs
 from quark.torch.config.tensor.enums import Dtype, TQTThresholdInitMeth

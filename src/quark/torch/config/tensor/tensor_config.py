@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from quark.checked import as_dict, checked_dataclass, known_keys
+from quark.base.checked import as_dict, checked_dataclass, known_keys
 from quark.core.rounding import RoundType
 from quark.core.spec import Learning, ScaleRule, ScaleType
 from quark.errors import ConfigError, did_you_mean

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from quark.base.log import logger
 from quark.errors import CalibrationError, StructureError
-from quark.log import logger
 from quark.torch.model.batches import calibration_step, evaluating, input_device
 from quark.torch.model.blocks.calls import Call, read_flags
 from quark.torch.model.blocks.forwards import forward_instead

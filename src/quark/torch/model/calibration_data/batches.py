@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from quark.base.log import logger
 from quark.core.checks import naming, read
 from quark.core.scales import TINY
 from quark.errors import CalibrationError, QuarkError, one_line
-from quark.log import logger
 from quark.torch.model.calibration_data.model_arguments import ModelArguments, positional_parameters
 from quark.torch.model.calibration_data.unpadding import nothing_masked, unpadded
 

@@ -25,8 +25,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from quark.base.log import logger
 from quark.errors import NotSupportedError
-from quark.log import logger
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.layers.replace import set_submodule
 from quark.torch.model.blocks.forwards import with_plain_forward

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from quark.base.files import atomic_file, require_regular
 from quark.core.array import NumpyArray, to_numpy
 from quark.errors import CalibrationError, FormatError, NonFiniteError, OutputError
-from quark.files import atomic_file, require_regular
 from quark.torch.model.batches import run_batches
 from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.passes import prepare, undo

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from quark.base.log import logger
 from quark.core.block_types import fitting_block_type
 from quark.core.spec import LayerSpec, TensorSpec, block_spec
 from quark.errors import ConfigError, did_you_mean
-from quark.log import logger
 from quark.torch.config.algo_configs import ImatrixConfig
 from quark.torch.config.block_mixes import MIXES, Place, place_of
 from quark.torch.config.config import QConfig

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from quark.base.files import require_regular
 from quark.errors import FormatError
-from quark.files import require_regular
 from quark.torch.model.model_folder import as_format_error, import_transformers
 from quark.torch.writers.gguf.hyperparameters import refuse_other_config, with_scaled_rope
 from quark.torch.writers.gguf.open_file import open_gguf

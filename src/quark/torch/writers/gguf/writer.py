@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from quark.base.files import atomic_file
+from quark.base.log import logger
+from quark.base.progress import progress
 from quark.core.array import to_numpy
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
-from quark.files import atomic_file
-from quark.log import logger
-from quark.progress import progress
 from quark.torch.checkpoint.shards import entries
 from quark.torch.checkpoint.stored_types import source_folder, stored_plain
 from quark.torch.config.block_mixes import MIXES, Mix, place_of

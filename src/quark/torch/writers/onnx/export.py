@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from quark.__version__ import __version__
+from quark.base.files import check_file
+from quark.base.log import logger
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, NotSupportedError, one_line, require_packages
-from quark.files import check_file
-from quark.log import logger
 from quark.torch.layers.replace import refuse_packed
 from quark.torch.model.blocks.offloading import refuse_offloaded
 

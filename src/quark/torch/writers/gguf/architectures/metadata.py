@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quark.log import logger
+from quark.base.log import logger
 from quark.torch.writers.gguf.architectures.architecture import (
     Architecture,
     first_of,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quark import cli
-from quark.loading import without_collection
+from quark.base.loading import without_collection
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,8 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from quark import files
-from quark.errors import FormatError, OutputError, OutputExistsError, QuarkError
-from quark.files import (
+from quark.base import files
+from quark.base.files import (
     atomic_file,
     atomic_folder,
     check_apart,
@@ -31,6 +30,7 @@ from quark.files import (
     scratch_folder,
     temporary_folder,
 )
+from quark.errors import FormatError, OutputError, OutputExistsError, QuarkError
 from quark.onnx_ops.saving import save
 from tests.models.onnx_zoo import cnn
 
@@ -180,7 +180,7 @@ def test_names_as_long_as_the_system_takes(length: int, tmp_path: Path) -> None:
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from quark import files
+from quark.base import files
 files._exchange = lambda one, other: False
 def stop(*args):
     if sys.argv[2] == "alive":

@@ -25,9 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+from quark.base.files import atomic_file
+from quark.base.log import logger
 from quark.errors import MissingDependencyError, OutputError, QuarkError
-from quark.files import atomic_file
-from quark.log import logger
 
 SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 # Every operation is rounded on its own: a contracted a * b + c would change bits.

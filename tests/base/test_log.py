@@ -9,7 +9,7 @@ import pytest
 
 import quark.common.utils.log as address
 import quark.shares.utils.log as older
-from quark.log import ScreenLogger, log_errors, logger
+from quark.base.log import ScreenLogger, log_errors, logger
 
 
 @pytest.fixture(autouse=True)

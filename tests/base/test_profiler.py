@@ -14,8 +14,15 @@ import yaml
 from torch import nn
 
 import quark.common.profiler as address
-from quark import profiler
-from quark.profiler import CheckpointMetric, GlobalProfiler, MetricContext, ProfileStep, SummaryMetric, profile_scope
+from quark.base import profiler
+from quark.base.profiler import (
+    CheckpointMetric,
+    GlobalProfiler,
+    MetricContext,
+    ProfileStep,
+    SummaryMetric,
+    profile_scope,
+)
 
 
 @pytest.fixture(autouse=True)

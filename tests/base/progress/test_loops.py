@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from quark.base.progress import bars, check_log, log_to, progress, report, seconds_and_peak, seconds_text, status
+from quark.base.progress import events as events_file
+from quark.base.progress.bar_display import _Bars
 from quark.errors import OutputError, OutputExistsError
-from quark.progress import bars, check_log, log_to, progress, report, seconds_and_peak, seconds_text, status
-from quark.progress import events as events_file
-from quark.progress.bar_display import _Bars
 
 
 class Clock:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from quark.checked import snapshot
+from quark.base.checked import snapshot
 from quark.errors import ConfigError
 from quark.onnx import QConfig as OnnxConfig
 from quark.onnx import QLayerConfig as OnnxLayer

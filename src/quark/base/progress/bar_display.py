@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from quark.log import UnfailingStream, logger
+from quark.base.log import UnfailingStream, logger
 
 
 class _Bars:

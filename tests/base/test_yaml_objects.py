@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from quark.yaml_objects import plain_yaml, write_yaml
+from quark.base.yaml_objects import plain_yaml, write_yaml
 
 TEXTS = ("010", "0o10", "1:30", "1e3", "1.5", "no", "yes", "true", "null", "~", "", "2020-01-01", "0x1F", "x: y")
 VALUES: dict[str, Any] = {

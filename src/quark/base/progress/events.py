@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from quark.base.files import check_file
+from quark.base.progress import seconds_and_peak
 from quark.errors import OutputError, OutputExistsError, one_line
-from quark.files import check_file
-from quark.progress import seconds_and_peak
 
 
 class _Events:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quark import native
+from quark.base import native
 from quark.errors import OutputError, QuarkError
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="owners and modes of POSIX")

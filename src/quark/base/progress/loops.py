@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
-from quark.log import logger
-from quark.progress import seconds_and_peak
-from quark.progress.bar_display import Bar, drawing
-from quark.progress.events import write_event
-from quark.progress.seconds_and_peak import peak_text, seconds_text
+from quark.base.log import logger
+from quark.base.progress import seconds_and_peak
+from quark.base.progress.bar_display import Bar, drawing
+from quark.base.progress.events import write_event
+from quark.base.progress.seconds_and_peak import peak_text, seconds_text
 
 T = TypeVar("T")
 

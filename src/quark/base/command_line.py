@@ -28,9 +28,9 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from quark.base.log import UnfailingStream, logger
+from quark.base.progress import bars
 from quark.errors import INTERRUPTED, USAGE, QuarkError, UsageError, is_interrupt, one_line
-from quark.log import UnfailingStream, logger
-from quark.progress import bars
 
 DEBUG, DEBUG_VARIABLE = "--debug", "QUARK_DEBUG"
 JSON, QUIET, VERBOSE = "--json", "--quiet", "--verbose"

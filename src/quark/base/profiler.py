@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from quark.base.files import atomic_file
+from quark.base.log import logger
 from quark.errors import OutputError
-from quark.files import atomic_file
-from quark.log import logger
 
 __all__ = [
     "BaseMetric",

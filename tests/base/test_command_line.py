@@ -16,11 +16,11 @@ import typer
 from rich.console import Console
 
 import quark
-from quark import command_line
-from quark.command_line import new_table, program, results, run
+from quark.base import command_line
+from quark.base.command_line import new_table, program, results, run
+from quark.base.log import UnfailingStream, logger
+from quark.base.progress import progress
 from quark.errors import ConfigError
-from quark.log import UnfailingStream, logger
-from quark.progress import progress
 
 SOURCE = Path(quark.__file__).parents[1]
 
@@ -62,7 +62,7 @@ FAILURES: dict[str, tuple[Callable[[], None], int, str]] = {
     "foreign": (
         raising(TypeError("bad\nthing.")),
         1,
-        r"Unexpected TypeError in quark/command_line.py, line \d+: bad",
+        r"Unexpected TypeError in base/command_line.py, line \d+: bad",
     ),
     "pipe of a worker": (raising(BrokenPipeError(32, "Broken pipe")), 1, "Unexpected BrokenPipeError in .*: .*Broken"),
     "end of a file": (raising(EOFError()), 1, "Unexpected EOFError"),
@@ -72,7 +72,7 @@ FAILURES: dict[str, tuple[Callable[[], None], int, str]] = {
         "x{60} ... is no path of this system: File name too long.",
     ),
     "depth": (deep, 1, "Unexpected RecursionError in .*: maximum recursion depth"),
-    "memory": (raising(MemoryError()), 1, r"Out of memory in quark/command_line.py, line \d+\."),
+    "memory": (raising(MemoryError()), 1, r"Out of memory in base/command_line.py, line \d+\."),
     "memory of numpy": (raising(MemoryError("Unable to allocate 1 GiB")), 1, "Out of memory in .*: Unable to allocate"),
     "a package that is absent": (
         raising(ModuleNotFoundError("No module named 'onnxslim'", name="onnxslim")),
@@ -150,8 +150,8 @@ def work(file: Annotated[Path, typer.Argument()]) -> None:
 
 def job(file: Path, redirections: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The same as a process, with its streams redirected by a shell."""
-    code = "from tests.test_command_line import *; run(program(work), 'tool')"
-    paths = {"PYTHONPATH": os.pathsep.join([str(SOURCE), str(Path(__file__).parents[1])])}
+    code = "from tests.base.test_command_line import *; run(program(work), 'tool')"
+    paths = {"PYTHONPATH": os.pathsep.join([str(SOURCE), str(Path(__file__).parents[2])])}
     return subprocess.run(
         ["bash", "-c", f'"$0" -c "{code}" "$1" {redirections}', sys.executable, str(file)],
         env={**os.environ, **paths, **environment}, capture_output=True, text=True, check=False, errors="replace",

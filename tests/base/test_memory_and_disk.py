@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from quark import memory_and_disk
+from quark.base import memory_and_disk
+from quark.base.memory_and_disk import available_memory, check_disk, check_memory, free_disk, give_back_memory
 from quark.errors import OutputError, TooLittleMemoryError
-from quark.memory_and_disk import available_memory, check_disk, check_memory, free_disk, give_back_memory
 
 MEMINFO = "MemTotal: 9000 kB\nMemAvailable:    4000 kB\nSwapFree:  1000 kB\n"
 

@@ -1,0 +1,1 @@
+"""What everything stands on: files, logs, progress, checks of what comes from outside."""
