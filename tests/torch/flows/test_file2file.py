@@ -28,6 +28,7 @@ from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetenso
 from quark.torch.checkpoint.safetensors_file import DTYPES, TensorFile, create_file, write_tensor
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_tensor
+from quark.torch.flows import checkpoint_job
 from quark.torch.flows.from_disk import stream
 from tests.models.architectures import build
 from tests.models.families import family
@@ -182,6 +183,24 @@ def test_static_activations_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"layers\.0.*\.input .* static scale.*dynamic"):
         file_to_file(scheme(name), source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_transformers_would_not_find_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each flow that works without the model: the same question as with it in memory."""
+    source, asked = save_float(tmp_path / "float"), []
+
+    def unfound(model: Any, form: Any, held: Any, tensors: Any) -> None:
+        asked.append((form.name, "model.layers.0.mlp.up_proj.weight" in set(tensors)))
+        raise NotSupportedError("would make up")
+
+    monkeypatch.setattr(checkpoint_job, "check_readers", unfound)
+    with pytest.raises(NotSupportedError, match="would make up"):
+        file_to_file(scheme("int8_wo"), source, tmp_path / "out")
+    with pytest.raises(NotSupportedError, match="would make up"):
+        stream(scheme("int8_wo"), source, tmp_path / "out")
+    assert asked == [("quark", True)] * 2 and not (tmp_path / "out").exists()
 
 
 def test_a_model_is_no_input_of_this_flow() -> None:

@@ -19,7 +19,7 @@ from quark.errors import FormatError, NotSupportedError
 from quark.torch.calibration.distributed import first_then_all
 from quark.torch.checkpoint.float_model import check_metas, shapes_of
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
-from quark.torch.checkpoint.quantization_config import quantization_config
+from quark.torch.checkpoint.quantization_config import folder_of, quantization_config
 from quark.torch.checkpoint.safetensors_file import ByteRange
 from quark.torch.checkpoint.shards import (
     Entry,
@@ -38,6 +38,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
 from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.formats.layout import Layout
+from quark.torch.formats.readers import check_readers
 from quark.torch.layers.attention.cache_rules import check_cache_config
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import build_skeleton
@@ -129,8 +130,15 @@ class CheckpointJob:
         self.plan = plan_carried(config, self.model, plan, carried)
 
     def contents(self) -> Contents:
-        """What the new folder will hold; to be asked for while the layers of the plan are replaced."""
+        """What the new folder will hold; to be asked for while the layers of the plan are replaced.
+
+        Raises:
+            NotSupportedError: transformers would not find all of it; names what.
+            FormatError: The folder lacks tensors, or holds some that the class of the model has no place for.
+        """
         made = list(self.entries())
+        held = folder_of(self.model, self.config, self.plan)
+        check_readers(self.model, FORMATS["quark"], held, (name for name, _, _ in made))
         ties = tied_names(self.model)
         in_folder = self.origins.of(self.model)
         sources = _sources((name for name, _, _ in made if name in ties), in_folder, ties)

@@ -30,6 +30,7 @@ from quark.torch.model.names import (
     published_names,
 )
 from quark.torch.model.passes import UnfusedExperts
+from quark.torch.model.tied_weights import first_names
 
 TRANSFORMERS, VLLM = READERS = ("transformers", "vllm")
 """Programs that a folder may be made for, where that decides what it may hold."""
@@ -60,7 +61,8 @@ def check_readers(
     if not is_transformers_model(model):
         return undecoded
     twin = empty_twin(model)
-    of_float = list(map(published_names(twin), twin.state_dict()))
+    publish = published_names(twin)
+    of_float = [publish(name) for name in first_names(twin)]
     twin = twin if form.own_loader else _as_loaded(twin)
     names = [name for name in set(model.state_dict()).intersection(tensors) if not name.endswith(BUFFER)]
     if reader == VLLM and (blocks := _of_vllm(model, form)):

@@ -23,6 +23,17 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     return {name: [name, *(n for n in groups[id(tensor)] if n != name)] for name, tensor in state.items()}
 
 
+def first_names(model: nn.Module) -> list[str]:
+    """The first name of each tensor of the state dict: what a folder holds, which has each once."""
+    seen: set[str] = set()
+    found = []
+    for name, names in tied_names(model).items():
+        if name not in seen:
+            found.append(name)
+        seen.update(names)
+    return found
+
+
 def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Ids of the tensors that share memory: with another of these (the same object, a view, a slice), or in
     themselves, as what `expand` gives.
