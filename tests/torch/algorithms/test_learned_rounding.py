@@ -81,7 +81,8 @@ def test_a_learner_reads_the_device_a_few_times_a_block(name: str, passes: int) 
     # The model itself reads its masks, once a batch.
     waits = [count for at, count in gpu.meter.waited_at.items() if not at.startswith("torch/model/batches.py")]
     blocks = len(model.model.layers) + 1  # and what is around them
-    assert sum(waits) <= 4 * blocks * passes, gpu.meter.waited_at
+    looks = 2 * passes  # at whether blocks hand on their hidden state alone
+    assert sum(waits) <= 4 * blocks * passes + looks, gpu.meter.waited_at
 
 
 @pytest.mark.parametrize("form", [

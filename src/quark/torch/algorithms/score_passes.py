@@ -61,6 +61,8 @@ class ScorePasses:
 
     keeps_scores: ClassVar[bool] = False
     """Whether the scores of what blocks give stay on the tape."""
+    needs_logits = False
+    """Whether a model without logits is refused; else its loss is the squared error of what it gives."""
 
     def __init__(
         self, model: nn.Module, names: Sequence[str], data: Sequence[Any], weights: BlockWeights, tape: Tape
@@ -180,7 +182,7 @@ class ScorePasses:
                 given = partial(_given, around, index, hidden)
                 aside.enter_context(forward_instead(self.model.get_submodule(name), given))
             calibration_step(self.model, batch, device, 0)
-        return _drawn_likelihood(self.model, seen[0], generator)
+        return _drawn_likelihood(self.model, seen[0], generator, self.needs_logits)
 
     def _back(self, index: int, calls: Sequence[Call]) -> None:
         """Watch one block, and hand the scores to the one before it."""
@@ -247,7 +249,9 @@ def _require_finite(what: str, finite: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _drawn_likelihood(model: nn.Module, result: Any, generator: torch.Generator) -> tuple[torch.Tensor, int]:
+def _drawn_likelihood(
+    model: nn.Module, result: Any, generator: torch.Generator, needs_logits: bool
+) -> tuple[torch.Tensor, int]:
     """The log likelihood of labels drawn at each position, and the number of positions, which all are real.
 
     Args:
@@ -255,14 +259,15 @@ def _drawn_likelihood(model: nn.Module, result: Any, generator: torch.Generator)
         result: What it returned: logits of shape (batch, positions, vocabulary), or other tensors, of which the largest
             is taken (the prediction of a denoiser); its values are positions.
         generator: Draws, on the CPU.
+        needs_logits: Whether nothing else is taken.
 
     Raises:
-        NotSupportedError: The model gives no floating-point tensor.
+        NotSupportedError: The model gives no floating-point tensor, or no logits where they are needed.
     """
     given = dict(named_outputs(result))
     if not given:
         raise NotSupportedError(f"{type(model).__name__} gives no floating-point tensor, by which a loss is measured.")
-    if "logits" not in given:
+    if "logits" not in given and not needs_logits:
         y = max(given.values(), key=torch.Tensor.numel).float()
         noise = torch.empty(y.shape).normal_(generator=generator).to(y.device, non_blocking=True)
         return -(y - (y.detach() + noise)).square().sum() / 2, y.numel()

@@ -47,18 +47,26 @@ class OutputScores(ScorePasses):
         data: Calibration batches.
         weights: Brings and takes the weights of blocks.
         tape: Where the scores lie, as large as the hidden states behind all blocks.
+        needs_logits: Whether a model without logits is refused; else its loss is the squared error of its output.
 
     Raises:
-        NotSupportedError: The model gives no logits, or has no list of blocks.
+        NotSupportedError: The model has no list of blocks, or gives no logits where they are needed.
         NonFiniteError: Scores hold NaN or Inf; names the block.
     """
 
     keeps_scores = True
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[str], data: Sequence[Any], weights: BlockWeights, tape: Tape
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        data: Sequence[Any],
+        weights: BlockWeights,
+        tape: Tape,
+        needs_logits: bool = False,
     ) -> None:
         super().__init__(model, blocks, data, weights, tape)
+        self.needs_logits = needs_logits
         if WHOLE in blocks:
             raise NotSupportedError(f"{type(model).__name__} has no list of blocks, which fisher=True needs.")
         self.go_back("scores")
@@ -246,7 +254,7 @@ def scores_if_possible(
     why = from_first(why)  # what is free differs between processes
     if why is None:
         try:
-            return OutputScores(model, blocks, data, weights, Tape(work, {}))
+            return OutputScores(model, blocks, data, weights, Tape(work, {}), needs_logits=True)
         except (NotSupportedError, NonFiniteError) as error:
             why = str(error)
     logger.info("Rounded without Fisher information of outputs: %s", why)
