@@ -38,8 +38,7 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.batches import calibration_step, evaluating, input_device, named_outputs, to_device, to_host
 from quark.torch.model.blocks import BlockOutput, Call
-from quark.torch.model.blocks.forwards import forward_instead
-from quark.torch.model.blocks.recording import without_caches
+from quark.torch.model.blocks.forwards import forward_instead, without_caches
 from quark.torch.model.blocks.streams import StreamCall
 
 SEED = 0

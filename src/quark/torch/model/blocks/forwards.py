@@ -6,7 +6,7 @@ devices, and has to be there again afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,3 +31,30 @@ def with_plain_forward(copied: nn.Module) -> nn.Module:
     for name in ("forward", "_old_forward", "_hf_hook"):
         copied.__dict__.pop(name, None)
     return copied
+
+
+OFF = ("use_cache", "output_router_logits")
+"""What configs ask for that only blocks can give which run, once: a cache would grow with each run of a block."""
+
+
+@contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """Within: the model makes nothing that would grow with each run of a block."""
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    before = [(each, name, getattr(each, name)) for each in configs.values() for name in OFF if hasattr(each, name)]
+    try:
+        for config, name, _ in before:
+            setattr(config, name, False)
+        yield
+    finally:
+        for config, name, value in before:
+            setattr(config, name, value)
+
+
+def without_cache_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block without caches, which would grow with each of its runs."""
+
+    def kept(x: Any) -> Any:
+        return None if hasattr(x, "get_seq_length") else x
+
+    return tuple(map(kept, args)), {key: kept(x) for key, x in kwargs.items()}

@@ -20,7 +20,7 @@ from quark.base.log import logger
 from quark.errors import CalibrationError, StructureError
 from quark.torch.model.batches import calibration_step, evaluating, input_device
 from quark.torch.model.blocks.calls import Call, read_flags
-from quark.torch.model.blocks.forwards import forward_instead
+from quark.torch.model.blocks.forwards import forward_instead, without_cache_arguments, without_caches
 from quark.torch.model.blocks.streams import record_streams, stream_blocks
 
 WHOLE = ""
@@ -330,10 +330,6 @@ def _equal(x: torch.Tensor, y: Any) -> bool:
     return x is y or (isinstance(y, torch.Tensor) and torch.equal(x, y))
 
 
-OFF = ("use_cache", "output_router_logits")
-"""What configs ask for that only blocks can give which run, once: a cache would grow with each run of a block."""
-
-
 @contextmanager
 def passing_through(
     model: nn.Module, names: Sequence[str], note: Callable[[str, Call], None], output: BlockOutput
@@ -363,23 +359,8 @@ def passing_through(
         yield
 
 
-@contextmanager
-def without_caches(model: nn.Module) -> Iterator[None]:
-    """Within: the model makes nothing that would grow with each run of a block."""
-    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    before = [(each, name, getattr(each, name)) for each in configs.values() for name in OFF if hasattr(each, name)]
-    try:
-        for config, name, _ in before:
-            setattr(config, name, False)
-        yield
-    finally:
-        for config, name, value in before:
-            setattr(config, name, value)
-
-
 def _as_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    kwargs = {key: None if hasattr(value, "get_seq_length") else value for key, value in kwargs.items()}
-    args = tuple(None if hasattr(value, "get_seq_length") else value for value in args)
+    args, kwargs = without_cache_arguments(args, kwargs)
     if args:
         return Call(args, kwargs)
     key = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), None)

@@ -28,7 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from quark.errors import CalibrationError, StructureError, one_line
 from quark.torch.model.batches import calibration_step, evaluating, input_device
 from quark.torch.model.blocks.calls import Call
-from quark.torch.model.blocks.forwards import forward_instead
+from quark.torch.model.blocks.forwards import forward_instead, without_cache_arguments, without_caches
 
 Stream = tuple[int, int]
 """A tensor that goes from block to block: the index of the block that gives it, -1 for what the first one reads, and
@@ -93,6 +93,7 @@ class StreamStep:
         leaves: For each argument its stream, or None for one that is fixed or computed.
         before, after: The state that it reads, and the one that it leaves.
         bridge: Gives the arguments where some are computed between blocks; None where none is.
+        around: What a block gives, of its index and of the state behind the last block.
     """
 
     index: int
@@ -243,7 +244,7 @@ class _Recorder:
                         f"Batch {number} reached the block {self.names[index]!r} when "
                         f"{self.names[len(seen.arguments) % len(self.names)]!r} was next."
                     )
-                args, kwargs = _without_caches(args, kwargs)
+                args, kwargs = without_cache_arguments(args, kwargs)
                 seen.arguments.append(tree_flatten((args, kwargs)))
                 if index == until:
                     raise _EndsHereError
@@ -252,7 +253,7 @@ class _Recorder:
 
             return run
 
-        with ExitStack() as aside_all, suppress(_EndsHereError):
+        with ExitStack() as aside_all, suppress(_EndsHereError), without_caches(self.model):
             for index, block in enumerate(self.blocks):
                 aside_all.enter_context(forward_instead(block, aside(index)))
             handle = self.model.register_forward_hook(lambda *a: seen.result.extend(_tensors(a[-1])))
@@ -270,11 +271,11 @@ class _Recorder:
         def aside(index: int) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 reached.append(self.names[index])
-                return answer(index, *_without_caches(args, kwargs))
+                return answer(index, *without_cache_arguments(args, kwargs))
 
             return run
 
-        with ExitStack() as aside_all, torch.no_grad(), evaluating(self.model):
+        with ExitStack() as aside_all, torch.no_grad(), evaluating(self.model), without_caches(self.model):
             for index, block in enumerate(self.blocks):
                 aside_all.enter_context(forward_instead(block, aside(index)))
             calibration_step(self.model, batch, input_device(self.model), 0)
@@ -330,7 +331,7 @@ class _Recorder:
         layouts = [StateLayout(streams, tuple(likes[s] for s in streams)) for streams in routes.states]
         trees = [tree_map(_like, given) for given in seen.given]
         state = layouts[0].pack({(-1, place): first[place] for _, place in routes.states[0]})
-        around = partial(_given_by, trees=trees, layout=layouts[-1], device=state.device)
+        around = partial(_given_by, trees=trees, layout=layouts[-1])
         for index, (leaves, structure) in enumerate(seen.arguments):
             bridge = partial(self._bridge, batch, trees, index) if index in routes.computed else None
             step = StreamStep(
@@ -430,7 +431,7 @@ def _equal(x: Any, y: Any) -> bool:
     return type(x) is type(y) and (x is y or not isinstance(x, (bool, int, float, str)) or x == y)
 
 
-def _given_by(index: int, state: torch.Tensor, trees: Sequence[Any], layout: StateLayout, device: torch.device) -> Any:
+def _given_by(index: int, state: torch.Tensor, trees: Sequence[Any], layout: StateLayout) -> Any:
     """What a block gave, of the state behind the last one: stand-ins for what nothing reads any longer."""
     return _filled(trees[index], index, layout.unpack(state), state.device)
 
@@ -473,12 +474,3 @@ def _like(x: Any) -> Any:
 
 def _to(x: Any, device: torch.device) -> Any:
     return x.to(device) if isinstance(x, torch.Tensor) else x
-
-
-def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments without caches, which would grow with each run of a block."""
-
-    def kept(x: Any) -> Any:
-        return None if hasattr(x, "get_seq_length") else x
-
-    return tuple(map(kept, args)), {key: kept(x) for key, x in kwargs.items()}
