@@ -190,6 +190,11 @@ class LayerSpec:
         """Whether activations must be calibrated."""
         return any(spec is not None and spec.needs_calibration for spec in (self.input, self.output))
 
+    @property
+    def dynamic_input(self) -> bool:
+        """Whether the input is quantized as it comes; block formats apart, which find their scales alike anywhere."""
+        return self.input is not None and self.input.dynamic and not self.input.is_block
+
     def __str__(self) -> str:
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
         return ", ".join(f"{name}: {spec}" for name, spec in shown.items() if spec) or "float"

@@ -5,7 +5,7 @@ The model runs in slices, and the activations of one are reduced while the next 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,7 +41,7 @@ from quark.onnx.calibration.statistics import EverythingObserver, SolvedObserver
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import is_constant, split_weights
 from quark.onnx.graph.proto_file import reason
-from quark.onnx.graph.sessions import run_sample, session_over
+from quark.onnx.graph.sessions import ask_for, run_sample, session_over
 from quark.onnx.operators import RULES, rule_of
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.dual_pairs import REQUANTIZED, source_name
@@ -78,36 +78,62 @@ def activation_params(
     range_file = settings.calibration.range_file if statistics is None else None
     restored = _restored(_given_ranges(settings, range_file), classes, placement)
     observers = {root: restored.get(root) or make_observer(placement.activations[root], settings) for root in classes}
+    open_classes = {root: names for root, names in classes.items() if root not in restored}
     if settings.calibration.figures:
-        check_figures({root.name or "": observer for root, observer in observers.items() if root not in restored})
-    classes = {root: names for root, names in classes.items() if root not in restored}
-    tensors = [(name, root) for root, names in classes.items() for name in names]
-    if settings.calibration.statistics is None and statistics is None and len(dict(tensors)) < len(tensors):
-        # A tensor that is quantized twice is looked at once.
-        statistics = Statistics(fingerprint)
-    if not classes:
-        pass
-    elif settings.calibration.statistics is None and statistics is None:
-        collect(model, {name: observers[root] for name, root in tensors}, reader, settings)
-    else:
-        statistics = _complete(statistics, model, list(dict(tensors)), reader, settings, fingerprint)
-        observers |= {
-            root: solved_observer(names, observers[root].spec, settings, statistics) for root, names in classes.items()
-        }
-    if TARGETS[settings.qdq.target].unsigned_positive:
-        for root, free in _from_zero(observers, placement).items():
-            known = statistics is not None and root in classes
-            observers[root] = _again(observers[root], free, settings, classes[root] if known else [], statistics)
+        check_figures(_by_name({root: observers[root] for root in open_classes}))
+    statistics = _look(model, open_classes, observers, reader, settings, fingerprint, statistics)
+    for root, free in _from_zero(observers, placement, settings).items():
+        observers[root] = _again(observers[root], free, settings, open_classes.get(root, []), statistics)
     observers = with_values(observers, placement)
     masks = leave_masks_in_float(model.graph, observers, placement, mask_values(model))
     params = {root: _solved(root.name, observer) for root, observer in observers.items() if root not in masks}
+    _keep(observers, masks, range_file, settings)
+    return params
+
+
+def _keep(
+    observers: Mapping[ir.Value, Observer], masks: Container[ir.Value], range_file: str | None, settings: Settings
+) -> None:
+    """Write the file of the ranges, if there is none yet, and the figures that are asked for."""
     if range_file is not None and not Path(range_file).exists():
         ranges = {root.name or "": final_range(seen, root in masks) for root, seen in observers.items()}
         write_ranges(range_file, ranges)
     if settings.calibration.figures:
-        files = save_figures({root.name or "": observer for root, observer in observers.items()})
+        files = save_figures(_by_name(observers))
         logger.info(f"{len(files)} histograms are in {FOLDER}.")
-    return params
+
+
+def _by_name(observers: Mapping[ir.Value, Observer]) -> dict[str, Observer]:
+    return {root.name or "": observer for root, observer in observers.items()}
+
+
+def _look(
+    model: ir.Model,
+    classes: Mapping[ir.Value, list[str]],
+    observers: dict[ir.Value, Observer],
+    reader: Any,
+    settings: Settings,
+    fingerprint: str,
+    statistics: Statistics | None,
+) -> Statistics | None:
+    """Let the observers of these classes see the data, or replace them by what statistics say.
+
+    Returns the statistics: those given, those of the file, or such of a tensor that is quantized twice, which is looked
+    at once; None where each observer saw its tensors by itself.
+    """
+    path = settings.calibration.statistics if statistics is None else None
+    tensors = [(name, root) for root, names in classes.items() for name in names]
+    if not classes:
+        return statistics
+    if statistics is None and path is None and len(dict(tensors)) == len(tensors):
+        collect(model, {name: observers[root] for name, root in tensors}, reader, settings)
+        return None
+    if statistics is None:
+        statistics = Statistics(fingerprint) if path is None else load_or_start(path, fingerprint)
+    _complete(statistics, path, model, list(dict(tensors)), reader, settings)
+    for root, names in classes.items():
+        observers[root] = solved_observer(names, observers[root].spec, settings, statistics)
+    return statistics
 
 
 def observer_of(names: list[str], spec: TensorSpec, settings: Settings, statistics: Statistics) -> Observer:
@@ -163,9 +189,16 @@ def _restored(
     return found
 
 
-def _from_zero(observers: Mapping[ir.Value, Observer], placement: Placement) -> dict[ir.Value, TensorSpec]:
-    """The classes where no value was negative, at the unsigned type with 0 as the smallest code, which they get."""
-    found = {}
+def _from_zero(
+    observers: Mapping[ir.Value, Observer], placement: Placement, settings: Settings
+) -> dict[ir.Value, TensorSpec]:
+    """The classes where no value was negative, at the unsigned type with 0 as the smallest code, which they get.
+
+    None where the target is not one that gives them that.
+    """
+    found = dict[ir.Value, TensorSpec]()
+    if not TARGETS[settings.qdq.target].unsigned_positive:
+        return found
     for root, observer in observers.items():
         spec = placement.activations[root]
         low = None if observer.low is None else float(np.min(np.asarray(observer.low)))
@@ -204,33 +237,24 @@ def range_classes(placement: Placement) -> dict[ir.Value, list[str]]:
 
 
 def _complete(
-    statistics: Statistics | None,
-    model: ir.Model,
-    tensors: list[str],
-    reader: Any,
-    settings: Settings,
-    fingerprint: str,
-) -> Statistics:
-    """The statistics, of the file where none are given, with all of these tensors: what lacks is collected and kept."""
-    path = settings.calibration.statistics if statistics is None else None
-    if statistics is None:
-        assert path is not None
-        statistics = load_or_start(path, fingerprint)
-    missing = {name: EverythingObserver() for name in tensors if name not in statistics.states}
-    if missing and statistics.states and reader is None and not settings.calibration.random_data:
+    statistics: Statistics, path: str | None, model: ir.Model, tensors: list[str], reader: Any, settings: Settings
+) -> None:
+    """Collect what statistics lack of these tensors, and keep it in their file, if they have one."""
+    missing = [name for name in tensors if name not in statistics.states]
+    if not missing:
+        return
+    if statistics.states and reader is None and not settings.calibration.random_data:
         raise CalibrationError(
             f"{path or 'The statistics'} lacks {len(missing)} tensors that this scheme needs "
-            f"({next(iter(missing))}, ...): other passes or targets have other tensors. "
+            f"({missing[0]}, ...): other passes or targets have other tensors. "
             "Possible: pass the calibration data once more."
         )
-    if missing:
-        others = [name for name in _all_tensors(model) if name not in statistics.states]
-        missing = {name: EverythingObserver() for name in dict.fromkeys([*missing, *others])}
-        collect(model, missing, reader, settings)
-        statistics.add(missing)
-        if path is not None:
-            statistics.save(path)
-    return statistics
+    others = [name for name in _all_tensors(model) if name not in statistics.states]
+    found = {name: EverythingObserver() for name in dict.fromkeys([*missing, *others])}
+    collect(model, found, reader, settings)
+    statistics.add(found)
+    if path is not None:
+        statistics.save(path)
 
 
 def _all_tensors(model: ir.Model) -> list[str]:
@@ -344,8 +368,7 @@ def sliced_session(model: ir.Model, wanted: Sequence[str], feed: Feed, settings:
 def model_session(model: ir.Model, wanted: list[str], settings: Settings) -> Iterator[onnxruntime.InferenceSession]:
     """A session that can give the wanted tensors too, over the weights of the model where they are."""
     proto, weights = split_weights(model)
-    present = {output.name for output in proto.graph.output}
-    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted if name not in present)
+    ask_for(proto, wanted)
     yield _open(settings, proto, weights)
 
 

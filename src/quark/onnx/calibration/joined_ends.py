@@ -26,7 +26,7 @@ from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.padding import Padding
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_op
-from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.graph.model_file import constant, is_constant, live_inputs
 from quark.onnx.graph.sessions import run_sample
 from quark.onnx.placement.dual_pairs import source_name
 from quark.onnx.placement.place import place
@@ -95,17 +95,13 @@ def joined_ends(model: ir.Model, settings: Settings) -> Iterator[JoinedEnd]:
         placement = place(copied, settings)
     except NothingToQuantizeError:
         return
-    named = {*settings.specs.nodes, *(name for name, _ in settings.specs.overrides)}
-    quantized = frozenset(placement.nodes)
+    named, quantized = {*settings.specs.nodes, *dict(settings.specs.overrides)}, frozenset(placement.nodes)
     for node in placement.nodes:
-        value = node.outputs[0]
-        live = [x for x in node.inputs if x is not None and not is_constant(x)]
-        if not is_op(node, "Concat") or len(live) < 2 or {node.name, value.name} & named:
-            continue
-        behind = _behind(node, quantized)
-        spec = next((placement.activations[v] for n in behind for v in n.outputs if v in placement.activations), None)
-        if behind and spec is not None and spec.needs_calibration:
-            yield JoinedEnd(node, frozenset(behind), 2**spec.dtype.bits)
+        if is_op(node, "Concat") and len(live_inputs(node)) > 1 and not {node.name, node.outputs[0].name} & named:
+            behind = _behind(node, quantized)
+            values = placement.quantized(value for node in behind for value in node.outputs)
+            if values and (spec := placement.activations[values[0]]).needs_calibration:
+                yield JoinedEnd(node, frozenset(behind), 2**spec.dtype.bits)
 
 
 def _behind(node: ir.Node, quantized: frozenset[ir.Node]) -> set[ir.Node]:
@@ -156,5 +152,5 @@ def _costs_a_part(end: JoinedEnd, ranges: Mapping[str, tuple[float, float]]) -> 
     """Whether one scale would leave a part that holds anything too few codes."""
     parts = [ranges[source_name(value)] for value in end.node.inputs if value is not None]
     step = (max(high for _, high in parts) - min(low for low, _ in parts)) / end.codes
-    live = [ranges[source_name(value)] for value in end.node.inputs if value is not None and not is_constant(value)]
+    live = [ranges[source_name(value)] for value in live_inputs(end.node)]
     return any(0 < high - low < FEWEST_CODES * step for low, high in live)

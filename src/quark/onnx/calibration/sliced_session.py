@@ -22,7 +22,7 @@ from quark.core.array import NumpyArray
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.graph.edit import reads_of
 from quark.onnx.graph.model_file import split_weights
-from quark.onnx.graph.sessions import failing_on
+from quark.onnx.graph.sessions import ask_for, failing_on
 
 SLICE_BYTES = 1 << 24
 """Of the observed tensors of a slice: enough that what a run costs by itself is little beside it."""
@@ -76,8 +76,7 @@ class SlicedSession:
         for part in reversed(parts):
             made = {name for node in part.graph.node for name in node.output}
             gives = [name for name in wanted if name in made or len(parts) == 1]
-            present = {output.name for output in part.graph.output}
-            part.graph.output.extend(onnx.ValueInfoProto(name=name) for name in gives if name not in present)
+            ask_for(part, gives)
             names = {tensor.name for tensor in part.graph.initializer}
             own = {name: array for name, array in weights.items() if name in names}
             session = open_session(part, own, len(parts) == 1)
@@ -149,21 +148,7 @@ def cut(model: ir.Model, sizes: Mapping[str, int], limit: int | None = None) -> 
     """
     nodes = list(model.graph)
     limit = limit or max(SLICE_BYTES, sum(sizes.values()) // MOST_SLICES)
-    crossing, constants = set[ir.Value](), set[ir.Value]()
-    for node in nodes:
-        if all(_is_fixed(value) or value in constants for value in reads_of(node)):
-            # The runtime computes it once, and what reads it finds a constant.
-            constants.update(node.outputs)
-        else:
-            crossing.update(value for value in node.outputs if value.name in sizes and value.dtype is not None)
-    # Until where a tensor may not be cut off from what reads it.
-    last_read: dict[ir.Value, int] = {}
-    for position, node in reversed(list(enumerate(nodes))):
-        passed_on = node.op_type in PASSED_ON and any(value in last_read for value in node.outputs)
-        tied = passed_on or _rounds_by_layout(node, crossing)
-        for value in reads_of(node):
-            if tied or value not in crossing:
-                last_read.setdefault(value, position)
+    last_read = _last_reads(nodes, _crossing(nodes, sizes))
     hidden: set[ir.Value] = set()
     parts, start, possible, size, since = [], 0, 0, 0, 0
     for position, node in enumerate(nodes):
@@ -177,6 +162,29 @@ def cut(model: ir.Model, sizes: Mapping[str, int], limit: int | None = None) -> 
         if not hidden:
             possible, since = position + 1, 0
     return [*parts, (start, len(nodes))]
+
+
+def _crossing(nodes: Sequence[ir.Node], sizes: Mapping[str, int]) -> set[ir.Value]:
+    """The tensors that may cross, but for what the runtime computes once: what reads that finds a constant."""
+    crossing, constants = set[ir.Value](), set[ir.Value]()
+    for node in nodes:
+        if all(_is_fixed(value) or value in constants for value in reads_of(node)):
+            constants.update(node.outputs)
+        else:
+            crossing.update(value for value in node.outputs if value.name in sizes and value.dtype is not None)
+    return crossing
+
+
+def _last_reads(nodes: Sequence[ir.Node], crossing: Set[ir.Value]) -> dict[ir.Value, int]:
+    """Until where a tensor may not be cut off from what reads it: the last node that reads it."""
+    last_read: dict[ir.Value, int] = {}
+    for position, node in reversed(list(enumerate(nodes))):
+        passed_on = node.op_type in PASSED_ON and any(value in last_read for value in node.outputs)
+        tied = passed_on or _rounds_by_layout(node, crossing)
+        for value in reads_of(node):
+            if tied or value not in crossing:
+                last_read.setdefault(value, position)
+    return last_read
 
 
 def _rounds_by_layout(node: ir.Node, observed: Set[ir.Value]) -> bool:
@@ -195,22 +203,19 @@ def _is_fixed(value: ir.Value) -> bool:
 
 def cut_proto(proto: onnx.ModelProto, model: ir.Model, ranges: Sequence[tuple[int, int]]) -> list[onnx.ModelProto]:
     """The nodes of each range as a model of its own, which reads and gives what they do."""
-    if len(ranges) == 1:
-        return [proto]
     nodes = list(model.graph)
-    parts = []
-    for start, stop in ranges:
-        part = onnx.ModelProto(ir_version=proto.ir_version)
-        part.opset_import.extend(proto.opset_import)
-        part.functions.extend(proto.functions)
-        part.graph.name = proto.graph.name
-        part.graph.node.extend(proto.graph.node[start:stop])
-        made = {name for node in part.graph.node for name in node.output}
-        read = dict.fromkeys(value for node in nodes[start:stop] for value in reads_of(node) if value.name not in made)
-        names = {value.name for value in read}
-        part.graph.initializer.extend(tensor for tensor in proto.graph.initializer if tensor.name in names)
-        part.graph.input.extend(ir.to_proto(value) for value in read if not _is_fixed(value))
-        part.graph.value_info.extend(value for value in proto.graph.value_info if value.name in made)
-        part.graph.output.extend(output for output in proto.graph.output if output.name in made)
-        parts.append(part)
-    return parts
+    return [_part(proto, nodes, start, stop) for start, stop in ranges] if len(ranges) > 1 else [proto]
+
+
+def _part(proto: onnx.ModelProto, nodes: Sequence[ir.Node], start: int, stop: int) -> onnx.ModelProto:
+    part = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions)
+    part.graph.name = proto.graph.name
+    part.graph.node.extend(proto.graph.node[start:stop])
+    made = {name for node in part.graph.node for name in node.output}
+    read = dict.fromkeys(value for node in nodes[start:stop] for value in reads_of(node) if value.name not in made)
+    names = {value.name for value in read}
+    part.graph.initializer.extend(tensor for tensor in proto.graph.initializer if tensor.name in names)
+    part.graph.input.extend(ir.to_proto(value) for value in read if not _is_fixed(value))
+    part.graph.value_info.extend(value for value in proto.graph.value_info if value.name in made)
+    part.graph.output.extend(output for output in proto.graph.output if output.name in made)
+    return part

@@ -334,6 +334,11 @@ def is_constant(value: ir.Value | None) -> bool:
     return node.op_type == "Constant" and set(node.attributes) <= {"value", *CONSTANT_KINDS}
 
 
+def live_inputs(node: ir.Node) -> list[ir.Value]:
+    """What a node reads that is not constant."""
+    return [value for value in node.inputs if value is not None and not is_constant(value)]
+
+
 def constant(value: ir.Value | None) -> Any:
     """The numpy array of an initializer or a Constant node's output, or None.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,12 @@ def require_loads(
             session_over(model, weights or {}, options)
     except Exception as error:
         raise _refusal(error)(f"{name} is no valid ONNX model: ONNX Runtime says: {reason(error)}") from error
+
+
+def ask_for(proto: onnx.ModelProto, names: Iterable[str]) -> None:
+    """Make these tensors outputs of a model, where they are none yet."""
+    present = {output.name for output in proto.graph.output}
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in present)
 
 
 def run_sample(

@@ -46,15 +46,7 @@ def refine_scales(
         settings: With overrides: a weight that one names keeps what it says.
         params: Scale and zero point of every weight as it is placed.
     """
-    named = {name for name, _ in settings.specs.overrides}
-    finer = {}
-    for operand, spec in placement.weights.items():
-        value = operand[0].inputs[operand[1]]
-        assert value is not None
-        if spec.has_zero_point and not spec.is_block and value.name not in named and _is_coarse(operand, spec):
-            channels = _by_channels(operand, spec, settings, placement)
-            if channels is not None and channels.granularity != spec.granularity:
-                finer[operand] = channels
+    finer = _finer_specs(placement, settings)
     noise = {
         operand: _noise(operand, placement.weights[operand], params[operand], spec.granularity)
         for operand, spec in finer.items()
@@ -76,6 +68,19 @@ def refine_scales(
             len(placement.weights),
         )
     return chosen
+
+
+def _finer_specs(placement: Placement, settings: Settings) -> dict[Operand, TensorSpec]:
+    """What each weight under one scale could have instead, where the runtime has a form for it."""
+    named, finer = dict(settings.specs.overrides), {}
+    for operand, spec in placement.weights.items():
+        value = operand[0].inputs[operand[1]]
+        assert value is not None
+        if spec.has_zero_point and not spec.is_block and value.name not in named and _is_coarse(operand, spec):
+            channels = _by_channels(operand, spec, settings, placement)
+            if channels is not None and channels.granularity != spec.granularity:
+                finer[operand] = channels
+    return finer
 
 
 def _is_coarse(operand: Operand, spec: TensorSpec) -> bool:

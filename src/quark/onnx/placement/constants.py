@@ -42,24 +42,24 @@ def place_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placeme
         value = node.inputs[index] if index < len(node.inputs) else None
         if value is None or not is_constant(value) or not placement.is_float(value) or not constant(value).size:
             continue
-        if index == rule.weight and layer.weight is not None:
-            placement.weights[node, index] = weight_spec(node, layer.weight, settings)
-        elif (
-            index != rule.weight
-            and layer.input is not None
-            and not settings.specs.weights_only
-            and _one_scale(node, value)
-        ):
-            placement.weights[node, index] = _operand_spec(layer.input)
+        if index != rule.weight:
+            spec = _operand_spec(node, value, layer, settings)
+        else:
+            spec = layer.weight and weight_spec(node, layer.weight, settings)
+        if spec is not None:
+            placement.weights[node, index] = spec
     _place_bias(node, layer, settings, placement)
 
 
-def _operand_spec(spec: TensorSpec) -> TensorSpec:
-    """That of a constant operand of an elementwise node, which is quantized like an activation.
+def _operand_spec(node: ir.Node, value: ir.Value, layer: LayerSpec, settings: Settings) -> TensorSpec | None:
+    """The spec of a constant operand of an elementwise node, which is quantized like an activation; None for float.
 
     Its own values are all there are, so none is an outlier. The power of two next to their scale is no range for them:
     it clips up to 29 % off the largest, which of a single number is the whole of it.
     """
+    spec = layer.input
+    if spec is None or settings.specs.weights_only or not _one_scale(node, value):
+        return None
     return replace(spec, observer="pof2_min_mse" if spec.scale_type is ScaleType.pof2 else "min_max")
 
 

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from quark.core.granularity import PerGroup
 from quark.core.spec import TensorSpec
-from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.graph.model_file import constant, is_constant, live_inputs
 from quark.onnx.operators.targets import Target
 from quark.onnx.placement.placement import Placement
 
@@ -55,7 +55,7 @@ def gains(node: ir.Node, target: Target, placement: Placement) -> bool:
     if node.op_type not in target.follows:
         return True
     quantized = set(placement.nodes)
-    producers = [value.producer() for value in node.inputs if value is not None and not is_constant(value)]
+    producers = [value.producer() for value in live_inputs(node)]
     return bool(producers) and all(
         producer is not None and producer in quantized and producer.op_type not in target.float_output
         for producer in producers

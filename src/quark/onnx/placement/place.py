@@ -18,7 +18,7 @@ from quark.errors import NothingToQuantizeError
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_read
 from quark.onnx.graph.masks import added_masks, is_mask, masked_values
-from quark.onnx.graph.model_file import is_constant
+from quark.onnx.graph.model_file import live_inputs
 from quark.onnx.operators import rule_of
 from quark.onnx.operators.targets import TARGETS, Target
 from quark.onnx.passes.fuse_gelu import gelus
@@ -76,32 +76,35 @@ def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
     # What a target gains is said of static activations.
     if placement.computes_other_float(node) or not (settings.specs.weights_apart or gains(node, target, placement)):
         return
-    stored = stored_specs(node, layer, settings, placement)
-    if stored:
+    if stored := stored_specs(node, layer, settings, placement):
         placement.nodes.append(node)
         placement.weights.update({(node, index): spec for index, spec in stored.items()})
         if layer.input is not None and fits_lstm_kernel(node, next(iter(stored.values()))):
             placement.dynamic.append(node)
-        return
-    if layer.input is not None and layer.input.dynamic and not layer.input.is_block:
+    elif layer.dynamic_input:
         _place_dynamic(node, layer, settings, placement, before_log)
-        return
-    rule = rule_of(node.op_type)
-    live = [i for i in rule.inputs(node) if node.inputs[i] is not None and not is_constant(node.inputs[i])]
+    elif not settings.specs.weights_only:
+        _place_static(node, layer, settings, placement)
+    elif has_weight(node, layer, settings):
+        placement.nodes.append(node)
+        place_constants(node, layer, settings, placement)
+
+
+def _place_static(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:
+    """Quantize what a node reads and writes, and its constants."""
+    target, rule, read = TARGETS[settings.qdq.target], rule_of(node.op_type), live_inputs(node)
+    live = [index for index in rule.inputs(node) if node.inputs[index] in read]
     follows = rule.moves(node) and not settings.qdq.force_pass_through
     if follows and (not live or node.inputs[live[0]] not in placement.activations):
         return
     if settings.specs.matmul_const_only and node.op_type == "MatMul" and len(live) == 2:
         return
-    if settings.specs.weights_only and not has_weight(node, layer, settings):
-        return
     placement.nodes.append(node)
-    if not settings.specs.weights_only:
-        if layer.input != settings.specs.layer.input or layer.output != settings.specs.layer.output:
-            placement.specific.add(node)
-        _place_inputs(node, layer, live, placement, settings.qdq.dual_pairs)
-        if not writes_float(node, target, settings):
-            _place_outputs(node, layer, placement)
+    if layer.input != settings.specs.layer.input or layer.output != settings.specs.layer.output:
+        placement.specific.add(node)
+    _place_inputs(node, layer, live, placement, settings.qdq.dual_pairs)
+    if not writes_float(node, target, settings):
+        _place_outputs(node, layer, placement)
     place_constants(node, layer, settings, placement)
     if target.bias_after_matmul:
         place_added_bias(node, placement)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -50,6 +50,10 @@ class Placement:
         """Each int32 bias -> the weight whose scale it has a part of."""
         weights = {(node, index): (node, weight) for (node, index), weight in self.biases.items()}
         return weights | {operand: (matmul, 1) for operand, matmul in self.added_biases.items()}
+
+    def quantized(self, values: Iterable[ir.Value | None]) -> list[ir.Value]:
+        """Those of these tensors that are."""
+        return [value for value in values if value is not None and value in self.activations]
 
     def root(self, value: ir.Value) -> ir.Value:
         """The tensor that stands for the class of `value`."""

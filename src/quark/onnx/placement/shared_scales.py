@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 import onnx_ir as ir
@@ -40,22 +40,27 @@ def share_scales(placement: Placement, settings: Settings) -> None:
     """
     aligned = {op_type for name in settings.qdq.align for op_type in ALIGN_GROUPS[name]}
     for node in placement.nodes:
-        inputs = [value for value in node.inputs if value is not None and value in placement.activations]
-        if rule_of(node.op_type).moves(node) and inputs and inputs[0] is node.inputs[0]:
-            for output in [value for value in node.outputs if value in placement.activations]:
-                join(placement, inputs[0], output, settings.specs.layer if settings.qdq.propagate_specs else None)
+        if rule_of(node.op_type).moves(node):
+            _share_moved(node, placement, settings)
     to_align = [node for node in placement.nodes if node.op_type in aligned and not rule_of(node.op_type).moves(node)]
     readers = _readers_of_classes(placement) if to_align else {}
     for node in to_align:
-        outputs = [value for value in node.outputs if value in placement.activations]
-        inputs = [value for value in node.inputs if value is not None and value in placement.activations]
-        if len(inputs) > 1:
+        if len(placement.quantized(node.inputs)) > 1:
             if "hard_sigmoid" in settings.npu.rules:
-                inputs = _without_sigmoids(node, placement)
-            inputs = _own_edges(node, placement, readers)
-        members = [*inputs, *(outputs or _factored_outputs(node, placement))]
+                _part_from_sigmoids(node, placement)
+            _own_edges(node, placement, readers)
+        written = placement.quantized(node.outputs) or _factored_outputs(node, placement)
+        members = [*placement.quantized(node.inputs), *written]
         for value in members[1:]:
             join(placement, members[0], value)
+
+
+def _share_moved(node: ir.Node, placement: Placement, settings: Settings) -> None:
+    """Give what a node moves, and what it gives, one scale."""
+    common = settings.specs.layer if settings.qdq.propagate_specs else None
+    for moved in placement.quantized(node.inputs[:1]):
+        for output in placement.quantized(node.outputs):
+            join(placement, moved, output, common)
 
 
 def _readers_of_classes(placement: Placement) -> dict[ir.Value, set[ir.Node | None]]:
@@ -75,36 +80,35 @@ def _readers_of_classes(placement: Placement) -> dict[ir.Value, set[ir.Node | No
     return readers
 
 
-def _own_edges(node: ir.Node, placement: Placement, readers: Mapping[ir.Value, set[ir.Node | None]]) -> list[ir.Value]:
-    """The quantized inputs of a node, each of which it alone reads."""
-    for index, value in enumerate(node.inputs):
-        if value is not None and value in placement.activations and readers.get(placement.root(value), set()) - {node}:
-            node.replace_input_with(index, requantized(value, node, placement.activations[value], placement))
-    return [value for value in node.inputs if value is not None and value in placement.activations]
+def _own_edges(node: ir.Node, placement: Placement, readers: Mapping[ir.Value, set[ir.Node | None]]) -> None:
+    """Quantize once more what a node does not read alone."""
+    roots = {placement.root(value) for value in placement.quantized(node.inputs)}
+    _requantize(node, placement, {root for root in roots if readers.get(root, set()) - {node}})
 
 
-def _without_sigmoids(node: ir.Node, placement: Placement) -> list[ir.Value]:
-    """The quantized inputs of a node, those that hold a HardSigmoid quantized once more, apart from its own scale."""
+def _part_from_sigmoids(node: ir.Node, placement: Placement) -> None:
+    """Quantize once more the inputs of a node that hold a HardSigmoid, apart from its own scale, beside others."""
+    sigmoids = [other for other in placement.nodes if other.op_type == "HardSigmoid"]
     bounded = {
         placement.root(value)
-        for other in placement.nodes
-        if other.op_type == "HardSigmoid"
-        for value in (*other.outputs, *_factored_outputs(other, placement))
-        if value in placement.activations
+        for sigmoid in sigmoids
+        for value in (*placement.quantized(sigmoid.outputs), *_factored_outputs(sigmoid, placement))
     }
-    inputs = [value for value in node.inputs if value is not None and value in placement.activations]
-    if all(placement.root(value) in bounded for value in inputs):
-        return inputs
+    if {placement.root(value) for value in placement.quantized(node.inputs)} - bounded:
+        _requantize(node, placement, bounded)
+
+
+def _requantize(node: ir.Node, placement: Placement, roots: Set[ir.Value]) -> None:
+    """Quantize the inputs of a node that are of these classes once more, for it alone."""
     for index, value in enumerate(node.inputs):
-        if value in inputs and value is not None and placement.root(value) in bounded:
+        if value is not None and value in placement.activations and placement.root(value) in roots:
             node.replace_input_with(index, requantized(value, node, placement.activations[value], placement))
-    return [value for value in node.inputs if value is not None and value in placement.activations]
 
 
 def _factored_outputs(node: ir.Node, placement: Placement) -> list[ir.Value]:
     """What a node writes behind its constant factor."""
     products = [use.node for use in node.outputs[0].uses() if FACTOR in use.node.meta]
-    return [value for product in products for value in product.outputs if value in placement.activations]
+    return placement.quantized(value for product in products for value in product.outputs)
 
 
 def join(placement: Placement, one: ir.Value, other: ir.Value, common: LayerSpec | None = None) -> None:

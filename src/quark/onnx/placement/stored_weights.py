@@ -33,29 +33,42 @@ SMALLEST_TABLE = 1024
 
 def stored_specs(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> dict[int, TensorSpec]:
     """Index -> spec of the constants of a node that are stored as codes; none where activations have Q/DQ."""
-    dynamic = layer.input is not None and layer.input.dynamic and not layer.input.is_block
-    spec = layer.weight
-    if not (settings.specs.weights_only or dynamic) or settings.qdq.matmul_nbits is not None:
-        return {}
-    if spec is None or spec.is_block or spec.is_cast or not spec.has_zero_point:
-        return {}
-    indices = [index for index in rule_of(node.op_type).stored if index < len(node.inputs) and node.inputs[index]]
-    values = [node.inputs[index] for index in indices]
-    if not values or any(v is None or not is_constant(v) or not placement.is_float(v) for v in values):
+    spec, indices = _code_spec(layer, settings), _stored_constants(node, placement)
+    if spec is None or not indices:
         return {}
     if node.op_type in FUSED_LAYERS:
-        return {
-            index: fused_spec(node, spec) for index in indices if constant(node.inputs[index]).size >= SMALLEST_TABLE
-        }
+        large = [index for index in indices if constant(node.inputs[index]).size >= SMALLEST_TABLE]
+        return {index: fused_spec(node, spec) for index in large}
     if is_op(node, *RECURRENT):
-        if dynamic and spec.dtype.bits == 8 and not fits_lstm_kernel(node, spec):
-            return {index: HALF for index in indices if _fits_half(node, index)}
-        return {index: _recurrent(node, index, spec, is_op(node, "LSTM") and dynamic) for index in indices}
-    if dynamic and isinstance(spec.granularity, PerTensor):
+        return _recurrent_specs(node, indices, spec, layer.dynamic_input)
+    if layer.input is not None and layer.dynamic_input and isinstance(spec.granularity, PerTensor):
         # What is picked is an activation, whose zero point costs nothing.
-        assert layer.input is not None
         spec = replace(layer.input, dynamic=False)
     return _table(node, spec) if is_op(node, "Gather") else {}
+
+
+def _code_spec(layer: LayerSpec, settings: Settings) -> TensorSpec | None:
+    """That of weights in codes beside floats; None where a layer has no such."""
+    spec, beside_floats = layer.weight, settings.specs.weights_only or layer.dynamic_input
+    if not beside_floats or settings.qdq.matmul_nbits is not None:
+        return None
+    return None if spec is None or spec.is_block or not spec.has_zero_point else spec
+
+
+def _stored_constants(node: ir.Node, placement: Placement) -> list[int]:
+    """Where a node holds what is stored as codes; nowhere if any of it is computed, or of another type."""
+    stored = rule_of(node.op_type).stored
+    values = {index: node.inputs[index] for index in stored if index < len(node.inputs)}
+    present = {index: value for index, value in values.items() if value is not None}
+    usable = all(is_constant(value) and placement.is_float(value) for value in present.values())
+    return list(present) if usable else []
+
+
+def _recurrent_specs(node: ir.Node, indices: list[int], spec: TensorSpec, dynamic: bool) -> dict[int, TensorSpec]:
+    """Of a recurrent layer: in dynamic quantization without a kernel, float16 where the values allow it."""
+    if dynamic and spec.dtype.bits == 8 and not fits_lstm_kernel(node, spec):
+        return {index: HALF for index in indices if _fits_half(node, index)}
+    return {index: _recurrent(node, index, spec, dynamic and is_op(node, "LSTM")) for index in indices}
 
 
 def stored_spec(node: ir.Node, index: int, spec: TensorSpec, in_kernel: bool) -> TensorSpec | None:

@@ -116,16 +116,16 @@ class Padding:
         real = self.real(feed)
         if not real or _between(real):
             return [feed]
-        rows = len(next(iter(real.values())))
-        kept = [row for row in range(rows) if all(mask[row].any() for mask in real.values())]
-        if not self.can_cut(feed, real):
-            axes = self._axes_of_rows(feed, rows) if rows > 1 and self._takes_rows(real) else None
-            # Each is an example, though of one length.
-            return [feed] if axes is None else [rows_of(feed, axes, row, row + 1) for row in kept]
-        if not kept or _alike(real):
-            return [self._at(feed, real, 0)] if kept else []
-        axes = self._axes_of_rows(feed, rows)
-        return [self._at(rows_of(feed, axes, row, row + 1), real, row) for row in kept] if axes else [feed]
+        filled = np.all([mask.any(axis=1) for mask in real.values()], axis=0)
+        cut = self.can_cut(feed, real)
+        if cut and (not filled.any() or _alike(real)):
+            return [self._at(feed, real, 0)] if filled.any() else []
+        # Each row is an example, though of one length where none can be cut.
+        axes = self._axes_of_rows(feed, len(filled)) if len(filled) > 1 and self._takes_rows(real) else None
+        if axes is None:
+            return [feed]
+        apart = {row: rows_of(feed, axes, row, row + 1) for row in np.flatnonzero(filled).tolist()}
+        return [self._at(part, real, row) if cut else part for row, part in apart.items()]
 
     def at_real(self, feed: Feed, arrays: Sequence[Any]) -> list[Any]:
         """What tensors hold for a sample at real positions: all of it where nothing is masked; see `rows_at`."""
