@@ -31,10 +31,11 @@ from quark.core.scheme_families import FAMILIES
 from quark.core.schemes import SCHEMES
 from quark.core.spec import ScaleRule, ScaleType, TensorSpec
 from quark.errors import NotSupportedError
-from quark.onnx.algorithms import AFTER, BEFORE, PRECISION
+from quark.onnx.algorithms import AFTER, BEFORE
 from quark.onnx.config.algo_configs import AlgoConfig as OnnxAlgoConfig
 from quark.onnx.operators import ON_REQUEST, RULES
 from quark.onnx.passes import PASSES
+from quark.onnx.search.settle import PRECISION
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms import ALGORITHMS as TORCH_ALGORITHMS
 from quark.torch.checkpoint.loading import empty_params

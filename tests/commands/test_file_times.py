@@ -10,7 +10,7 @@ import pytest
 from quark.commands.onnx_files.file_times import file_times
 from quark.errors import CalibrationError
 from quark.onnx import ModelQuantizer
-from tests.onnx.latency.test_measure import FEED, Clock, config, model_of_convolutions
+from tests.onnx.search.latency.test_measure import FEED, Clock, config, model_of_convolutions
 
 
 def test_sizes_that_are_left_open_are_asked_for(tmp_path: Path) -> None:

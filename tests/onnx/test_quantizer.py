@@ -26,9 +26,9 @@ from quark.errors import (
 from quark.onnx import Int8Spec, Int16Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec, quantize_static
 from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
 from quark.onnx.converters import TOOLS
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.passes import PASSES
+from quark.onnx.search.settle import quantize
 from quark.onnx_ops.saving import save
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, vectors
 

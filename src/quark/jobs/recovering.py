@@ -10,7 +10,7 @@ from quark.errors import ConfigError
 from quark.goals.efforts import BALANCED, FAST
 from quark.jobs.request import FileRequest
 from quark.onnx import ModelQuantizer
-from quark.onnx.evaluation.recovery.search import Recovery
+from quark.onnx.search.recovery.search import Recovery
 
 
 @dataclass(frozen=True)

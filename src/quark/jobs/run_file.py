@@ -24,9 +24,9 @@ from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.preset_rows import QROWS
 from quark.onnx.config.serialized import as_scope
 from quark.onnx.config.settings import MeasurementSettings, Settings
-from quark.onnx.evaluation.lost_outputs.verdict import LEAST
-from quark.onnx.evaluation.recovery.search import Recovery
 from quark.onnx.operators.targets import TARGETS
+from quark.onnx.search.lost_outputs.verdict import LEAST
+from quark.onnx.search.recovery.search import Recovery
 
 CPU_TARGET = "ort_arm64" if platform.machine().lower() in ("arm64", "aarch64") else "ort_x64"
 """What is quantized for without a configuration: the processor of this machine."""

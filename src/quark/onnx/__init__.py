@@ -16,7 +16,6 @@ require_packages("The ONNX flow", "onnx", "onnx", "onnx_ir", "onnxruntime")
 let_sympy_wait()
 
 if TYPE_CHECKING:  # for type checkers: the homes below
-    from quark.onnx.auto_search import *
     from quark.onnx.calibration.data.path_reader import *
     from quark.onnx.calibration.data.random_reader import *
     from quark.onnx.calibration.data.readers import *
@@ -30,6 +29,7 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.onnx.evaluation.dump import *
     from quark.onnx.evaluation.ort_fusion import *
     from quark.onnx.quantizer import *
+    from quark.onnx.search.auto_search import *
     from quark.onnx_ops.encryption import *
     from quark.onnx_ops.library import *
 
@@ -48,7 +48,7 @@ HOMES = (
     "quark.onnx.calibration.data.random_reader",
     "quark.onnx.quantizer",
     "quark.onnx.evaluation.ort_fusion",
-    "quark.onnx.auto_search",
+    "quark.onnx.search.auto_search",
     "quark.onnx.evaluation.dump",
 )
 """Where the names of the ONNX flow are defined, cheap ones first; `__all__` of each says which."""

@@ -1,48 +1,73 @@
-"""The flow on one page: passes, algorithms, placement, calibration, writing; then the same for bodies."""
+"""The flow on one page: algorithms, choice, placement, calibration, writing; then the same for bodies.
+
+What is still to be chosen is chosen by whoever calls it (`search/settle.py`): here is no search.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
 from quark.base.log import logger
 from quark.errors import NothingToQuantizeError
-from quark.onnx.algorithms import PRECISION, check_data, run_after, run_before, run_precision
+from quark.onnx.algorithms import check_data, run_after, run_before
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.algorithms.rescaling.bias_correction import correct_where_certain, learning_starts_corrected
-from quark.onnx.algorithms.rescaling.equalize_if_better import equalize_if_better
 from quark.onnx.bodies.float_bodies import FloatBodies
 from quark.onnx.calibration.calibrate import repeatable, run_random
+from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.joined_ends import leave_joined_ends
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide
-from quark.onnx.latency.measure import leave_slower_in_float
 from quark.onnx.npu.averaged_sizes import measure_sizes, needs_samples
 from quark.onnx.npu.simulation import simulate
 from quark.onnx.passes import run_passes
 from quark.onnx.passes.copy_shared_init import copy_shared_init
-from quark.onnx.prepare import prepare
 from quark.onnx.qdq.value_infos import fill_value_infos
 from quark.onnx.qdq.write_qdq import drop_unused_constants
 from quark.onnx_ops.compact import drop_inferable, share_constants
-from quark.onnx_ops.saving import save
 
 
-def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Model:
-    """Quantize a float model, which is changed; the quantized one may be another. See `convert`."""
-    identity = fingerprint(model) if settings.calibration.statistics else ""
-    prepared = prepare(model, settings)
-    if settings.prepared_file is not None:
-        save(model.clone(), settings.prepared_file)
-    return convert(model, prepared, reader, identity)
+@dataclass(frozen=True)
+class FloatForm:
+    """A float model as algorithms leave it, before it is decided what is quantized.
+
+    Attributes:
+        model: The model.
+        settings: What to quantize, and how.
+        reader: Calibration data.
+        data: The same, read as often as it takes; None where no algorithm needs that.
+        identity: Fingerprint of the model, or "".
+        statistics: Of calibration, in memory; None for those of a file, or of one pass.
+    """
+
+    model: ir.Model
+    settings: Settings
+    reader: Any
+    data: Samples | None
+    identity: str
+    statistics: Statistics | None
+
+
+Choose = Callable[[FloatForm], FloatForm]
+"""Gives settings in which nothing is open."""
 
 
 def convert(
-    model: ir.Model, settings: Settings, reader: Any, identity: str = "", known: dict[str, Statistics] | None = None
+    model: ir.Model,
+    settings: Settings,
+    reader: Any,
+    identity: str = "",
+    known: dict[str, Statistics] | None = None,
+    *,
+    choose: Choose,
 ) -> ir.Model:
-    """Quantize a prepared model, which is changed and returned; with calibration data another one may be.
+    """Quantize a prepared model, which is changed and returned.
 
     Its bodies follow where the settings say so, and where there is nothing else to quantize.
 
@@ -53,40 +78,32 @@ def convert(
         identity: Fingerprint of the model: before it was prepared, for the statistics file; as it is, for those in
             memory, or "" where it is not known.
         known: Statistics in memory by the fingerprint of what they are of, used and completed instead of a file.
+        choose: What decides the rest, of the graph and of each body.
     """
     settings, reader = leave_joined_ends(model, settings, reader)
-    if reader is not None and (settings.algorithms or settings.equalize_if_better):
+    if reader is not None and settings.algorithms:
         reader = repeatable(reader, model, settings)
         check_data(model, settings, reader)
-    if settings.equalize_if_better:
-        settings, quantized = equalize_if_better(model, settings, reader, convert, known)
-        if quantized is not None:
-            return quantized
-    _convert_graph_and_bodies(model, settings, reader, identity, known)
-    model.producer_name = "quark.onnx"
-    return model
-
-
-def _convert_graph_and_bodies(
-    model: ir.Model, settings: Settings, reader: Any, identity: str, known: dict[str, Statistics] | None
-) -> None:
     bodies = FloatBodies(model, settings)
     if settings.algorithms or settings.correct_biases or (bodies and settings.specs.bodies):
         reader = repeatable(reader, model, settings)
     nothing: NothingToQuantizeError | None = None
     try:
-        _convert_graph(model, settings, reader, identity, known)
+        _convert_graph(model, settings, reader, choose, identity, known)
     except NothingToQuantizeError as error:
         if not bodies:
             raise
         nothing = error
     if settings.specs.bodies or nothing is not None:
-        count = bodies.quantize(model, settings, repeatable(reader, model, settings), known, convert)
+        one = partial(convert, choose=choose)
+        count = bodies.quantize(model, settings, repeatable(reader, model, settings), known, one)
         if nothing is not None and not count:
             raise nothing
         if nothing is not None and not settings.specs.bodies:
             logger.info("Nothing is quantized but bodies of If, Loop and Scan: all else has nothing to quantize.")
         drop_unused_constants(model.graph)
+    model.producer_name = "quark.onnx"
+    return model
 
 
 def finish(model: ir.Model, settings: Settings) -> None:
@@ -105,14 +122,6 @@ def finish(model: ir.Model, settings: Settings) -> None:
         drop_inferable(model)
 
 
-def _shared_statistics(settings: Settings, identity: str, known: dict[str, Statistics] | None) -> Statistics | None:
-    """The statistics in memory that several conversions of a graph use; None for those of a file, or of one."""
-    if known is not None:
-        return known.setdefault(identity, Statistics(identity))
-    tries = any(type(one) in PRECISION for one in settings.algorithms) and not settings.calibration.files
-    return Statistics(identity) if tries else None
-
-
 def _identity_of(model: ir.Model, before: str, changed: int, needed: bool) -> str:
     """The fingerprint of a model: statistics of simulated operators or rescaled layers are not those of the float one.
 
@@ -126,7 +135,12 @@ def _identity_of(model: ir.Model, before: str, changed: int, needed: bool) -> st
 
 
 def _convert_graph(
-    model: ir.Model, settings: Settings, reader: Any, identity: str, known: dict[str, Statistics] | None
+    model: ir.Model,
+    settings: Settings,
+    reader: Any,
+    choose: Choose,
+    identity: str,
+    known: dict[str, Statistics] | None,
 ) -> None:
     """Quantize the nodes of a model, not those of its bodies."""
     data = reader if settings.algorithms or settings.correct_biases else None
@@ -138,14 +152,12 @@ def _convert_graph(
             measure_sizes(model, settings, data)
     changed += simulate(model, settings)
     identity = _identity_of(model, identity, changed, known is not None)
-    statistics = _shared_statistics(settings, identity, known)
-    settings = run_precision(model, settings, data, statistics or Statistics(identity))
-    if settings.measurement.enabled:
-        reader = repeatable(reader, model, settings)
-        settings = leave_slower_in_float(model, settings, reader)
+    statistics = None if known is None else known.setdefault(identity, Statistics(identity))
+    form = choose(FloatForm(model, settings, reader, data, identity, statistics))
+    settings = form.settings
     reference = model.clone()
     twins = dict(zip(model.graph, reference.graph, strict=True))
-    quantized = QuantizedLayers(decide(model, settings, reader, identity, statistics), reference, data)
+    quantized = QuantizedLayers(decide(model, settings, form.reader, identity, form.statistics), reference, data)
     quantized.write(twins)
     for step in (_correct, run_after) if learning_starts_corrected(settings) else (run_after, _correct):
         step(quantized)

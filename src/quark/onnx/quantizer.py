@@ -17,7 +17,6 @@ from quark.base.files import check_apart, check_file
 from quark.base.log import logger
 from quark.core.metrics import Metric
 from quark.errors import CalibrationError, ConfigError, DamageError, NotSupportedError
-from quark.onnx.algorithms import check_algorithms
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.inputs import file_bytes, model_inputs
 from quark.onnx.calibration.data.padding import without_padding
@@ -30,21 +29,22 @@ from quark.onnx.config.presets import get_default_config
 from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
 from quark.onnx.evaluation.cpu_price import cpu_price
-from quark.onnx.evaluation.lost_outputs.damage import MADE, SpreadSamples, damage, refuse_damage
-from quark.onnx.evaluation.lost_outputs.on_noise import little_on_noise
-from quark.onnx.evaluation.lost_outputs.retry import Retrying
-from quark.onnx.evaluation.lost_outputs.verdict import Damage
-from quark.onnx.evaluation.output_metrics import OutputMetrics, output_metrics
-from quark.onnx.evaluation.recovery.rival import Rival
-from quark.onnx.evaluation.recovery.search import Recovery, duration, recover
-from quark.onnx.evaluation.recovery.steps import QUICK_STEPS, STEPS
-from quark.onnx.evaluation.recovery.weights_alone import or_weights_alone
-from quark.onnx.flow import finish, quantize
+from quark.onnx.flow import finish
 from quark.onnx.graph.model_file import checked_proto, load, read
 from quark.onnx.graph.sessions import require_loads
-from quark.onnx.latency.excluded_layers import in_integers_unasked
-from quark.onnx.latency.whole_file import refuse_slower
 from quark.onnx.qdq.short_names import shorten_where_larger
+from quark.onnx.search.latency.excluded_layers import in_integers_unasked
+from quark.onnx.search.latency.whole_file import refuse_slower
+from quark.onnx.search.lost_outputs.damage import MADE, SpreadSamples, damage, refuse_damage
+from quark.onnx.search.lost_outputs.on_noise import little_on_noise
+from quark.onnx.search.lost_outputs.retry import Retrying
+from quark.onnx.search.lost_outputs.verdict import Damage
+from quark.onnx.search.output_metrics import OutputMetrics, output_metrics
+from quark.onnx.search.recovery.rival import Rival
+from quark.onnx.search.recovery.search import Recovery, duration, recover
+from quark.onnx.search.recovery.steps import QUICK_STEPS, STEPS
+from quark.onnx.search.recovery.weights_alone import or_weights_alone
+from quark.onnx.search.settle import check_algorithms, quantize
 from quark.onnx_ops.custom_libraries import custom_libraries
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, model_files, save
 
@@ -161,7 +161,7 @@ class ModelQuantizer:
                 where nothing else reaches the target.
             weights_alone: Quantizer of weights, which is tried where the best model keeps so little that tasks suffer:
                 less than 25 dB, or 30 dB of scores. It gets half of the budget besides.
-            without_samples: Quantizer that needs none: see `evaluation/recovery/rival.py`.
+            without_samples: Quantizer that needs none: see `search/recovery/rival.py`.
 
         Raises:
             CalibrationError: Fewer than four samples, or none.

@@ -26,9 +26,9 @@ from quark.onnx import (
 )
 from quark.onnx.algorithms import run_before
 from quark.onnx.config.settings import Settings, SpecSettings
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.passes import PASSES
+from quark.onnx.search.settle import quantize
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, vectors
 
 EVERYWHERE = CLEConfig(cle_scale_use_threshold=False, cle_steps=4)

@@ -23,8 +23,8 @@ from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.config import QuantizationConfig
 from quark.onnx.config.settings import Settings, SpecSettings
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
+from quark.onnx.search.settle import quantize
 from tests.models.onnx_zoo import Builder, cnn, images, mlp, run, vectors
 from tests.onnx.algorithms.test_sliced_run import started
 

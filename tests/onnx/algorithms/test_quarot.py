@@ -21,9 +21,9 @@ from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerCon
 from quark.onnx.algorithms.rescaling.quarot import rotate
 from quark.onnx.config.algo_configs import QuarotConfig
 from quark.onnx.config.settings import Settings, SpecSettings
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from quark.onnx.graph.residual_stream import find_streams
+from quark.onnx.search.settle import quantize
 from tests.models.onnx_zoo import Array, Builder, Reader, run
 
 WIDTH, TOKENS, VOCABULARY = 64, 12, 50

@@ -23,8 +23,8 @@ from quark.onnx.algorithms.rescaling.smooth_quant import smooth
 from quark.onnx.config.algo_configs import SmoothQuantConfig
 from quark.onnx.config.config import Config
 from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
+from quark.onnx.search.settle import quantize
 from tests.models.onnx_zoo import Array, Builder, Reader, run
 
 LAYER = LayerSpec(weight=spec("int8", PerChannel(0)), input=spec("uint8", symmetric=False))

@@ -23,8 +23,8 @@ from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.sample_files import read_image
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import CalibrationSettings, QDQSettings, Settings, SpecSettings
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load
+from quark.onnx.search.settle import quantize
 from tests.models import onnx_odd as odd
 from tests.models.onnx_zoo import Builder, mlp, vectors
 

@@ -22,12 +22,12 @@ from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.padding import Padding, mask_inputs, without_padding
 from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.calibration.data.samples import Samples
-from quark.onnx.calibration.score import Scorer
 from quark.onnx.config.algo_configs import ALGO_CONFIGS, AutoMixprecisionConfig
 from quark.onnx.config.config import Config
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.evaluation.compare_models import compare_models
-from quark.onnx.evaluation.lost_outputs.damage import damage
+from quark.onnx.search.lost_outputs.damage import damage
+from quark.onnx.search.score import Scorer
 from tests.contracts.test_presets import NOW
 from tests.contracts.test_presets import config as preset
 from tests.models.onnx_zoo import Reader, run

@@ -26,9 +26,9 @@ from quark.onnx import (
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.settings import Settings, SpecSettings
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.quantizer import ModelQuantizer
+from quark.onnx.search.settle import quantize
 from tests.models.onnx_zoo import Reader, cnn, images, mlp, vectors
 
 S8 = spec("int8")

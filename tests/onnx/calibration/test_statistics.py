@@ -17,8 +17,8 @@ from quark.errors import CalibrationError, FormatError, NonFiniteError
 from quark.onnx import CalibMethod, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec
 from quark.onnx.calibration.statistics import Statistics, _digest, fingerprint
 from quark.onnx.config.settings import CalibrationSettings, QDQSettings, Settings, SpecSettings
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
+from quark.onnx.search.settle import quantize
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, vectors
 
 U8 = spec("uint8", symmetric=False)

@@ -28,9 +28,9 @@ from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
 from quark.onnx.converters import TOOLS
 from quark.onnx.converters.command_line import run_tool
 from quark.onnx.converters.remove_qdq import decode
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, read, to_proto
 from quark.onnx.passes.convert_float import convert_fp32_to_bf16, convert_fp32_to_fp16
+from quark.onnx.search.settle import quantize
 from quark.onnx_ops.saving import save
 from tests.models.onnx_zoo import Builder, Reader, cnn, feed, half, images, legacy, mlp, outputs, pools, shared
 

@@ -17,9 +17,9 @@ from quark.errors import FormatError
 from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
 from quark.onnx.evaluation.ort_fusion import Fusion, inspect_fusion
 from quark.onnx.evaluation.ort_fusion_rules import REASONS
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load
 from quark.onnx.quantizer import quantize_dynamic
+from quark.onnx.search.settle import quantize
 from quark.onnx_ops.saving import save
 from tests.models.onnx_zoo import Reader, cnn, images, mlp, vectors
 

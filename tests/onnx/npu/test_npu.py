@@ -25,11 +25,11 @@ from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.presets import get_default_config
 from quark.onnx.config.settings import Settings
 from quark.onnx.config.tensor_specs import Int8Spec, Int16Spec, XInt8Spec
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.npu.rules import RULES
 from quark.onnx.npu.simulation import CONVERSIONS, mean_factor, simulate
 from quark.onnx.placement.place import place
+from quark.onnx.search.settle import quantize
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, outputs, run, vectors
 from tests.models.torch_zoo import ROOT
 

@@ -17,10 +17,10 @@ from quark.core.metrics import sqnr
 from quark.core.spec import LayerSpec, spec
 from quark.errors import ConfigError, NotSupportedError, QuarkError, StructureError
 from quark.onnx.config.settings import Settings, SpecSettings
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import infer_shapes, load, opset, read, to_proto
 from quark.onnx.graph.pattern import Const, either, match, op, scalar
 from quark.onnx.passes import PASSES
+from quark.onnx.search.settle import quantize
 from quark.onnx_ops.saving import save
 from tests.models import onnx_odd as odd
 from tests.models.onnx_zoo import (

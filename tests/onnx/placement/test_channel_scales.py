@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from quark.core.array import NumpyArray
 from quark.core.metrics import sqnr
 from quark.onnx import Config, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, get_default_config, quantize_dynamic
-from quark.onnx.evaluation.lost_outputs.verdict import LEAST
+from quark.onnx.search.lost_outputs.verdict import LEAST
 from tests.models.onnx_zoo import Builder, run
 
 CHANNELS = 4

@@ -12,8 +12,8 @@ from onnx import numpy_helper
 
 from quark.core.metrics import sqnr
 from quark.onnx import Int8Spec, Int16Spec, ModelQuantizer, QConfig, QLayerConfig
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
+from quark.onnx.search.settle import quantize
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, run
 
 WIDE = QLayerConfig(input_tensors=Int16Spec(), weight=Int16Spec())

@@ -12,9 +12,9 @@ from quark.core.metrics import sqnr
 from quark.onnx.config.config import QConfig, QLayerConfig
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.tensor_specs import Int8Spec, UInt8Spec
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.passes.fuse_gelu import gelus
+from quark.onnx.search.settle import quantize
 from tests.models.onnx_zoo import Builder, Reader, run
 
 FORMS = ("erf", "pow", "product", "chain")

@@ -17,8 +17,8 @@ from quark.onnx.config.config import QConfig, QLayerConfig
 from quark.onnx.config.enums import CalibMethod, ExtendedQuantType, QuantGranularity, QuantType
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.tensor_specs import BFloat16Spec, BFP16Spec, Int8Spec, Int16Spec, UInt8Spec, XInt8Spec
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
+from quark.onnx.search.settle import quantize
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, vectors
 
 MIN_MAX = CalibMethod.MinMax

@@ -15,8 +15,8 @@ from quark.onnx.config.config import QConfig, QLayerConfig
 from quark.onnx.config.enums import CalibMethod, QuantGranularity
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.tensor_specs import Int8Spec, QTensorConfig, UInt8Spec
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import load, to_proto
+from quark.onnx.search.settle import quantize
 from tests.models.onnx_zoo import Builder, Reader, run
 
 CHANNELS = Int8Spec(quant_granularity=QuantGranularity.Channel)

@@ -11,7 +11,7 @@ from quark.report.page import Figure, PageTable, Section
 
 if TYPE_CHECKING:
     from quark.onnx.calibration.data.path_reader import PathDataReader
-    from quark.onnx.evaluation.recovery.search import Recovery
+    from quark.onnx.search.recovery.search import Recovery
 
 
 def page_of_file(

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from quark.base.command_line import new_table
 from quark.commands.results.counted import counted
-from quark.onnx.evaluation.recovery.search import Recovery, measure_text
+from quark.onnx.search.recovery.search import Recovery, measure_text
 
 
 def recovery_table(found: Recovery) -> Table:

@@ -1,21 +1,20 @@
 """The algorithms by the class of their config. A new one is a file here and a line below.
 
 DATA: refuse data that cannot serve, before any work is done. BEFORE: change the float model, before it is decided what
-is quantized. PRECISION: changes that decision. AFTER: change float weights and biases once all scales are known. BEFORE
-and AFTER return how many places they changed; each list runs in the order that the config has. An algorithm may be in
-several lists.
+is quantized. AFTER: change float weights and biases once all scales are known. BEFORE and AFTER return how many places
+they changed; each list runs in the order that the config has. An algorithm may be in several lists. What searches for
+settings is in `search/settle.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
 
 from quark.base.log import logger
-from quark.errors import NothingQualifiesError, NotSupportedError
-from quark.onnx.algorithms.mixed_precision.auto_mixprecision import mix_precision
+from quark.errors import NothingQualifiesError
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.algorithms.rescaling.bias_correction import add_biases, check_examples, correct_biases
 from quark.onnx.algorithms.rescaling.cle import equalize
@@ -25,11 +24,9 @@ from quark.onnx.algorithms.rounding.fast_finetune import finetune_layers
 from quark.onnx.algorithms.rounding.gptq import solve_weights
 from quark.onnx.algorithms.rounding.worst_layers import WorstLayers, improve_worst
 from quark.onnx.calibration.data.samples import Samples
-from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
-    AutoMixprecisionConfig,
     BiasCorrectionConfig,
     CLEConfig,
     GPTQConfig,
@@ -47,9 +44,6 @@ BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]
     QuarotConfig: rotate,
     BiasCorrectionConfig: add_biases,
 }
-PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None, Statistics], Settings]] = {
-    AutoMixprecisionConfig: mix_precision,
-}
 AFTER: dict[type[Any], Callable[[QuantizedLayers, Any], int]] = {
     GPTQConfig: solve_weights,
     AdaRoundConfig: finetune_layers,
@@ -57,15 +51,6 @@ AFTER: dict[type[Any], Callable[[QuantizedLayers, Any], int]] = {
     BiasCorrectionConfig: correct_biases,
     WorstLayers: improve_worst,
 }
-
-
-def check_algorithms(algorithms: Sequence[Any]) -> None:
-    """Raise NotSupportedError for algorithms that this version does not have, before any work is done."""
-    present = {**BEFORE, **PRECISION, **AFTER}
-    missing = [type(algorithm).__name__ for algorithm in algorithms if type(algorithm) not in present]
-    if missing:
-        possible = ", ".join(kind.__name__ for kind in present)
-        raise NotSupportedError(f"{', '.join(missing)}: not part of this version. Possible: {possible}.")
 
 
 def check_data(model: ir.Model, settings: Settings, data: Samples) -> None:
@@ -89,23 +74,6 @@ def run_before(model: ir.Model, settings: Settings, data: Samples | None) -> int
             # One that also runs afterwards is judged then.
             changed += count if type(algorithm) in AFTER else _counted(algorithm, count, settings)
     return changed
-
-
-def run_precision(model: ir.Model, settings: Settings, data: Samples | None, statistics: Statistics) -> Settings:
-    """The settings with the layers at the precision that was found for them; statistics are read, and completed.
-
-    Raises:
-        NothingQualifiesError: No layer takes part, and the settings do not allow that.
-    """
-    for algorithm in settings.algorithms:
-        if type(algorithm) in PRECISION:
-            try:
-                settings = PRECISION[type(algorithm)](model, algorithm, settings, data, statistics)
-            except NothingQualifiesError as error:
-                if not settings.allow_noop:
-                    raise
-                logger.warning("%s", error)
-    return settings
 
 
 def run_after(quantized: QuantizedLayers) -> None:

@@ -10,12 +10,12 @@ from quark.core.dtypes import DTYPES
 from quark.errors import ConfigError, did_you_mean
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.presets import get_default_config
-from quark.onnx.flow import quantize
 from quark.onnx.graph.edit import is_op, prune, remove_unused
 from quark.onnx.graph.model_file import constant, infer_shapes, opset, refuse_invalid, refuse_quantized
 from quark.onnx.passes.convert_float import convert_fp16_to_fp32, convert_fp32_to_bf16, convert_fp32_to_fp16
 from quark.onnx.passes.convert_opset_version import convert_opset_version
 from quark.onnx.passes.simplify import simplify
+from quark.onnx.search.settle import quantize
 from quark.onnx_ops.graph_writer import GraphWriter, add_constant, redirect
 
 FORMATS = ("with_cast", "customqdq", "simulate_bf16", "bf16")

@@ -9,8 +9,8 @@ import onnx_ir as ir
 from quark.errors import ConfigError
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.presets import get_default_config
-from quark.onnx.flow import quantize
 from quark.onnx.graph.model_file import refuse_quantized
+from quark.onnx.search.settle import quantize
 
 SUBGRAPH = re.compile(r"\s*\[([^\[\]]*)\]\s*,?\s*\[([^\[\]]*)\]\s*")
 

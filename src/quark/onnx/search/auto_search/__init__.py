@@ -1,0 +1,15 @@
+"""Automatic search: quantizes a model with many configurations on one calibration, and finds the best."""
+
+from quark.onnx.search.auto_search.auto_search import AutoSearch, AutoSearchConfig
+from quark.onnx.search.auto_search.auto_search_pro import AutoSearchPro
+from quark.onnx.search.auto_search.named_searches import get_auto_search_config
+from quark.onnx.search.auto_search.search_space import SearchSpace, generate_all_configs
+
+__all__ = [
+    "AutoSearch",
+    "AutoSearchConfig",
+    "AutoSearchPro",
+    "SearchSpace",
+    "generate_all_configs",
+    "get_auto_search_config",
+]

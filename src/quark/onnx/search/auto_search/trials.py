@@ -1,0 +1,124 @@
+"""The trials of a search: quantize with a config, write, score. All share one calibration and the float outputs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from quark.core.array import NumpyArray
+from quark.errors import CalibrationError, ConfigError
+from quark.onnx.calibration.calibrate import model_session
+from quark.onnx.calibration.data.inputs import model_inputs
+from quark.onnx.calibration.data.padding import without_padding
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.float_outputs import FloatOutputs
+from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.config.config import Config, QuantizationConfig
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.flow import finish
+from quark.onnx.graph.model_file import load
+from quark.onnx.prepare import prepare
+from quark.onnx.search.auto_search.distances import Distance
+from quark.onnx.search.settle import check_algorithms, convert
+from quark.onnx_ops.saving import save
+
+Evaluator = Callable[[Any], float]
+MOST_STATISTICS = 4
+"""Forms of the model, by passes and algorithms before calibration, whose statistics are kept: half a MB a tensor."""
+
+
+class SearchTrials:
+    """Quantizes and scores one model under many configs; each gives what ModelQuantizer gives for it.
+
+    Args:
+        model: The float model: a path, or a ModelProto.
+        calibration: Calibration data: a reader, or an iterable of samples.
+        evaluation: Data to score with; None for the calibration data.
+        distance: Between the outputs of a sample; the mean over samples is the score.
+        evaluator: Instead: path of a model -> its quality. The score is that of the float model minus it.
+        scratch: Folder for outputs of the float model that are too large for memory.
+
+    Raises:
+        CalibrationError: There is no sample.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | onnx.ModelProto,
+        calibration: Any,
+        evaluation: Any = None,
+        distance: Distance | None = None,
+        evaluator: Evaluator | None = None,
+        scratch: str | None = None,
+    ) -> None:
+        if (distance is None) == (evaluator is None):
+            raise ConfigError("A search judges by a metric or by an evaluator, one of them.")
+        self._distance, self._evaluator = distance, evaluator
+        inputs, self._model = model_inputs(model), load(model)
+        self._data = None if calibration is None else Samples(without_padding(calibration, self._model), inputs)
+        judged = self._data if evaluation is None else Samples(without_padding(evaluation, self._model), inputs)
+        self._known: dict[Any, dict[str, Statistics]] = {}
+        if evaluator is not None:
+            self._baseline = float(evaluator(model))
+            return
+        if judged is None or not len(judged):
+            raise CalibrationError(
+                "A search needs samples to judge by: calibration or evaluation data, or an evaluator."
+            )
+        names = [value.name or "" for value in self._model.graph.outputs]
+        self._expected = FloatOutputs(
+            self._model,
+            names,
+            judged,
+            lambda graph: model_session(graph, [], lower(Config(QuantizationConfig()))),
+            folder=scratch,
+        )
+
+    @property
+    def data_digest(self) -> str:
+        """A hash of the number of calibration samples, and of the first."""
+        if self._data is None or not len(self._data):
+            return ""
+        digest = hashlib.sha256(str(len(self._data)).encode())
+        for name, array in sorted(self._data[0].items()):
+            digest.update(repr((name, array.dtype.str, array.shape)).encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
+
+    def run(self, config: Any, path: Path) -> float:
+        """Quantize with a config, write the model, and return its score, of which less is better.
+
+        Raises:
+            QuarkError: The config cannot be met; nothing is written then.
+        """
+        settings = lower(config)
+        if settings.calibration.statistics is not None:
+            raise ConfigError("A search keeps its statistics in memory: leave out the option Statistics.")
+        check_algorithms(settings.algorithms)
+        graph = self._model.clone()
+        limit = settings.calibration.samples
+        settings = prepare(graph, settings)
+        data = self._data
+        if data is not None and limit is not None:
+            data = data.part(range(min(limit, len(data))))
+        known = self._known.setdefault(limit if data is not None else None, {})
+        quantized = convert(graph, settings, data, known=known)
+        for identity in list(known)[:-MOST_STATISTICS]:
+            del known[identity]
+        finish(quantized, settings)
+        save(quantized, path, settings.external_data)
+        if self._evaluator is not None:
+            return self._baseline - float(self._evaluator(str(path)))
+        assert self._distance is not None
+        pairs = (list(zip(*outputs, strict=True)) for outputs in self._expected.beside(quantized))
+        return float(np.mean([self._distance(_vector(x), _vector(y)) for x, y in pairs]))
+
+
+def _vector(arrays: tuple[NumpyArray, ...]) -> NumpyArray:
+    return np.concatenate([np.asarray(array, np.float64).ravel() for array in arrays])

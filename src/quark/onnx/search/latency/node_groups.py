@@ -1,0 +1,164 @@
+"""Node groups: which nodes of a float model the runtime computes together, there or in the quantized model.
+
+    Conv, Relu                float: one convolution          integers: one QLinearConv
+    Sigmoid, Mul              float: one QuickGelu            integers: QLinearSigmoid, QLinearMul
+
+One kernel has one time, so that its nodes stay together. A change of layout before or behind a kernel is a part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from quark.onnx.graph.edit import read_once
+from quark.onnx.search.latency.kernels import BLOCKED, TimedKernel
+
+QDQ = ("QuantizeLinear", "DequantizeLinear")
+LAYOUT = ("ReorderInput", "ReorderOutput", "Transpose")
+TOKEN = re.compile(r"_token_\d+$")
+"""What the runtime adds to a name to make it a new one."""
+BLOCKED_SUFFIX = "_nchwc"
+"""What it adds to the name of a tensor to name the kernel that makes it in the blocked layout."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model as it runs, in float or in integers.
+
+    Attributes:
+        kernels: What runs for it.
+        seconds: Name of a kernel -> its time.
+        owners: Name of a kernel -> the nodes of the float model that it computes; Q/DQ compute none.
+        laid_out: Tensors of the float model that are brought into another layout, or out of it.
+        conversions: (QuantizeLinear or DequantizeLinear, tensor of the float model) -> the time of all that run for it.
+    """
+
+    kernels: Sequence[TimedKernel]
+    seconds: Mapping[str, float]
+    owners: Mapping[str, frozenset[str]]
+    laid_out: frozenset[str]
+    conversions: Mapping[tuple[str, str], float]
+
+    def total(self) -> float:
+        """Seconds of all kernels."""
+        return sum(self.seconds[kernel.name] for kernel in self.kernels)
+
+
+@dataclass
+class NodeGroups:
+    """A partition of the nodes of a model, by name.
+
+    Attributes:
+        parents: Node -> another of its group; absent for the one that stands for the group.
+    """
+
+    parents: dict[str, str] = field(default_factory=dict)
+
+    def find(self, name: str | None) -> str:
+        """The node that stands for the group of another."""
+        found = name or ""
+        while found in self.parents:
+            found = self.parents[found]
+        return found
+
+    def join(self, names: Iterable[str | None]) -> None:
+        """Make one group of those of some nodes."""
+        first, *others = sorted({self.find(name) for name in names})
+        self.parents.update(dict.fromkeys(others, first))
+
+    def seconds(self, side: Side) -> dict[str, float]:
+        """The time of each group, without conversions."""
+        found: dict[str, float] = defaultdict(float)
+        for kernel, nodes in side.owners.items():
+            found[self.find(min(nodes))] += side.seconds[kernel]
+        return found
+
+    def in_other_layout(self, side: Side) -> set[str]:
+        """The groups whose kernels read and write another layout than ONNX's."""
+        kernels = (kernel for kernel in side.kernels if kernel.other_layout)
+        return {self.find(name) for kernel in kernels for name in side.owners.get(kernel.name, ())}
+
+
+def side_of(
+    model: ir.Model, kernels: Sequence[TimedKernel], seconds: Mapping[str, float], nodes: Iterable[str]
+) -> Side:
+    """Find for each kernel of a model the nodes that it computes.
+
+    Args:
+        model: The float one, or the one with Q/DQ.
+        kernels: What runs for it.
+        seconds: Name of a kernel -> its time.
+        nodes: Names of the nodes of the float model.
+    """
+    known, laid_out = set(nodes), set[str]()
+    values = {value.name or "": value for node in model.graph for value in node.outputs}
+    owners, helpers = dict[str, frozenset[str]](), list[TimedKernel]()
+    conversions: dict[tuple[str, str], float] = defaultdict(float)
+    for kernel in kernels:
+        if kernel.op_type in QDQ:
+            tensor = next((values[name] for name in (*kernel.outputs, *kernel.inputs) if name in values), None)
+            if tensor is not None:
+                conversions[kernel.op_type, _float_tensor(tensor).name or ""] += seconds[kernel.name]
+            continue
+        named = TOKEN.sub("", kernel.name)
+        if kernel.op_type in LAYOUT and named not in known:
+            touched = (values[name] for name in (*kernel.inputs, *kernel.outputs) if name in values)
+            laid_out.update(_float_tensor(value).name or "" for value in touched)
+        names = {named, *(_writer(values[name]) for name in tensors(kernel) if name in values)} & known
+        if names:
+            owners[kernel.name] = frozenset(names)
+        else:
+            helpers.append(kernel)
+    readers = {name: kernel.name for kernel in reversed(kernels) for name in kernel.inputs}
+    for kernel in reversed(helpers):
+        # It prepares the input of a kernel, or of one that does; of several, of the first: that makes no group of them.
+        owner = next((owners[readers[name]] for name in kernel.outputs if readers.get(name) in owners), None)
+        if owner is not None:
+            owners[kernel.name] = frozenset({min(owner)})
+    return Side(kernels, seconds, owners, frozenset(laid_out), conversions)
+
+
+def group_nodes(model: ir.Model, candidates: set[str], in_float: Side, in_integers: Side) -> NodeGroups:
+    """The groups of the nodes of the float model.
+
+    Args:
+        model: The float model.
+        candidates: Names of the nodes that may be computed in integers.
+        in_float, in_integers: How it runs.
+    """
+    groups = NodeGroups()
+    for names in (*in_float.owners.values(), *in_integers.owners.values()):
+        groups.join(names)
+    computed = {name for names in in_float.owners.values() for name in names}
+    for node in model.graph:
+        # What has no kernel of its own is a part of that of its only reader.
+        output = node.outputs[0]
+        if node.name in candidates and node.name not in computed and read_once(output):
+            reader = next(iter(output.uses())).node
+            if reader.graph is node.graph:
+                groups.join([node.name, reader.name])
+    return groups
+
+
+def tensors(kernel: TimedKernel) -> list[str]:
+    """The tensors that a kernel makes; first, of one in the blocked layout, what ONNX calls the same values."""
+    name = TOKEN.sub("", kernel.name)
+    blocked = kernel.domain == BLOCKED and name.endswith(BLOCKED_SUFFIX)
+    return [*([name.removesuffix(BLOCKED_SUFFIX)] if blocked else []), *kernel.outputs]
+
+
+def _float_tensor(value: ir.Value) -> ir.Value:
+    """The tensor whose values a tensor behind Q/DQ holds."""
+    while (node := value.producer()) is not None and node.op_type in QDQ and node.inputs[0] is not None:
+        value = node.inputs[0]
+    return value
+
+
+def _writer(value: ir.Value) -> str:
+    node = _float_tensor(value).producer()
+    return "" if node is None else node.name or ""

@@ -1,0 +1,177 @@
+"""Profile file: the times of kernels on one machine, as JSON that may be carried to another.
+
+    {"format": "quark profile 1", "machine": {"cpu", "onnxruntime", "threads"},
+     "kernels": {operator, attributes, types and shapes: seconds}, "conversions": {kind: [fixed, per value]}}
+
+What a machine measured before is not measured again. On another machine a profile is used as it is: nothing of this one
+is mixed into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+
+from quark.base.files import atomic_file, require_regular
+from quark.base.native import cache_folder
+from quark.errors import ConfigError, FormatError, OutputError
+from quark.onnx.config.settings import MeasurementSettings
+from quark.onnx.search.latency.conversions import KINDS, Line, lines, probes
+from quark.onnx.search.latency.kernels import ProfiledModel, Timer
+
+SECONDS, PROBE_SECONDS = 3.0, 1.0
+"""How long models run, and how long the probes of conversions."""
+FORMAT = "quark profile 1"
+CPU_INFO = Path("/proc/cpuinfo")
+VECTORS = re.compile(r"\b(?:avx\w*|amx\w*|asimd\w*|sve\w*|i8mm)\b")
+"""The instructions that integer kernels are made of."""
+
+
+@dataclass
+class Profile:
+    """What is known of the kernels of one machine.
+
+    Attributes:
+        path: Its file.
+        machine: Its processor, version of ONNX Runtime, threads.
+        kernels: Signature -> seconds.
+        conversions: Kind -> the line of its time.
+        cache: Whether nobody asked for the file: where it cannot be written, the times serve this run alone.
+    """
+
+    path: Path
+    machine: dict[str, str]
+    kernels: dict[str, float] = field(default_factory=dict)
+    conversions: dict[str, Line] = field(default_factory=dict)
+    cache: bool = False
+
+    def seconds(self, model: ProfiledModel) -> dict[str, float]:
+        """The time of each kernel of a model, by its name."""
+        return {kernel.name: self.kernels[kernel.signature] for kernel in model.kernels}
+
+    def complete(
+        self, models: Sequence[ProfiledModel], timer: Timer, seconds: float = SECONDS, conversions: bool = True
+    ) -> None:
+        """Time the kernels of some models that are not known yet, and the conversions, and write the file.
+
+        Args:
+            models: What to time.
+            timer: Runs them.
+            seconds: How long they run.
+            conversions: Whether those are needed.
+
+        Raises:
+            ConfigError: It is of another machine.
+        """
+        missing = {kernel.signature for model in models for kernel in model.kernels} - set(self.kernels)
+        conversions = conversions and not self.conversions
+        if not missing and not conversions:
+            return
+        threads = int(self.machine["threads"])
+        here = this_machine(threads)
+        if self.machine != here:
+            first = min(missing, default="conversions")
+            raise ConfigError(
+                f"{self.path} was measured on {self.machine}, and this is {here}. It lacks {len(missing)} kernels of "
+                f"the model, which cannot be timed here: {first:.200}. Possible: quantize it once there, or another "
+                "file."
+            )
+        if missing:
+            found: dict[str, list[float]] = defaultdict(list)
+            for model, times in zip(models, timer(models, seconds), strict=True):
+                for kernel in model.kernels:
+                    found[kernel.signature].append(times[kernel.name])
+            self.kernels |= {signature: sum(found[signature]) / len(found[signature]) for signature in missing}
+        if conversions:
+            tests = list(probes(threads))
+            self.conversions = lines(tests, timer(tests, PROBE_SECONDS))
+        with suppress(OutputError) if self.cache else nullcontext():
+            self.save()
+
+    def save(self) -> None:
+        """Write it, whole or not at all. Raises OutputError."""
+        conversions = {kind: [line.fixed, line.per_value] for kind, line in self.conversions.items()}
+        content = {"format": FORMAT, "machine": self.machine, "kernels": self.kernels, "conversions": conversions}
+        with atomic_file(self.path) as temporary:
+            temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read a file. Raises FormatError for one that is no profile."""
+        require_regular(path)
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise FormatError(f"{path} is no profile: {error}.") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise FormatError(f"{path} is no profile of this version ({FORMAT}). Possible: another name, or remove it.")
+        parts = [content.get(key) for key in ("machine", "kernels", "conversions")]
+        machine, kernels, conversions = (part if isinstance(part, dict) else {} for part in parts)
+        valid = all(map(_is_time, kernels.values())) and all(map(_is_line, conversions.items()))
+        if not (valid and all(isinstance(part, dict) for part in parts) and str(machine.get("threads")).isdecimal()):
+            raise FormatError(f"{path} is damaged: its times are numbers of seconds, none of them below 0.")
+        return cls(path, machine, kernels, {kind: Line(*line) for kind, line in conversions.items()})
+
+
+def open_profile(settings: MeasurementSettings) -> Profile:
+    """The profile that is asked for; an empty one of this machine where there is no file yet.
+
+    Raises:
+        FormatError: The file is no profile.
+        ConfigError: It is of another number of threads.
+    """
+    machine = this_machine(settings.threads)
+    cache = settings.profile is None
+    path = default_path(machine) if settings.profile is None else Path(settings.profile)
+    found = os.path.exists(path)  # noqa: PTH110 - Path.exists raises for a folder that may not be entered
+    profile = Profile.load(path) if found else Profile(path, machine)
+    profile.cache = cache
+    if profile.machine["threads"] != machine["threads"]:
+        raise ConfigError(
+            f"{path} was measured with {profile.machine['threads']} threads, and MeasureThreads is {settings.threads}. "
+            "Possible: the same number, or another file."
+        )
+    return profile
+
+
+def this_machine(threads: int) -> dict[str, str]:
+    """What the times of kernels depend on beside their signature."""
+    return {"cpu": _cpu(), "onnxruntime": onnxruntime.__version__, "threads": str(threads)}
+
+
+def default_path(machine: dict[str, str]) -> Path:
+    """The profile of a machine in the user's cache folder."""
+    name = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / f"profile_{name}.json"
+
+
+def _cpu() -> str:
+    """Name and vector instructions: virtual machines give one name to different processors."""
+    try:
+        text = CPU_INFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    named = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+    name = named.group(1) if named else platform.processor() or platform.machine()
+    return " ".join([name, *sorted(set(VECTORS.findall(text)))])
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def _is_line(item: tuple[str, Any]) -> bool:
+    kind, line = item
+    return kind in KINDS.values() and isinstance(line, list) and len(line) == 2 and all(map(_is_time, line))

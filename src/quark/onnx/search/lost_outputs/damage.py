@@ -1,0 +1,290 @@
+"""What a quantization did to the outputs of a model, on as many of the samples it was calibrated with as it takes.
+
+    sqnr = 10 log10( sum(x^2) / sum((x - y)^2) )      x: an output of the float model, y: the same of the quantized one
+
+over samples and finite x, of each part that a Concat joins for itself (`parts/output_parts.py`), beside the share of
+the decisions that are kept (`verdict.py`); the worst part counts. A few samples spread over all are run, more where the
+model is small, twice as many where these differ, and up to all that were kept while these hold no event, or tell that
+the outputs are lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from quark.base.log import logger
+from quark.core.array import NumpyArray
+from quark.errors import DamageError, FormatError, QuarkError
+from quark.onnx.bodies.body_model import bodies_of
+from quark.onnx.calibration.calibrate import model_session
+from quark.onnx.calibration.data.inputs import Feed, model_inputs
+from quark.onnx.calibration.data.padding import Padding, without_padding
+from quark.onnx.calibration.data.readers import as_reader
+from quark.onnx.calibration.data.samples import Store
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.edit import is_op
+from quark.onnx.graph.proto_file import read_header
+from quark.onnx.graph.sessions import open_session, run_sample
+from quark.onnx.parts.output_parts import OutputPart, judged_parts
+from quark.onnx.search.lost_outputs.advice import Advice, Retry, exclusion_that_helps
+from quark.onnx.search.lost_outputs.verdict import LEAST, Damage, Pair, Verdict, judge
+from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
+
+Model = onnx.ModelProto | Path
+"""A model in memory, weights inside, or its file."""
+
+SAMPLES = 4
+"""Samples that are looked at of a large model, where these are enough."""
+SHARE = 8
+"""One sample in this many that calibration ran is looked at, if that is more: what it takes is a small part of it."""
+PRODUCTS = 1_000_000_000
+"""Products, of each weight with each input value, that are looked at in any case: under a second."""
+LOUD = 1000.0
+"""Times the median of what inputs reach, from which on a sample is judged by itself: beside it, no other one counts."""
+MADE = "What was quantized"
+"""What errors call it: the file has a name for the moment only."""
+MOST, MOST_BYTES = 512, 1 << 26
+"""Samples that are kept, and their bytes."""
+
+
+class SpreadSamples:
+    """A reader that keeps some of the samples that are read through it, spread over all: the first may be silence.
+
+    Every sample is kept until there are too many, then every other one, and so on; so memory holds a few at any time.
+
+    Args:
+        data: A reader, or an iterable of samples.
+        model: The model that they are for.
+    """
+
+    def __init__(self, data: Any, model: ir.Model) -> None:
+        self._data, self._inputs, self._feeds = without_padding(data, model), model_inputs(model), list[Feed]()
+        self._count, self._stride, self._bytes = 0, 1, 0
+
+    @cached_property
+    def _reader(self) -> Any:
+        # Made when it is read: what a dynamic quantization is given besides may be no data.
+        return as_reader(self._data, self._inputs)
+
+    def get_next(self) -> Any:
+        """The next sample."""
+        feed = self._reader.get_next()
+        if isinstance(feed, dict):
+            if self._count % self._stride == 0:
+                self._feeds.append({name: np.asarray(value).copy() for name, value in feed.items()})
+                self._bytes += _bytes_of(self._feeds[-1])
+            while len(self._feeds) > (SAMPLES if self._bytes > MOST_BYTES else MOST):
+                self._feeds, self._stride = self._feeds[::2], 2 * self._stride
+                self._bytes = sum(map(_bytes_of, self._feeds))
+            self._count += 1
+        return feed
+
+    def feeds(self, least: int = SAMPLES) -> list[Feed]:
+        """What was kept, a few that are spread over all before the others.
+
+        Args:
+            least: As many are read now, where calibration needed none (ranges from a file, weights only).
+        """
+        with suppress(QuarkError):
+            while self._count < least and self.get_next() is not None:
+                pass
+        step = max(1, -(-len(self._feeds) // SAMPLES))
+        return [*self._feeds[::step], *(feed for index, feed in enumerate(self._feeds) if index % step)]
+
+
+def _bytes_of(feed: Feed) -> int:
+    return sum(array.nbytes for array in feed.values())
+
+
+def damage(
+    model: ir.Model, quantized: Model, feeds: Sequence[Feed], settings: Settings, more: SpreadSamples | None = None
+) -> Damage | None:
+    """Compare the outputs of two models.
+
+    Args:
+        model: The float model as it was loaded: the runtime dies of some files that `load` mends.
+        quantized: What was made of it.
+        feeds: Samples, of which the first ones are spread over all.
+        settings: The execution providers.
+        more: What gives other samples, where those are too few.
+
+    Returns:
+        None where nothing can be compared: no samples, no float output with values, outputs whose shape follows from
+        values, models of other inputs or outputs, or with operators that ONNX Runtime lacks.
+
+    Raises:
+        FormatError: ONNX Runtime does not load the quantized model.
+    """
+    if isinstance(quantized, onnx.ModelProto) and quantized.ByteSize() > PROTOBUF_LIMIT:
+        return None  # no session takes it from memory
+    after = read_header(quantized) if isinstance(quantized, Path) else quantized
+    names = [value.name or "" for value in model.graph.outputs]
+    alike = list(map(str, model_inputs(model).values())) == list(map(str, model_inputs(after).values()))
+    if not feeds or not alike or names != [value.name for value in after.graph.output]:
+        return None
+    looked = _Looked(judged_parts(model), Padding.of(model))
+    if not looked.parts:
+        return None
+    try:
+        looked.run(model, quantized, feeds, settings, more)
+    except FormatError:
+        raise
+    except QuarkError as error:
+        logger.debug(f"The outputs cannot be compared: {error}")
+        return None
+    found = looked.found
+    if not found:
+        return None
+    least = LEAST if settings.least_sqnr is None else settings.least_sqnr
+    worst = min(found, key=lambda each: each.rank_at(least))
+    sqnr = math.nan if worst.sqnr is None else worst.sqnr
+    silent = all(each.silent for each in found)
+    return Damage(sqnr, str(worst.part), looked.count, worst.decisions, worst.lost(least), silent)
+
+
+def _enough(model: ir.Model, feeds: Sequence[Feed]) -> int:
+    """How many samples are looked at where the first ones are clear."""
+    values = sum(array.size for array in feeds[0].values())
+    return max(SAMPLES, len(feeds) // SHARE, PRODUCTS // max(1, _weights(model) * values))
+
+
+def _weights(model: ir.Model) -> int:
+    """How many there are: as initializers, and as the nodes that Paddle writes."""
+    tensors = [value.const_value for value in model.graph.initializers.values()]
+    nodes = [node for node in model.graph if is_op(node, "Constant") and "value" in node.attributes]
+    return sum(x.size for x in (*tensors, *(node.attributes["value"].as_tensor() for node in nodes)) if x is not None)
+
+
+def _more_may_tell(found: Sequence[Verdict], count: int, enough: int) -> bool:
+    """Whether more samples are worth their time: twice as many where some differ, all where something seems lost."""
+    return any(each.unclear and (count <= enough or each.silent or each.lost()) for each in found)
+
+
+class _Looked:
+    """The parts of outputs for the samples that were run.
+
+    Args:
+        parts: Of the outputs that are compared.
+        padding: Of the model: masked positions are not compared.
+    """
+
+    def __init__(self, parts: Sequence[OutputPart], padding: Padding) -> None:
+        self.parts, self.count, self._padding = parts, 0, padding
+        self._names = list(dict.fromkeys(part.tensor for part in parts))
+        self._store, self._peaks, self.found = Store(MOST_BYTES), list[float](), list[Verdict]()
+
+    def run(
+        self, model: ir.Model, quantized: Model, feeds: Sequence[Feed], settings: Settings, more: SpreadSamples | None
+    ) -> None:
+        """Run both models on as many samples as it takes; the arguments are those of `damage`."""
+        enough, ran = _enough(model, feeds), dict[int, Feed]()
+        chosen = list(feeds[:enough])
+        with ExitStack() as stack:
+            before: Any = stack.enter_context(model_session(model, [], settings))
+            self._run(0, before, chosen)
+            if weight_bytes(model) > MOST_BYTES:  # two models in memory are one too many
+                stack.close()
+                before = None
+            after = open_session(quantized, name=MADE)
+            self._run(1, after, chosen)
+            while self._looked_at(chosen, enough):
+                others = feeds if more is None else more.feeds(MOST)
+                ran |= {id(feed): feed for feed in chosen}  # the order changes when more are read
+                chosen = [feed for feed in others if id(feed) not in ran][: self.count]
+                if not chosen:
+                    break
+                before = before or stack.enter_context(model_session(model, [], settings))
+                self._run(0, before, chosen)
+                self._run(1, after, chosen)
+
+    def _run(self, which: int, session: Any, feeds: Sequence[Feed]) -> None:
+        for index, feed in enumerate(feeds, self.count):
+            arrays = self._padding.at_real(feed, run_sample(session, self._names, feed))
+            for name, array in zip(self._names, arrays, strict=True):
+                if isinstance(array, np.ndarray):
+                    self._store[which, index, name] = array
+
+    def _looked_at(self, feeds: Sequence[Feed], enough: int) -> bool:
+        """Judge with what both models said of these samples, too; whether more may tell more."""
+        self._peaks += [max((_peak(array) for array in feed.values()), default=0.0) for feed in feeds]
+        self.count += len(feeds)
+        self.found = self.verdicts()
+        return _more_may_tell(self.found, self.count, enough)
+
+    def verdicts(self) -> list[Verdict]:
+        """Of each part that can be judged; of one that is lost on the usual samples, that."""
+        bound = LOUD * float(np.median(self._peaks))
+        usual = [index for index, peak in enumerate(self._peaks) if not bound or peak <= bound]
+        found = []
+        for part in self.parts:
+            verdict = judge(part, list(self._pairs(part, range(self.count))))
+            if verdict is not None and not verdict.lost() and len(usual) < self.count:
+                verdict = judge(part, list(self._pairs(part, usual))) or verdict
+            found.append(verdict)
+        return [verdict for verdict in found if verdict is not None]
+
+    def _pairs(self, part: OutputPart, samples: Sequence[int]) -> Iterator[Pair]:
+        for index in samples:
+            keys = [(which, index, part.tensor) for which in (0, 1)]
+            if all(key in self._store for key in keys):
+                x, y = (self._store[key] for key in keys)
+                # Of another shape, the whole tells so.
+                yield (part.of(x), part.of(y)) if x.shape == y.shape else (x, y)
+
+
+def _peak(array: NumpyArray) -> float:
+    """The largest value of an input; 0 of one that is no number, or of integers, which name things."""
+    return float(np.abs(array[np.isfinite(array)]).max(initial=0)) if array.dtype.kind == "f" else 0.0
+
+
+def refuse_damage(
+    found: Damage | None,
+    least: float | None,
+    model: ir.Model,
+    quantized: Model,
+    feeds: Sequence[Feed],
+    retry: Retry | None = None,
+) -> None:
+    """Log what was found; raise DamageError where it is too little, and say which nodes in float would help.
+
+    Args:
+        found: From `damage`.
+        least: In dB; None: log only.
+        model, quantized, feeds: As for `damage`.
+        retry: What quantizes the model without some nodes, and what is then left; None to try nothing.
+    """
+    if found is None:
+        return
+    if not found.lost:
+        logger.info(f"Quantized against float on calibration samples: {found}.")
+        return
+    if least is None:
+        logger.warning(f"The quantized model has lost its outputs on calibration samples: {found}.")
+        return
+    named = weight_bytes(model) < PROTOBUF_LIMIT
+    advice = exclusion_that_helps(model, quantized, feeds, retry) if named else Advice()
+    raise DamageError(
+        f"The quantized model has lost its outputs on calibration samples: {found}; {least:g} dB are asked for. "
+        f"{advice.blame}Possible: {_exclusion(model, advice)}another configuration, "
+        "more or better calibration data, or --allow-damage to write it as it is."
+    )
+
+
+def _exclusion(model: ir.Model, advice: Advice) -> str:
+    """What excluding can do, with a comma behind: nothing where no nodes are known to help.
+
+    Without an If, Loop or Scan there may be nothing left to quantize: nodes within it can be named as well.
+    """
+    holders = {body.node.name for body in bodies_of(model.graph)}
+    if advice.blamed and set(advice.blamed) <= holders:
+        return "exclude nodes within their bodies, "
+    return advice.exclusion

@@ -1,0 +1,129 @@
+"""on_noise: whether a quantized model has lost its outputs, told by noise where there are no samples.
+
+    white   normal values: every frequency and every neighbour says as much as the others
+    brown   X(f) / f along each axis: most is said by a few of them, as in sound and pictures, and little by the rest
+
+at three loudnesses, as nobody knows which inputs are usual. Outputs are lost where they are for most of the loudnesses
+of one colour: a detector may say nothing of noise, and saturate where it is loud. They are in doubt where parts are
+that no operator keeps from 0 to 1: what a classifier makes of noise says little of it (2.7 to 54.7 dB of one that keeps
+40 on pictures), and no other of 16 trained models is below 20 dB at most loudnesses, but one that is lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from quark.base.log import logger
+from quark.core.array import NumpyArray
+from quark.errors import CalibrationError, QuarkError
+from quark.onnx.calibration.data.inputs import Feed
+from quark.onnx.graph.model_file import split_weights
+from quark.onnx.graph.sessions import open_session, run_sample
+from quark.onnx.parts.output_parts import judged_parts
+from quark.onnx.search.latency.noise_sample import noise_sample
+from quark.onnx.search.lost_outputs.verdict import LEAST, Verdict, judge
+from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
+
+LOUDNESSES = (1.0, 1e-2, 1e2)
+DOUBTFUL = 20.0
+"""dB: below it, the noise has a tenth of the size of the output."""
+SECONDS = 10.0
+"""What may be run in, after which nothing is said."""
+SHORTEST = 8
+"""Values along an axis that have a colour."""
+
+
+@dataclass(frozen=True)
+class LeftOnNoise:
+    """What noise leaves of outputs, where that is little.
+
+    Attributes:
+        sqnr: In dB, the best of those that are too low.
+        words: That, and of which noise.
+    """
+
+    sqnr: float
+    words: str
+
+    @property
+    def lost(self) -> bool:
+        """Whether that is too little for any task; else it is in doubt."""
+        return self.sqnr < LEAST
+
+
+def little_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path) -> LeftOnNoise | None:
+    """Compare two models on noise.
+
+    Args:
+        model: The float model as it was loaded.
+        quantized: What was made of it.
+
+    Returns:
+        What is left, where that is little; None where it is not, or nobody can tell: no input of floats, no output to
+        judge, a model that does not run on noise, or takes seconds for one sample.
+    """
+    sample = None if weight_bytes(model) >= PROTOBUF_LIMIT else noise_sample(model)
+    if sample is None or all(array.dtype.kind != "f" for array in sample[0].values()):
+        return None
+    doubtful = None
+    try:
+        for colour in ("white", "brown"):
+            words = f"dB on {colour} noise of most loudnesses ({sample[1]})"
+            found = list(_left(model, quantized, sample[0], colour))
+            lost = _mostly_below(LEAST, found)
+            if lost is not None:
+                return LeftOnNoise(lost, f"SQNR {lost:.1f} {words}")
+            low = _mostly_below(DOUBTFUL, [[each for each in told if not each.part.bounded] for told in found])
+            if low is not None and doubtful is None:
+                doubtful = LeftOnNoise(low, f"SQNR {low:.1f} {words}")
+    except QuarkError as error:
+        logger.debug("The outputs cannot be compared on noise: %s", error)
+    return doubtful
+
+
+def _mostly_below(bound: float, found: Sequence[Sequence[Verdict]]) -> float | None:
+    """The best SQNR of those below a bound, of the worst part for each loudness; None where these are not most."""
+    worst = [min((each.sqnr for each in told if each.sqnr is not None), default=None) for told in found]
+    low = [sqnr for sqnr in worst if sqnr is not None and sqnr < bound]
+    return max(low) if 2 * len(low) > len(LOUDNESSES) else None
+
+
+def _left(model: ir.Model, quantized: onnx.ModelProto | Path, sample: Feed, colour: str) -> Iterator[list[Verdict]]:
+    """What is left of each part of the outputs that says something, for each loudness."""
+    proto, weights = split_weights(model)
+    sessions = open_session(proto, weights=weights), open_session(quantized)
+    parts, end = judged_parts(model), time.monotonic() + SECONDS / 2
+    names = list(dict.fromkeys(part.tensor for part in parts))
+    for loudness in LOUDNESSES:
+        if not parts or time.monotonic() > end:
+            return
+        feed = {name: _noise(array, colour, loudness) for name, array in sample.items()}
+        try:
+            before, after = (dict(zip(names, run_sample(each, names, feed), strict=True)) for each in sessions)
+        except CalibrationError:  # a table has no row for what is so loud
+            continue
+        pairs = [(part, before[part.tensor], after[part.tensor]) for part in parts]
+        found = [judge(part, [(part.of(x), part.of(y))]) for part, x, y in pairs if np.shape(x) == np.shape(y)]
+        yield [each for each in found if each is not None and not each.silent]
+
+
+def _noise(array: NumpyArray, colour: str, loudness: float) -> NumpyArray:
+    """White noise of a colour and a loudness; integers as they are."""
+    if array.dtype.kind != "f":
+        return array
+    values = array.astype(np.float64)
+    for axis in range(1, array.ndim) if colour == "brown" else ():
+        size = array.shape[axis]
+        if size >= SHORTEST:
+            frequencies = np.maximum(np.fft.rfftfreq(size), 1 / size)
+            spectrum = np.moveaxis(np.fft.rfft(values, axis=axis), axis, -1) / frequencies
+            values = np.moveaxis(np.fft.irfft(spectrum, size), -1, axis)
+    deviation = float(values.std()) or 1.0
+    return np.asarray((values * (loudness / deviation)).astype(array.dtype))

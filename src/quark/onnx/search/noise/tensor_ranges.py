@@ -1,0 +1,166 @@
+"""The range of each loud tensor by the statistic whose noise weighs least in the outputs.
+
+    observer(t) = argmin over candidates c of  power( Q_c(x_t) - x_t )        power: `sensitivity.py`
+
+No statistic is the best for all tensors: one that is cut off costs its outliers, one that is not costs the digits of
+all others, and what either does to the outputs follows from the layers behind. So each tensor (with all that share its
+scale) is quantized alone under each candidate, as a noise in the float model, and the outputs decide. Quiet tensors
+keep the range that they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx_ir as ir
+
+from quark.base.log import logger
+from quark.core.scales import QParams
+from quark.core.spec import TensorSpec
+from quark.errors import NothingQualifiesError
+from quark.onnx.calibration.calibrate import range_classes, solved_observer
+from quark.onnx.calibration.data.samples import Samples, required
+from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.config.settings import Settings
+from quark.onnx.decide import Decision, decide
+from quark.onnx.parts.output_parts import output_parts
+from quark.onnx.placement.dual_pairs import source_name
+from quark.onnx.search.noise.sensitivity import Probe, halved
+from quark.onnx.search.noise.sources import NoiseModel
+from quark.onnx.search.score import Judge
+
+GAIN = 0.9
+"""A range is changed where this share of its noise is not left: less is chance, with few samples."""
+
+
+@dataclass(frozen=True)
+class TensorRanges:
+    """What recovery asks for.
+
+    Attributes:
+        candidates: (observer, percentile) whose ranges are tried.
+        count: How many of the loudest tensors.
+        runs: Float forwards of each sample to find these.
+        samples: How many samples are run.
+    """
+
+    candidates: tuple[tuple[str, float], ...] = (("min_max", 0), ("mse", 0), ("percentile", 99.99), ("entropy", 0))
+    count: int = 16
+    runs: int = 32
+    samples: int = 1
+
+    @property
+    def forwards(self) -> int:
+        """How many forwards that is at most."""
+        return self.samples * (self.runs + self.count * (1 + len(self.candidates)))
+
+
+def choose_ranges(
+    model: ir.Model,
+    config: TensorRanges,
+    settings: Settings,
+    data: Samples | None,
+    statistics: Statistics | None = None,
+    judge: Judge | None = None,
+) -> Settings:
+    """Settings with the ranges of the loudest tensors.
+
+    Args:
+        model: The float model, after `prepare`; not changed.
+        config: What to try.
+        settings: What is quantized.
+        data: Calibration data.
+        statistics: Of the model on these; read, and completed.
+        judge: Gives what outputs are compared by; None for the outputs themselves.
+
+    Raises:
+        NothingQualifiesError: No other range is better for any of them.
+    """
+    samples = required(data, config)
+    statistics = Statistics("") if statistics is None else statistics
+    decision = decide(model.clone(), settings, samples, statistics=statistics, fold=False)
+    placement = decision.placement
+    classes = _classes(decision)
+    roots = {source_name(value): placement.root(value).name or "" for value in placement.activations}
+    noise, parts = NoiseModel(decision), tuple(output_parts(model).values())
+    members: dict[str, list[int]] = {}
+    for index, source in enumerate(noise.sources):
+        root = None if source.node else roots.get(source.name)
+        if root:
+            members.setdefault(root, []).append(index)
+    chosen: dict[str, tuple[float, float]] = {}
+    with noise.open() as run:
+        probes = [Probe(run, samples, i, parts, judge) for i in range(min(config.samples, len(samples)))]
+        powers = halved(len(noise.sources), config.runs, probes)
+        loud = sorted(members, key=lambda root: -sum(powers[i] for i in members[root]))[: config.count]
+        least = {root: GAIN * sum(probe.power_of_all(members[root]) for probe in probes) for root in loud}
+        looked = {root: [classes[root].params] for root in loud if root in classes}
+        for observer, percentile in config.candidates:
+            ranges = _ranges({root: classes[root] for root in looked}, observer, percentile, settings, statistics)
+            # What is the same under two statistics is run once.
+            new = {root: params for root, (_, params) in ranges.items() if not _among(params, looked[root])}
+            for root, params in new.items():
+                looked[root].append(params)
+            for probe in probes:
+                probe.look({name: new[root] for name, root in roots.items() if root in new})
+            for root in new:
+                power = sum(probe.power_of_all(members[root]) for probe in probes)
+                if power < least[root]:
+                    least[root], chosen[root] = power, ranges[root][0]
+    if not chosen:
+        raise NothingQualifiesError(f"TensorRanges: none of the {len(loud)} loudest tensors has a better range.")
+    logger.info(
+        "%d of the %d loudest tensors have other ranges, for what they add to the outputs.", len(chosen), len(loud)
+    )
+    known = dict(settings.calibration.ranges) | chosen
+    return replace(settings, calibration=replace(settings.calibration, ranges=tuple(known.items())))
+
+
+@dataclass(frozen=True)
+class _Class:
+    """Tensors that share a scale.
+
+    Attributes:
+        names: Of those whose values count.
+        spec: That they have.
+        params: That were decided.
+    """
+
+    names: list[str]
+    spec: TensorSpec
+    params: QParams
+
+
+def _classes(decision: Decision) -> dict[str, _Class]:
+    """Of the tensors whose scale follows from a range: the name of the one that stands for a class -> the class."""
+    placement, found = decision.placement, {}
+    for root, names in range_classes(placement).items():
+        spec = placement.activations[root]
+        if spec.has_zero_point and not spec.is_cast and not spec.is_block:
+            found[root.name or ""] = _Class(names, spec, decision.qparams.activations[root])
+    return found
+
+
+def _ranges(
+    classes: Mapping[str, _Class], observer: str, percentile: float, settings: Settings, statistics: Statistics
+) -> dict[str, tuple[tuple[float, float], QParams]]:
+    """Classes -> their range by a statistic, and the qparams of that; what a decision solved before is not anew."""
+    asked = replace(
+        settings, calibration=replace(settings.calibration, percentile=percentile or settings.calibration.percentile)
+    )
+    found = {}
+    for root, one in classes.items():
+        seen = solved_observer(one.names, replace(one.spec, observer=observer), asked, statistics)
+        low, high = seen.range()
+        found[root] = (float(low), float(high)), seen.qparams()
+    return found
+
+
+def _among(params: QParams, others: Sequence[QParams]) -> bool:
+    """Whether one of the others is the same scale and zero point."""
+    return any(
+        np.array_equal(params.scale, other.scale) and np.array_equal(params.zero_point or 0, other.zero_point or 0)
+        for other in others
+    )

@@ -1,0 +1,152 @@
+"""rival: the model that is made without samples, which one made with them has to be better than.
+
+Static integers lose what inputs quantized as they come, or weights alone, keep: they are worth it where they win time
+that no two measurements differ by, and where the task does not suffer. So the rival wins where it is the more exact,
+and
+
+    time of the rival <= (1 + WON) * time of the other          bytes of the rival <= (1 + MORE) * bytes of the other
+
+or the other has lost so much that tasks suffer, and nothing is left to better it by. Where the held-out samples of a
+detector hold no event, they do not tell what ranges do to one: the rival wins unless it has lost them.
+
+Both files run by turns on one sample; a ratio that is near the bound is that of more looks, each with sessions opened
+anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import median
+
+import onnx
+import onnx_ir as ir
+
+from quark.base.log import logger, severity
+from quark.errors import QuarkError
+from quark.onnx.calibration.data.inputs import Feed
+from quark.onnx.calibration.data.own_time import own_time
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.config.settings import Settings
+from quark.onnx.flow import finish
+from quark.onnx.graph.model_file import to_proto
+from quark.onnx.parts.output_parts import OutputPart
+from quark.onnx.prepare import prepare
+from quark.onnx.search.latency.measure import leave_slower_in_float
+from quark.onnx.search.latency.whole_file import time_ratio
+from quark.onnx.search.lost_outputs.verdict import LEAST
+from quark.onnx.search.score import Scorer
+from quark.onnx.search.settle import convert
+from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
+
+WON, MORE = 0.15, 0.02
+"""Share of the time that static integers have to win, and of the bytes.
+
+A file whose integers are 0.07 to 0.1 faster here is 0 to 0.02 faster by another clock, on other samples."""
+CLEAR = 0.1
+"""How far from that share the first look has to be, to be the last."""
+LOOKS = 3
+
+
+@dataclass(frozen=True)
+class ScoredModel:
+    """A quantized model.
+
+    Attributes:
+        settings: What it was made by.
+        model: The model.
+        score: The metric of the worst part of its outputs.
+        output: That part.
+        seconds: What quantizing and measuring took.
+    """
+
+    settings: Settings
+    model: ir.Model
+    score: float
+    output: OutputPart
+    seconds: float
+
+
+class Rival:
+    """A model that is made without samples.
+
+    Args:
+        model: The float model as it was loaded; changed.
+        settings: Of dynamic quantization, or of weights alone.
+    """
+
+    def __init__(self, model: ir.Model, settings: Settings) -> None:
+        self._model, self._settings = model, settings
+        self._scored: ScoredModel | None = None
+        self._proto: onnx.ModelProto | None = None
+        self._given_up = False
+
+    def instead_of(
+        self, other: ScoredModel, scorer: Scorer, data: Samples, at_last: bool = False
+    ) -> ScoredModel | None:
+        """The rival where it is the better one; None where it is not, or cannot be made or run.
+
+        Args:
+            other: What was made with samples.
+            scorer: What both are scored by.
+            data: Calibration samples, of which the first is run.
+            at_last: Whether nothing will better the other one: if the task suffers with it, no time makes up for that.
+        """
+        if self._given_up:
+            return None
+        try:
+            scored = self._made(scorer, data)
+            metric = scorer.metric
+            ahead = f"Made without samples: {metric.text(scored.score)}; with: {metric.text(other.score)}"
+            if at_last and scorer.silent and metric.better(scored.score, LEAST):
+                logger.info("%s, by samples that hold no event: first.", ahead)
+                return scored
+            if not metric.better(scored.score, other.score):
+                return None
+            if at_last and scorer.is_lost(other.score, other.output):
+                logger.info("%s, with which tasks suffer: first.", ahead)
+                return scored
+            wins, costs = self._wins(scored, other, data[0])
+        except QuarkError as error:
+            logger.info("Nothing that is made without samples is compared: %s", error)
+            self._given_up = True
+            return None
+        logger.info(f"{ahead}, {costs}: {'first' if wins else 'second'}.")
+        return scored if wins else None
+
+    def _wins(self, scored: ScoredModel, other: ScoredModel, feed: Feed) -> tuple[bool, str]:
+        """Whether the rival costs no more than the other, and what that costs beside it, in words."""
+        self._proto = self._proto or _file(scored)
+        proto = _file(other)
+        smaller = self._proto.ByteSize() <= (1 + MORE) * proto.ByteSize()
+        ratio = _time_ratio(self._proto, proto, feed, scored.settings.measurement.threads)
+        costs = f"{ratio:.2f} of the time, {proto.ByteSize()} bytes for {self._proto.ByteSize()}"
+        return smaller and ratio * (1 + WON) >= 1, costs
+
+    def _made(self, scorer: Scorer, data: Samples) -> ScoredModel:
+        if self._scored is None:
+            start = own_time()
+            with severity(2):
+                model, settings = self._model, prepare(self._model, self._settings)
+                if settings.measurement.enabled:
+                    settings = leave_slower_in_float(model, settings, data)
+                    settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
+                model = convert(model, settings, data)
+            self._scored = ScoredModel(settings, model, *scorer.score(model), own_time() - start)
+        return self._scored
+
+
+def _file(scored: ScoredModel) -> onnx.ModelProto:
+    """What would be written."""
+    if weight_bytes(scored.model) >= PROTOBUF_LIMIT:
+        raise QuarkError("a model over 2 GB is not run from memory.")
+    model = scored.model.clone()
+    finish(model, scored.settings)
+    return to_proto(model)
+
+
+def _time_ratio(rival: onnx.ModelProto, other: onnx.ModelProto, feed: Feed, threads: int) -> float:
+    """The time of the other over that of the rival: of one look, or the median of a few near the bound."""
+    looks = [time_ratio(rival, other, feed, threads)]
+    if abs(looks[0] * (1 + WON) - 1) < CLEAR:
+        looks += [time_ratio(rival, other, feed, threads) for _ in range(LOOKS - 1)]
+    return median(looks)

@@ -1,0 +1,387 @@
+"""The search of a recovery: steps are tried on top of the best model so far, until a target or the time is reached.
+
+What a step gives is measured on samples that are held out: each step is kept only where these gain by it. The plain
+config comes first, so the result is never worse by this measure. Whatever is tried is quantized from the float model by
+settings alone, on statistics of one pass over the data; the same settings give the same model again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from quark.base.log import logger, severity
+from quark.base.memory_and_disk import give_back_memory
+from quark.base.progress import seconds_text, write_event
+from quark.core.metrics import Metric
+from quark.errors import CalibrationError, ConfigError, NothingQualifiesError, QuarkError, one_line
+from quark.onnx.calibration.calibrate import repeatable
+from quark.onnx.calibration.data.own_time import own_time
+from quark.onnx.calibration.data.readers import TimeUpError
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.joined_ends import leave_joined_ends
+from quark.onnx.calibration.statistics import Statistics, fingerprint
+from quark.onnx.config.settings import Settings
+from quark.onnx.prepare import prepare
+from quark.onnx.search.equalize_if_better import equalize_if_better
+from quark.onnx.search.latency.measure import leave_slower_in_float
+from quark.onnx.search.noise.float_nodes import Measured
+from quark.onnx.search.recovery.changes import Goal, Situation
+from quark.onnx.search.recovery.rival import Rival, ScoredModel
+from quark.onnx.search.recovery.steps import PLENTY, STEPS, Step
+from quark.onnx.search.recovery.types import element_types
+from quark.onnx.search.score import Scorer
+from quark.onnx.search.settle import check_algorithms, convert
+
+EVERY = 4
+"""One sample in this many is held out; as many samples are needed."""
+
+MARGIN = 0.8
+"""Share of the time left that is planned with: layers differ in what they cost."""
+
+RESERVE = 1.5
+"""What is kept for the last resort, in times of what the best model took."""
+
+NO_HOPE = "left out: "
+"""How the result of a step begins that was not tried for what another one gave."""
+
+RIVAL = "as without samples"
+"""What the table calls a model that is made so."""
+
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one step gave.
+
+    Attributes:
+        step: Its name.
+        before: The metric of the best model before it; None of the first trial, which is the plain config.
+        after: The metric with it; None where there was no model to measure.
+        seconds: What it took.
+        result: "kept", "no gain", or why it came to nothing.
+    """
+
+    step: str
+    before: float | None
+    after: float | None
+    seconds: float
+    result: str
+
+
+@dataclass
+class Recovery:
+    """What recovery found.
+
+    Attributes:
+        model: The best model; None where it was written to a file.
+        settings: What `quark.onnx.flow.convert` makes it with, of the float model after its passes.
+        metric: What was measured, on the held-out samples.
+        target: The value that ends the search; None for none.
+        plain, score: The metric of the plain config, and of the best model.
+        trials: The plain config, then the steps, in order.
+        fitted, held_out: How many samples were calibrated with, and measured on.
+        by_scores: Whether a part of an output that is a distribution, or of probabilities, was judged by its scores.
+        lost: Whether the task suffers with the best model.
+        types: What the model holds: (element type, "activations" or "weights") -> how many.
+    """
+
+    model: onnx.ModelProto | None
+    settings: Settings
+    metric: Metric
+    target: float | None
+    plain: float
+    score: float
+    trials: list[Trial]
+    fitted: int
+    held_out: int
+    by_scores: bool = False
+    lost: bool = False
+    types: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    @property
+    def reached(self) -> bool:
+        """Whether there was a target, and it was reached."""
+        return reaches(self.score, self.target, self.metric)
+
+
+def reaches(score: float, target: float | None, metric: Metric) -> bool:
+    """Whether there is a target, and a score is as good."""
+    return target is not None and not metric.better(target, score)
+
+
+def measure_text(metric: Metric, by_scores: bool) -> str:
+    """What a recovery measures, in words."""
+    return f"{metric.name}{' of scores before the softmax or sigmoid' if by_scores else ''}"
+
+
+def duration(text: str | float) -> float:
+    """Seconds of "90s", "10m" or "1h", or of a number. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip()) if isinstance(text, str) else None
+    seconds = float(found[1]) * SECONDS[found[2]] if found else text
+    if isinstance(seconds, (str, bool)) or not seconds > 0:
+        raise ConfigError(f"The budget {text!r} is no time. Possible: a number with its unit, as in 90s, 10m or 1h.")
+    return float(seconds)
+
+
+def recover(
+    model: ir.Model,
+    settings: Settings,
+    reader: Any,
+    metric: Metric,
+    target: float | None = None,
+    budget: float | None = None,
+    steps: Iterable[Step] = STEPS,
+    quick: bool = False,
+    allow_wider: bool = False,
+    rival: Rival | None = None,
+) -> tuple[Recovery, ir.Model]:
+    """Find the best model; see `ModelQuantizer.recover`.
+
+    Args:
+        model: The float model; changed by the passes.
+        settings: The plain ones.
+        reader: Calibration data.
+        metric: What counts.
+        target: The value at which the search ends.
+        budget: Seconds after which it ends; None for none. The plain config is quantized in any case.
+        steps: What to try.
+        quick: Where there are too few samples to hold some out, judge by all of them; without a target, judge
+            distributions by their scores. End at 40 dB.
+        allow_wider: Whether steps may give more bits than the config asks for.
+        rival: What is made without samples, which the result has to be better than.
+    """
+    clock = own_time if quick else time.monotonic  # a result that nobody set a time for does not depend on the load
+    start = clock()
+    if target is not None and not (isinstance(target, Real) and not math.isnan(target)):
+        raise ConfigError(f"The target {target!r} is no number; possible: a value of {metric.name}, or None.")
+    if settings.calibration.statistics is not None:
+        raise ConfigError("Recovery keeps its statistics in memory: leave out Statistics (--statistics).")
+    check_algorithms(settings.algorithms)
+    settings = prepare(model, settings)
+    data = repeatable(reader, model, settings)
+    fit, held_out = (data, data) if quick and data is not None and 0 < len(data) < EVERY else split(data)
+    settings, _ = leave_joined_ends(model, settings, fit)
+    if settings.measurement.enabled:  # once: what steps change has no effect on which kernels there are
+        settings = leave_slower_in_float(model, settings, fit)
+        settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
+        give_back_memory()
+    if settings.equalize_if_better:  # once too
+        settings, _ = equalize_if_better(model, settings, fit, convert)
+    scorer = Scorer(model, held_out, metric, settings, by_scores=quick and target is None)
+    fit.clock = clock
+    search = _Search(model, fit, scorer, target, None if budget is None else start + budget)
+    plain = search.start(settings)
+    logger.info("Recovery: %s as it is: %s.", search.measure, metric.text(plain.score))
+    # Where static integers win no time, no search makes them worth it.
+    if rival is None or not search.gives_way(rival):
+        search.run(steps, allow_wider, PLENTY if quick and metric.name == "sqnr" else None)
+        if rival is not None:
+            search.gives_way(rival, at_last=True)
+    best = search.best
+    found = Recovery(
+        None, best.settings, metric, target, plain.score, best.score, search.trials, len(fit), len(held_out),
+        bool(scorer.scored), search.lost, element_types(best.model),
+    )  # fmt: skip
+    return found, best.model
+
+
+def split(data: Samples | None) -> tuple[Samples, Samples]:
+    """The samples to calibrate with, and every fourth, which is held out. Raises CalibrationError for too few."""
+    count = 0 if data is None else len(data)
+    if data is None or count < EVERY:
+        raise CalibrationError(
+            f"Recovery judges by every {EVERY}th calibration sample, which it holds out: at least {EVERY} samples are "
+            f"needed, and there {'is 1' if count == 1 else f'are {count}'}."
+        )
+    held_out = range(EVERY - 1, count, EVERY)
+    return data.part([i for i in range(count) if i not in held_out]), data.part(held_out)
+
+
+class _Search:
+    """The best so far, and what leads to the next."""
+
+    def __init__(self, model: ir.Model, fit: Samples, scorer: Scorer, target: float | None, end: float | None) -> None:
+        self.model, self.fit, self.scorer, self.target, self.end = model, fit, scorer, target, end
+        self.trials: list[Trial] = []
+        self._extra: dict[str, float] = {}
+        self._known: dict[str, Statistics] = {}
+        self._noises: Measured = []
+        self._identity = fingerprint(model)
+
+    @property
+    def done(self) -> bool:
+        """Whether the target is reached."""
+        return reaches(self.best.score, self.target, self.scorer.metric)
+
+    @property
+    def measure(self) -> str:
+        """What is measured, in words."""
+        return measure_text(self.scorer.metric, bool(self.scorer.scored))
+
+    @property
+    def lost(self) -> bool:
+        """Whether the task suffers with the best so far."""
+        return self.scorer.is_lost(self.best.score, self.best.output)
+
+    def left(self, step: Step) -> float:
+        """Seconds for a step. Where there is a target, no other step takes the time of the last resort."""
+        kept = 0.0 if step.last_resort or self.target is None else RESERVE * self.best.seconds
+        return math.inf if self.end is None else self.end - kept - self.fit.clock()
+
+    def quantize(self, settings: Settings) -> ScoredModel:
+        """Quantize and measure. Raises TimeUpError where the budget ends before the weights are decided."""
+        start = self.fit.clock()
+        # What algorithms tell of every layer would drown the table.
+        with severity(2):
+            model = convert(self.model.clone(), settings, self.fit, self._identity, self._known)
+        return ScoredModel(settings, model, *self.scorer.score(model), self.fit.clock() - start)
+
+    def quantize_plain(self, settings: Settings) -> ScoredModel:
+        """The same for the config as it is. A step that finds nothing is told unless the config holds such a one."""
+        try:
+            return self.quantize(replace(settings, allow_noop=False))
+        except NothingQualifiesError:
+            if not settings.allow_noop:
+                raise
+            return self.quantize(settings)
+
+    def start(self, settings: Settings) -> ScoredModel:
+        """Begin with the plain config, and with the clock: it is quantized whatever it takes."""
+        plain = self.quantize_plain(settings)
+        self.best, self.plain, self._cheapest = plain, plain, plain.seconds
+        self.trials.append(Trial("the config as it is", None, plain.score, plain.seconds, "kept"))
+        return plain
+
+    def run(self, steps: Iterable[Step], allow_wider: bool, enough: float | None) -> None:
+        """Try steps until the target, or what is enough, is reached."""
+        for step in steps:
+            if self.done or reaches(self.best.score, enough, self.scorer.metric):
+                break
+            give_back_memory()
+            if step.wider and self.target is not None and not allow_wider:
+                self.leave_out(step)
+            else:
+                self.attempt(step)
+
+    def gives_way(self, rival: Rival, at_last: bool = False) -> bool:
+        """Take what was made without samples as the best, if it is better than what was made with them.
+
+        Args:
+            rival: What makes it.
+            at_last: Whether no step follows.
+        """
+        # The last step may have had no time left; this has a few seconds in any case.
+        start, before, self.fit.until = self.fit.clock(), self.best, math.inf
+        other = rival.instead_of(before, self.scorer, self.fit, at_last)
+        if other is not None:
+            self.best = other
+            self._tell(Trial(RIVAL, before.score, other.score, self.fit.clock() - start, "kept"))
+        return other is not None
+
+    def leave_out(self, step: Step) -> None:
+        """Note a step that would give another scheme than was asked for."""
+        why = "left out: more bits than the config asks for, which allow_wider=True (--allow-wider) lets it have"
+        self.trials.append(Trial(step.name, self.best.score, None, 0.0, why))
+
+    def attempt(self, step: Step) -> None:
+        """Try a step on top of the best, and note what it gave; nothing where it would change nothing."""
+        start, before, after = self.fit.clock(), self.best, None
+        situation, self.fit.until = self._situation(step), start + self.left(step)
+        try:
+            changed = step.change(before.settings, situation)
+        except TimeUpError:
+            # A change that looks at samples itself.
+            changed = "stopped: the budget ended"
+        except QuarkError as error:
+            changed = one_line(error).rstrip(".")
+        if changed is None:
+            return
+        result = changed if isinstance(changed, str) else self._unfit(step)
+        if not isinstance(changed, str) and not result:
+            after, result = self._compared(step, changed, situation.share)
+        self._tell(Trial(step.name, before.score, after, self.fit.clock() - start, result))
+
+    def _tell(self, trial: Trial) -> None:
+        """Note a trial, and say what it gave. How long the search takes is known only where it has a budget."""
+        self.trials.append(trial)
+        metric, left = self.scorer.metric, None if self.end is None else max(0.0, self.end - self.fit.clock())
+        scores = "" if trial.before is None or trial.after is None else f"{metric.text(trial.after)}, "
+        rest = "" if left is None else f", {seconds_text(left)} of the budget left"
+        logger.info("Recovery: %s: %s%s, %s%s.", trial.step, scores, trial.result, seconds_text(trial.seconds), rest)
+        write_event(
+            "block", loop="recovery", block=trial.step, layers=[], error_before=trial.before, error_after=trial.after,
+            measure=self.measure, result=trial.result, seconds=trial.seconds, eta_s=left,
+        )  # fmt: skip
+
+    def _compared(self, step: Step, settings: Settings, share: float) -> tuple[float | None, str]:
+        """Quantize; keep what is better. Returns the metric, and what became of it."""
+        present = set(self._known)
+        try:
+            found = self.quantize(settings)
+        except TimeUpError:
+            result, found = "stopped: the budget ended", None
+        except NothingQualifiesError:
+            result, found = "nothing in this model qualifies", None
+        except QuarkError as error:
+            result, found = one_line(error).rstrip("."), None
+        better = found is not None and self.scorer.metric.better(found.score, self.best.score)
+        self._forget(present, better)
+        if found is None:
+            return None, result
+        self._cheapest = min(self._cheapest, found.seconds)
+        self._extra[step.name] = (found.seconds - self._cheapest) / share
+        self.best = found if better else self.best
+        return found.score, "kept" if better else "no gain"
+
+    def _forget(self, present: set[str], better: bool) -> None:
+        """Drop the statistics that the best model does not need: they are half a megabyte for each tensor."""
+        new = set(self._known) - present
+        if not new:
+            return
+        for identity in present if better else new:
+            del self._known[identity]
+
+    def _work(self, step: Step) -> float:
+        """Seconds that a step adds to all layers, by what the one like it added to the cheapest model; 0 if unknown."""
+        return step.factor * self._extra.get(step.like, 0.0)
+
+    def _unfit(self, step: Step) -> str:
+        """Why a step is left out, or ""."""
+        hopeless = self._hopeless(step)
+        if hopeless:
+            return hopeless
+        left = max(0.0, self.left(step))
+        enough = self.best.seconds <= left
+        return "" if enough else f"skipped: about {self.best.seconds + self._work(step):.0f} s, and {left:.0f} s left"
+
+    def _hopeless(self, step: Step) -> str:
+        """Why what another step gave says that this one gains nothing, or ""; all is tried for a target."""
+        trial = next((trial for trial in self.trials if trial.step == step.follows), None)
+        if self.target is not None or trial is None or trial.before is None:
+            return ""
+        if trial.after is None:
+            return trial.result if trial.result.startswith(NO_HOPE) else ""
+        before, after = (self.scorer.metric.noise(value, 1) for value in (trial.before, trial.after))
+        gain = 10 * math.log10(before / after) if before > 0 and after > 0 else math.copysign(math.inf, before)
+        return "" if gain >= step.least else f"{NO_HOPE}{trial.step} gained {gain:.2f} dB, less than {step.least:.1f}"
+
+    def _situation(self, step: Step) -> Situation:
+        work, left = self._work(step), max(0.0, MARGIN * (self.left(step) - self.best.seconds))
+        share = 1.0 if work <= left else left / work
+        outputs = [value.name for value in self.model.graph.outputs]
+        goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), outputs.index(self.best.output.tensor))
+        forward, seconds = self.scorer.expected.forward_seconds, self.left(step) - self.best.seconds
+        return Situation(
+            self.plain.settings, share, goal, self.model, self._identity, self.fit, self._known, self.lost,
+            self._noises, self.scorer.judged, forward, seconds,
+        )  # fmt: skip

@@ -1,0 +1,98 @@
+"""settle: searches decide what settings leave open; the model is quantized by what they chose.
+
+    equalize_if_better    the outputs of both models, quantized whole
+    PRECISION             which node gets which element type
+    MeasurePlacement      which nodes are the faster in integers on this machine
+
+`flow.convert` has no search: it asks for a choice where the float model is as the algorithms leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import onnx_ir as ir
+
+from quark.base.log import logger
+from quark.errors import NothingQualifiesError, NotSupportedError
+from quark.onnx import flow
+from quark.onnx.algorithms import AFTER, BEFORE, check_data
+from quark.onnx.calibration.calibrate import repeatable
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.joined_ends import leave_joined_ends
+from quark.onnx.calibration.statistics import Statistics, fingerprint
+from quark.onnx.config.algo_configs import AutoMixprecisionConfig
+from quark.onnx.config.settings import Settings
+from quark.onnx.prepare import prepare
+from quark.onnx.search.equalize_if_better import equalize_if_better
+from quark.onnx.search.latency.measure import leave_slower_in_float
+from quark.onnx.search.mixed_precision.auto_mixprecision import mix_precision
+from quark.onnx_ops.saving import save
+
+PRECISION: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None, Statistics], Settings]] = {
+    AutoMixprecisionConfig: mix_precision,
+}
+"""Config of an algorithm -> what returns other settings; statistics are read, and completed."""
+
+
+def check_algorithms(algorithms: Sequence[Any]) -> None:
+    """Raise NotSupportedError for algorithms that this version does not have, before any work is done."""
+    present = {**BEFORE, **PRECISION, **AFTER}
+    missing = [type(algorithm).__name__ for algorithm in algorithms if type(algorithm) not in present]
+    if missing:
+        possible = ", ".join(kind.__name__ for kind in present)
+        raise NotSupportedError(f"{', '.join(missing)}: not part of this version. Possible: {possible}.")
+
+
+def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Model:
+    """Quantize a float model, which is changed; the quantized one may be another. See `convert`."""
+    identity = fingerprint(model) if settings.calibration.statistics else ""
+    prepared = prepare(model, settings)
+    if settings.prepared_file is not None:
+        save(model.clone(), settings.prepared_file)
+    return convert(model, prepared, reader, identity)
+
+
+def convert(
+    model: ir.Model, settings: Settings, reader: Any, identity: str = "", known: dict[str, Statistics] | None = None
+) -> ir.Model:
+    """Quantize a prepared model, which is changed and returned; with calibration data another one may be.
+
+    The arguments are those of `flow.convert`. Settings may leave open what searches decide.
+    """
+    if settings.equalize_if_better:
+        settings, reader = leave_joined_ends(model, settings, reader)
+        if reader is not None:
+            reader = repeatable(reader, model, settings)
+            check_data(model, settings, reader)
+        settings, quantized = equalize_if_better(model, settings, reader, convert, known)
+        if quantized is not None:
+            return quantized
+    return flow.convert(model, settings, reader, identity, known, choose=choose)
+
+
+def choose(form: flow.FloatForm) -> flow.FloatForm:
+    """The same with settings in which nothing is open.
+
+    Raises:
+        NothingQualifiesError: No layer takes part in a choice of element types, and the settings do not allow that.
+        SlowerThanFloatError: No choice of kernels is faster than float.
+    """
+    settings, reader, statistics = form.settings, form.reader, form.statistics
+    algorithms = [one for one in settings.algorithms if type(one) in PRECISION]
+    if algorithms and statistics is None and not settings.calibration.files:
+        statistics = Statistics(form.identity)
+    for algorithm in algorithms:
+        known = statistics or Statistics(form.identity)
+        try:
+            settings = PRECISION[type(algorithm)](form.model, algorithm, settings, form.data, known)
+        except NothingQualifiesError as error:
+            if not settings.allow_noop:
+                raise
+            logger.warning("%s", error)
+    if settings.measurement.enabled:
+        reader = repeatable(reader, form.model, settings)
+        settings = leave_slower_in_float(form.model, settings, reader)
+    return replace(form, settings=settings, reader=reader, statistics=statistics)

@@ -1,0 +1,227 @@
+"""Measured placement with a timer of the test's own: nothing here depends on the machine's speed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from quark.errors import CalibrationError, ConfigError, FormatError, OutputError, SlowerThanFloatError
+from quark.onnx import Config, ModelQuantizer, QuantType
+from quark.onnx.calibration.data.inputs import model_inputs
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.config.config import QuantizationConfig
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.graph.model_file import load
+from quark.onnx.prepare import prepare
+from quark.onnx.search.latency.conversions import Line, fit
+from quark.onnx.search.latency.kernels import ProfiledModel, typical
+from quark.onnx.search.latency.measure import Measured, leave_slower_in_float, measure
+from quark.onnx.search.latency.node_groups import group_nodes, side_of
+from quark.onnx.search.latency.profile_file import Profile
+
+FEED = {"x": np.linspace(-1, 1, 16 * 64, dtype=np.float32).reshape(1, 16, 8, 8)}
+
+
+def model_of_convolutions() -> onnx.ModelProto:
+    """Three convolutions in a row, each with a Relu; the second one works on its own groups."""
+    rng, nodes, constants, x = np.random.default_rng(0), [], [], "x"
+    for name, groups in (("first", 1), ("second", 16), ("third", 1)):
+        weight = rng.normal(0, 0.2, (16, 16 // groups, 3, 3)).astype(np.float32)
+        constants.append(numpy_helper.from_array(weight, f"{name}_weight"))
+        nodes.append(
+            helper.make_node("Conv", [x, f"{name}_weight"], [f"{name}_y"], name=name, group=groups, pads=[1] * 4)
+        )
+        nodes.append(helper.make_node("Relu", [f"{name}_y"], [f"{name}_z"], name=f"{name}_relu"))
+        x = f"{name}_z"
+    shape = [1, 16, 8, 8]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("x", x)]
+    graph = helper.make_graph(nodes, "convolutions", values[:1], values[1:], constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def config(**extra: Any) -> Config:
+    options = {"Target": "ort_x64", "MeasurePlacement": True, **extra}
+    return Config(QuantizationConfig(activation_type=QuantType.QUInt8, extra_options=options))
+
+
+class Clock:
+    """Gives each kernel the seconds that a function of its signature says."""
+
+    def __init__(self, seconds: Callable[[str], float]) -> None:
+        self.seconds, self.calls = seconds, 0
+
+    def __call__(self, models: Sequence[ProfiledModel], _: float) -> list[dict[str, float]]:
+        self.calls += 1
+        return [{kernel.name: self.seconds(kernel.signature) for kernel in model.kernels} for model in models]
+
+
+def _slow_groups(signature: str) -> float:
+    """Integers are the faster but where a convolution has groups."""
+    if "QLinearConv" in signature:
+        return 1e-2 if "group=16" in signature else 1e-5
+    return 1e-3 if "Conv" in signature else 1e-6
+
+
+def _fast_integers(signature: str) -> float:
+    return 1e-3 if ":Conv(" in signature or ":FusedConv(" in signature else 1e-6
+
+
+def _hardly_faster(signature: str) -> float:
+    """Float kernels of 30 seconds in all, and integers that gain a few hundredths of one."""
+    return 9.99 if "QLinearConv" in signature else 10.0 if "Conv" in signature else 1e-6
+
+
+def _slow_integers(signature: str) -> float:
+    return 1.0 if "QLinearConv" in signature else 1e-6
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QUARK_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def _measure(clock: Clock, **extra: Any) -> Measured:
+    model = load(model_of_convolutions())
+    settings = prepare(model, lower(config(**extra)))
+    return measure(model, settings, Samples([FEED], model_inputs(model)), clock)
+
+
+@pytest.mark.slow
+def test_what_is_faster_in_integers_stays_there() -> None:
+    found = _measure(Clock(_fast_integers))
+    assert found.stay_float == frozenset()
+    assert found.chosen_seconds == found.all_seconds < found.float_seconds
+
+
+@pytest.mark.slow
+def test_a_slow_integer_kernel_is_computed_in_float_and_with_it_a_neighbour() -> None:
+    """Alone among integers ONNX Runtime would not leave it in float."""
+    found = _measure(Clock(_slow_groups))
+    assert "second" in found.stay_float and not {"first", "third"} <= found.stay_float
+    # An integer convolution, two float ones, and at most ten conversions of 1e-6 s.
+    assert found.chosen_seconds == pytest.approx(2e-3 + 1e-5, abs=1e-5)
+    assert found.chosen_seconds < min(found.float_seconds, found.all_seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clock", [_slow_integers, _hardly_faster])
+def test_where_integers_gain_nothing_nothing_is_quantized(clock: Callable[[str], float]) -> None:
+    model = load(model_of_convolutions())
+    settings = prepare(model, lower(config()))
+    with pytest.raises(SlowerThanFloatError, match="No choice of integer kernels is faster than float"):
+        leave_slower_in_float(model, settings, Samples([FEED], model_inputs(model)), Clock(clock))
+
+
+@pytest.mark.slow
+def test_a_profile_decides_what_is_written_and_is_not_measured_again(tmp_path: Path) -> None:
+    """ONNX Runtime then runs one of the three convolutions in integers."""
+    profile = str(tmp_path / "profile.json")
+    first, again = Clock(_slow_groups), Clock(_slow_integers)
+    found = _measure(first, MeasurePlacement=profile)
+    assert _measure(again, MeasurePlacement=profile) == found
+    assert first.calls and not again.calls
+    ModelQuantizer(config(MeasurePlacement=profile)).quantize_model(
+        model_of_convolutions(), tmp_path / "q.onnx", [FEED]
+    )
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "run.onnx"), 4
+    onnxruntime.InferenceSession(str(tmp_path / "q.onnx"), options, providers=["CPUExecutionProvider"])
+    kernels = [node.op_type for node in onnx.load(tmp_path / "run.onnx").graph.node]
+    assert kernels.count("QLinearConv") == 1
+    assert kernels.count("Conv") + kernels.count("FusedConv") == 2
+
+
+@pytest.mark.slow
+def test_a_profile_of_another_machine_is_used_but_not_completed(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    found = _measure(Clock(_slow_groups), MeasurePlacement=str(path))
+    content = json.loads(path.read_text())
+    content["machine"]["cpu"] = "another"
+    path.write_text(json.dumps(content))
+    assert _measure(Clock(_slow_integers), MeasurePlacement=str(path)) == found
+    content["kernels"] = {name: seconds for name, seconds in content["kernels"].items() if "QLinear" not in name}
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="was measured on .*another.* lacks .* kernels of the model"):
+        _measure(Clock(_slow_integers), MeasurePlacement=str(path))
+    with pytest.raises(ConfigError, match="measured with 1 threads, and MeasureThreads is 2"):
+        _measure(Clock(_slow_integers), MeasurePlacement=str(path), MeasureThreads=2)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"format": "quark profile 1"}', '{"format": "quark profile 1", "machine": {"threads": "1"}, '
+             '"kernels": {"Conv": -1}, "conversions": {}}'],
+)  # fmt: skip
+def test_a_damaged_profile_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "profile.json").write_text(text)
+    with pytest.raises(FormatError, match=r"profile\.json is"):
+        Profile.load(tmp_path / "profile.json")
+
+
+@pytest.mark.slow
+def test_the_cache_folder_holds_one_profile_of_this_machine(own_cache: Path) -> None:
+    _measure(Clock(_fast_integers))
+    (file,) = own_cache.iterdir()
+    assert json.loads(file.read_text())["machine"]["onnxruntime"] == onnxruntime.__version__
+
+
+def test_without_a_cache_folder_the_times_serve_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is named has to be written."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QUARK_CACHE", str(tmp_path / "file" / "folder"))
+    assert _measure(Clock(_fast_integers)) == _measure(Clock(_fast_integers), MeasurePlacement=str(tmp_path / "p.json"))
+    with pytest.raises(OutputError, match="is not a folder"):
+        _measure(Clock(_fast_integers), MeasurePlacement=str(tmp_path / "file" / "p.json"))
+
+
+@pytest.mark.parametrize("extra", [{"Target": "generic"}, {"Target": "generic", "WeightsOnly": True}])
+def test_what_cannot_be_measured_is_refused(extra: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="the target is 'generic'"):
+        _measure(Clock(_fast_integers), **extra)
+
+
+def test_without_a_sample_nothing_can_run() -> None:
+    model = load(model_of_convolutions())
+    with pytest.raises(CalibrationError, match="runs the model on a calibration sample"):
+        measure(model, prepare(model, lower(config())), None, Clock(_fast_integers))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"MeasurePlacement": ""}, "no path of a profile"), ({"MeasureThreads": 0}, "at least one thread")],
+)
+def test_options_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lower(config(**options))
+
+
+def test_the_fused_activation_is_in_one_group_with_its_convolution() -> None:
+    """ONNX Runtime runs one kernel for the two."""
+    model = load(model_of_convolutions())
+    run = ProfiledModel(model, FEED)
+    side = side_of(model, run.kernels, dict.fromkeys([kernel.name for kernel in run.kernels], 1.0),
+                   [node.name or "" for node in model.graph])  # fmt: skip
+    groups = group_nodes(model, {node.name or "" for node in model.graph}, side, side)
+    for name in ("first", "second", "third"):
+        assert groups.find(name) == groups.find(f"{name}_relu")
+    assert len({groups.find(name) for name in ("first", "second", "third")}) == 3
+
+
+def test_a_line_goes_through_its_points() -> None:
+    line = fit([(values, 3e-6 + 2e-9 * values) for values in (10, 1000, 100000)])
+    # Least squares of numbers of 15 digits, over five orders of magnitude.
+    assert line.fixed == pytest.approx(3e-6, rel=1e-9) and line.per_value == pytest.approx(2e-9, rel=1e-9)
+    assert fit([(10, 1e-6), (1000, 0.5e-6)]) == Line(0.75e-6, 0.0)
+    assert fit([]) == Line(0.0, 0.0)
+
+
+def test_interrupted_runs_do_not_count() -> None:
+    assert typical([1.0, 1.0, 50.0, 2.0, 70.0]) == pytest.approx(4 / 3)

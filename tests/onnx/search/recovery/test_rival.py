@@ -1,0 +1,114 @@
+"""What is made without samples wins where it is the more exact, and no slower or larger; never else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+
+from quark.core.metrics import Metric, sqnr
+from quark.onnx import ModelQuantizer
+from quark.onnx.calibration.data.inputs import model_inputs
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.graph.model_file import load
+from quark.onnx.prepare import prepare
+from quark.onnx.search.recovery import rival as module
+from quark.onnx.search.recovery.rival import Rival, ScoredModel
+from quark.onnx.search.recovery.search import recover
+from quark.onnx.search.recovery.steps import QUICK_STEPS
+from quark.onnx.search.score import LOST, Scorer
+from quark.onnx.search.settle import convert
+from tests.models.onnx_events import event_case
+from tests.models.onnx_zoo import cnn, images, outputs
+
+ENOUGH = 40.0
+"""dB of probabilities: an error of a hundredth, where decisions are taken at a half."""
+
+
+def made_with_samples(lost: bool = False) -> tuple[ScoredModel, Scorer, Samples]:
+    """A model of static integers; one of which so much is lost that the task suffers."""
+    settings = prepare(model := load(cnn()), ModelQuantizer("INT8_CPU").settings)
+    data = Samples(images(6), model_inputs(model))
+    scorer = Scorer(model, data, Metric("sqnr"), settings)
+    made = convert(model.clone(), settings, data)
+    score, part = scorer.score(made)
+    return ScoredModel(settings, made, LOST - 1 if lost else max(score, LOST + 1), part, 0.0), scorer, data
+
+
+@pytest.mark.parametrize(
+    ("ratios", "wins"),
+    [((1.3,), True), ((0.95,) * 3, True), ((0.5,), False), ((0.8,) * 3, False), ((0.86, 0.97, 0.95), True)],
+)
+def test_static_integers_are_worth_their_loss_where_they_win_time(
+    ratios: tuple[float, ...], wins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one look at the time of both, or by the median of three where that is near the bound."""
+    other, scorer, data = made_with_samples()
+    asked = iter(ratios)
+    monkeypatch.setattr(module, "time_ratio", lambda *_: next(asked))
+    found = Rival(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings).instead_of(
+        other, scorer, data, at_last=True
+    )
+    assert (found is not None) == wins and next(asked, None) is None
+    if found is not None:
+        assert found.score > other.score
+
+
+@pytest.mark.parametrize("at_last", [False, True])
+def test_no_time_makes_up_for_a_lost_task(at_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as steps may better it, time counts."""
+    monkeypatch.setattr(module, "time_ratio", lambda *_: 0.2)
+    rival = Rival(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings)
+    assert (rival.instead_of(*made_with_samples(lost=True), at_last=at_last) is not None) == at_last
+
+
+def test_what_is_less_exact_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "time_ratio", lambda *_: pytest.fail("it was timed"))
+    model = load(cnn())
+    settings = prepare(model, ModelQuantizer("INT8_CPU").settings)
+    data = Samples(images(4), model_inputs(model))
+    scorer = Scorer(model, data, Metric("sqnr"), settings)
+    exact = ScoredModel(settings, model, np.inf, scorer.score(model)[1], 0.0)
+    assert Rival(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings).instead_of(exact, scorer, data) is None
+
+
+def test_it_is_looked_at_when_the_time_of_a_search_has_ended() -> None:
+    """The samples then still say that no time is left."""
+    data = Samples(images(6), model_inputs(load(cnn())))
+    settings = ModelQuantizer("INT8_CPU").settings
+    rival = Rival(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings)
+    found, _ = recover(load(cnn()), settings, data, Metric("sqnr"), 90.0, 1e-3, QUICK_STEPS, quick=True, rival=rival)
+    assert found.score >= found.plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        pytest.param(kind, seed, marks=[] if (kind, seed) == ("map", 0) else [pytest.mark.slow])
+        for kind in ("probability", "map", "joined")
+        for seed in range(6)
+    ],
+)
+def test_a_detector_of_rare_events_is_no_worse_with_samples_than_without(
+    kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the few samples hold events (seeds 1, 3 and 5) or not, and though what ranges make is five times as fast.
+
+    The judgment is over all samples, in the probabilities that decisions are taken by.
+    """
+    monkeypatch.setattr(module, "time_ratio", lambda *_: 0.2)
+    case = event_case(kind, seed, spoiled=False, count=360)
+    feed = {"x": np.concatenate([feed["x"] for feed in case.feeds])}
+
+    def kept(model: onnx.ModelProto) -> float:
+        return sqnr(*(outputs(one, feed)[0][..., -1] for one in (case.model, model)))
+
+    with_samples, without = (ModelQuantizer(name) for name in ("INT8_CPU", "INT8_CPU_DYNAMIC"))
+    for quantizer in (with_samples, without):
+        quantizer.settings = replace(quantizer.settings, least_sqnr=None)
+    found = with_samples.recover(case.model, None, case.feeds[:24], quick=True, without_samples=without)
+    other = without.quantize_model(case.model)
+    assert found.model is not None and other is not None
+    assert kept(found.model) >= min(kept(other), ENOUGH)
