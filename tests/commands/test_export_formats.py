@@ -146,7 +146,7 @@ def test_what_servers_would_refuse_is_said_of_a_folder_that_is_for_no_program(fo
     done = quark("quantize", folder, "--scheme", "int8_wo", "--exclude", "*.q_proj", "-o", tmp_path / "not theirs")
     assert "Servers" not in done.log
     done = quark("quantize", folder, "--scheme", "int8_dynamic", "--exclude", "*.q_proj", "-o", tmp_path / "parted")
-    assert "Servers: each of vLLM, SGLang makes one layer (qkv_proj)" in done.log
+    assert "Servers: vLLM makes one layer (qkv_proj)" in done.log  # of this format SGLang reads no such scheme
     done = quark("quantize", folder, "--scheme", "int8_dynamic", "--exclude", "*.[qkv]_proj", "-o", tmp_path / "whole")
     assert "Servers" not in done.log
 

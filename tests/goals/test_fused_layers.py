@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quark.goals.fused_layers import FUSED_LAYERS, PROGRAMS, fused_siblings
+from quark.goals.fused_layers import FUSED_LAYERS, PROGRAMS, VLLM, fused_siblings
 
 QKV = ("q_proj", "k_proj", "v_proj")
 CASES = [
@@ -31,19 +31,19 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[2])
 def test_rows_match_the_layers_of_a_module(case: tuple[str, tuple[str, ...], str, dict[str, tuple[str, ...]]]) -> None:
     module, leaves, architecture, expected = case
-    found = fused_siblings(module, leaves, {architecture})
+    found = fused_siblings(module, leaves, {architecture}, VLLM)
     assert found is not None
     assert {row.fused: tuple(members) for row, members in found if row.fused} == expected
 
 
 def test_of_other_names_nothing_is_known() -> None:
-    assert fused_siblings("SelfAttention", ("q", "k", "v", "o"), {"T5ForConditionalGeneration"}) is None
+    assert fused_siblings("SelfAttention", ("q", "k", "v", "o"), {"T5ForConditionalGeneration"}, VLLM) is None
 
 
 def test_servers_have_rows_of_their_own() -> None:
     found = fused_siblings("mlp", ("w1", "w2", "c_proj"), {"QWenLMHeadModel"}, "SGLang")
     assert found is not None and [row.fused for row, _ in found] == ["gate_up_proj"]
-    assert fused_siblings("mlp", ("w1", "w2", "c_proj"), {"QWenLMHeadModel"}) is None
+    assert fused_siblings("mlp", ("w1", "w2", "c_proj"), {"QWenLMHeadModel"}, VLLM) is None
     dense = ("feed_forward", ("w1", "w3", "w2"), {"Lfm2ForCausalLM"})
     assert [{row.fused for row, _ in fused_siblings(*dense, program) or ()} for program in PROGRAMS] == [{"w13"}, {""}]
 

@@ -184,11 +184,16 @@ MIX = "mix"
 """In place of a scheme, where layers differ."""
 
 
-def may_be_fused(form: str, schemes: Sequence[str]) -> bool:
-    """Whether a mix of these schemes may be for a program that fuses layers: one that is not known to refuse any."""
-    return any(
-        not any(fact.scheme in schemes and fact.form == form and fact.answer is Answer.REFUSED for fact in facts)
-        for facts in (goal.facts(onnx=False) for goal in GOALS.values() if goal.fuses)
+def fusing_programs(form: str, schemes: Sequence[str]) -> tuple[str, ...]:
+    """The programs that make one layer of several, and that are not known to refuse one of these schemes."""
+    return tuple(
+        goal.program
+        for goal in GOALS.values()
+        if goal.fuses
+        and not any(
+            fact.scheme in schemes and fact.form == form and fact.answer is Answer.REFUSED
+            for fact in goal.facts(onnx=False)
+        )
     )
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 TABLE = Path(__file__).with_name("fused_layers.tsv")
 VLLM = "vLLM"
-"""Whose rows hold where no program is named: it has the most."""
+"""The one program that makes one matrix, too, of layers that no row knows and that read one tensor: so it does with
+models that it takes from transformers."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ PROGRAMS = tuple(dict.fromkeys(row.program for row in FUSED_LAYERS))
 
 
 def fused_siblings(
-    module: str, leaves: Sequence[str], architectures: Iterable[str], program: str = VLLM
+    module: str, leaves: Sequence[str], architectures: Iterable[str], program: str
 ) -> list[tuple[FusedLayers, list[str]]] | None:
     """The rows that match the linear layers of one module, each with its members; None where none does.
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from quark.base.log import logger, severity
 from quark.errors import ConfigError, NotSupportedError, QuarkError, UsageError
 from quark.goals import GoalChoice
-from quark.goals.choice import may_be_fused
-from quark.goals.goal import GOALS, RuntimeGoal
+from quark.goals.choice import fusing_programs
+from quark.goals.goal import RuntimeGoal
 from quark.jobs.choose import fitted_choice
 from quark.jobs.folders.bit_budget import Budget, asked_budget
 from quark.jobs.folders.calibration import Calibration
@@ -118,11 +118,16 @@ def servers_say(configured: Configured, meta: Any, made: Any) -> str | None:
     from quark.torch.formats import FORMATS
 
     job = configured.job
-    servers = [goal.program for goal in GOALS.values() if goal.fuses]
-    if configured.choice is not None or job.form not in FORMATS or not may_be_fused(job.form, configured.schemes):
+    if configured.choice is not None or job.form not in FORMATS:
         return None
-    said = split_said(meta, made)
-    return said and f"each of {', '.join(servers)} {said}"
+    saying: dict[str, list[str]] = {}
+    for program in fusing_programs(job.form, configured.schemes):
+        if (said := split_said(meta, made, program)) is not None:
+            saying.setdefault(said, []).append(program)
+    each = (
+        f"{'each of ' if len(programs) > 1 else ''}{', '.join(programs)} {said}" for said, programs in saying.items()
+    )
+    return " ".join(each) or None
 
 
 def warn_of_servers(configured: Configured, config: Any) -> None:

@@ -126,6 +126,24 @@ def test_layers_apart_lose_less_within_a_budget(table: SensitivityTable) -> None
     assert any(len(set(schemes)) > 1 for schemes in blocks)
 
 
+@pytest.mark.parametrize(("alike", "fused"), [(True, True), (["vLLM"], True), (["SGLang"], False)])
+def test_layers_are_alike_that_the_server_in_question_makes_one_of(alike: Any, fused: bool) -> None:
+    """w1 and w3 of LFM2: vLLM has one matrix of both, SGLang two."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    torch.manual_seed(0)
+    model: Any = Lfm2ForCausalLM(Lfm2Config(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, block_auto_adjust_ff_dim=False, layer_types=["conv", "full_attention"],
+    )).eval()  # fmt: skip
+    table = measure_sensitivity(model, token_batches(vocabulary=32), ("int8_wo", "uint4_wo_per_channel"), alike=alike)
+    leaves = {tuple(name.rpartition(".")[2] for name in group.layers) for group in table.groups}
+    assert (("w1", "w3") in leaves) is fused and (("w1",) in leaves) is not fused
+    assert ("q_proj", "k_proj", "v_proj") in leaves
+    with pytest.raises(ConfigError, match="'llama.cpp' makes one of is not known"):
+        measure_sensitivity(model, token_batches(vocabulary=32), alike=["llama.cpp"])
+
+
 @pytest.mark.parametrize("alike", [True, False])
 def test_experts_of_a_mixture_are_alike_under_one_pattern(alike: bool) -> None:
     model = build("mixtral")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quark.base.files import check_file
 from quark.errors import CalibrationError, UsageError
-from quark.goals.choice import may_be_fused
+from quark.goals.choice import fusing_programs
 from quark.goals.goal import RuntimeGoal
 from quark.jobs.folders.calibration import Calibration
 
@@ -34,7 +34,7 @@ class Budget:
         candidates: Names of schemes; empty: the default.
         sensitivity: File of the table.
         export_format: Whose bytes are counted.
-        alike: Whether layers that read one tensor get one scheme.
+        alike: The programs that make one layer of several, which then get one scheme.
     """
 
     bits: float | None
@@ -42,7 +42,7 @@ class Budget:
     candidates: tuple[str, ...]
     sensitivity: Path | None
     export_format: str
-    alike: bool
+    alike: tuple[str, ...]
 
     @property
     def is_measured(self) -> bool:
@@ -66,7 +66,7 @@ def asked_budget(
 ) -> Budget | None:
     """The budget that the options ask for of the model of a folder, or None where --scheme says all.
 
-    Layers that read one tensor are alike for a goal that fuses them; without a goal, for any that may load the mix.
+    Layers of which a goal makes one are alike; without a goal, those of which any program does that may load the mix.
 
     Raises:
         UsageError: None or several of --scheme, --bits and --size; an option that belongs to a budget without one; a
@@ -89,7 +89,10 @@ def asked_budget(
 
     rules = mixed_format(export_format)
     named = named_candidates(candidates)
-    alike = goal.fuses if goal is not None else may_be_fused(export_format, named or rules.candidates)
+    if goal is None:
+        alike = fusing_programs(export_format, named or rules.candidates)
+    else:
+        alike = (goal.program,) if goal.fuses else ()
     return Budget(bits, None if size is None else size_within(size, model), named, sensitivity, export_format, alike)
 
 

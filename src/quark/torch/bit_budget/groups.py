@@ -9,12 +9,17 @@ from torch import nn
 
 from quark.torch.algorithms.layer_inputs import input_groups
 from quark.torch.calibration.experts import EXPERT
-from quark.torch.formats.fused_groups import by_table, mixtures_of
+from quark.torch.formats.fused_groups import FusedGroup, by_table, mixtures_of, united
 from quark.torch.model.blocks import Call
 
 
 def alike_in_block(
-    name: str, block: nn.Module, layers: Collection[str], call: Call, known_as: Collection[str] = ()
+    name: str,
+    block: nn.Module,
+    layers: Collection[str],
+    call: Call,
+    known_as: Collection[str],
+    programs: Sequence[str],
 ) -> list[list[str]]:
     """The layers of a block in groups.
 
@@ -24,6 +29,7 @@ def alike_in_block(
         layers: Full names of the layers to group.
         call: Of the block.
         known_as: The architectures of the model.
+        programs: Servers; what one of them makes one of is alike.
 
     Returns:
         Full names. A layer that is made one with no other is a group of its own, and so is one whose name no table
@@ -33,20 +39,16 @@ def alike_in_block(
     experts = set(chain.from_iterable(mixtures))
     prefix = f"{name}."
     single = [layer for layer in layers if layer.startswith(prefix) and layer not in experts]
-    known, unknown = by_table(single, known_as)
-    groups = [list(group.layers) for group in known]
+    found, unknown = by_table(single, known_as, programs)
     for module, leaves in unknown:
         inside = [f"{module}.{leaf}".removeprefix(prefix) for leaf in leaves]
-        groups += [[prefix + leaf for leaf in group] for group in input_groups(block, inside, call)]
+        parts = (tuple(prefix + leaf for leaf in group) for group in input_groups(block, inside, call))
+        found += [FusedGroup(part, "") for part in parts]
+    groups = [list(group.layers) for group in united(found, single)]
     grouped = set(chain.from_iterable(groups))
     groups += [[layer] for layer in single if layer not in grouped]
     order = {layer: index for index, layer in enumerate(single)}
     return [*sorted(groups, key=lambda group: order[group[0]]), *mixtures]
-
-
-def is_mixture(layers: Sequence[str]) -> bool:
-    """Whether a group is the experts of a mixture."""
-    return EXPERT.fullmatch(layers[0]) is not None
 
 
 def patterns_of_group(layers: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from torch import nn
 from quark.base.files import scratch_folder
 from quark.core.spec import LayerSpec
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, ShapeError
+from quark.goals.fused_layers import PROGRAMS
 from quark.torch.algorithms.block_weights import BlockWeights, blocks_of
 from quark.torch.algorithms.tape import Tape
 from quark.torch.bit_budget.gguf_rules import GgufRules
@@ -59,7 +60,7 @@ def measure_sensitivity(
     config: QConfig | None = None,
     *,
     export_format: str = "quark",
-    alike: bool = True,
+    alike: bool | Sequence[str] = True,
     device: str = "cpu",
     work: str | Path | None = None,
     budget: AskedBudget | None = None,
@@ -74,8 +75,9 @@ def measure_sensitivity(
         config: What is excluded (`exclude`); layers that its `layer_quant_config` names keep what it says. Default:
             that of `LLMTemplate`; of GGUF nothing, as its files hold the head in a block type too.
         export_format: Whose bytes are counted: a name in `RULES`.
-        alike: Whether layers that read one tensor get one scheme, as runtimes need it that fuse them (vLLM, SGLang).
-            False, for transformers: each has its own, which loses less. GGUF files always have one for each tensor.
+        alike: Whether layers of which a server makes one get one scheme, or the servers that count: "vLLM", "SGLang".
+            True: all of them. False, for transformers: each has its own, which loses less. GGUF files always have one
+            for each tensor.
         device: Where blocks of a folder run.
         work: Folder for what the first pass leaves for the second, the inputs of all blocks: a run that was killed
             goes on there. Default: for a folder the system's one for temporary files (`TMPDIR`), of which nothing
@@ -124,14 +126,19 @@ def _place_of_tape(work: str | Path | None, in_memory: bool) -> Iterator[Path | 
             yield folder
 
 
-def mixed_format(name: str, alike: bool = True) -> BudgetRules:
+def mixed_format(name: str, alike: bool | Sequence[str] = True) -> BudgetRules:
     """The rules of a format; `alike` as `measure_sensitivity` takes it. NotSupportedError where it holds one scheme."""
     if name not in RULES:
         raise NotSupportedError(
             f"Bits for a budget are not counted in the format {name}. Possible: {', '.join(RULES)}."
         )
     rules = RULES[name]()
-    rules.alike = alike
+    rules.programs = tuple(PROGRAMS if alike else ()) if isinstance(alike, bool) else tuple(alike)
+    unknown = next((program for program in rules.programs if program not in PROGRAMS), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"alike: which layers {unknown!r} makes one of is not known. Possible: {', '.join(PROGRAMS)}."
+        )
     return rules
 
 
@@ -140,7 +147,7 @@ def settings_of_folder(folder: Path, config: QConfig, rules: BudgetRules) -> str
     stored = config.to_dict()
     kept = [stored[name] for name in ("exclude", "layer_quant_config")]
     files = fingerprint_of_files([folder / "config.json", *shard_files(folder)])
-    return hashlib.sha256(json.dumps([files, kept, rules.form.name, rules.alike]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([files, kept, rules.form.name, rules.programs]).encode()).hexdigest()
 
 
 def _plan_scheme() -> Any:
@@ -246,8 +253,9 @@ def _measure(
     given = fingerprint_of_data(data)
     assert given is not None
     kept = {"model": fingerprint, "calibration data": given, "candidates": list(specs), "layers": list(chosen)}
+    kept["programs"] = list(rules.programs)
     tape = Tape(folder, kept)
-    swept = Sweep(model, layers, data, weights(), tape).run()
+    swept = Sweep(model, layers, data, weights(), tape, rules.programs).run()
     groups = tuple(_group(group, counted, list(specs), sizes, swept) for group in rules.groups(swept.groups))
     tape.remove()
     return SensitivityTable(fingerprint, given, tuple(specs), groups, rest)

@@ -13,7 +13,7 @@ from quark.core.patterns import first_match
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec
 from quark.errors import ConfigError, NotSupportedError, ShapeError
-from quark.torch.bit_budget.groups import is_mixture
+from quark.goals.fused_layers import PROGRAMS
 from quark.torch.checkpoint.shards import predicted_bytes, stored_bytes
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate
@@ -31,12 +31,12 @@ class BudgetRules(ABC):
     Attributes:
         form: Whose bytes are counted.
         candidates: Names that are chosen from where none are given.
-        alike: Whether a runtime that reads the files fuses layers that read one tensor, which are then alike.
+        programs: Servers that read the files; what one of them makes one layer of is alike.
     """
 
     form: Format
     candidates: tuple[str, ...]
-    alike: bool = True
+    programs: tuple[str, ...] = PROGRAMS
 
     @abstractmethod
     def spec(self, candidate: str) -> LayerSpec:
@@ -54,9 +54,9 @@ class BudgetRules(ABC):
     def rest(self, model: nn.Module, plan: Plan, layers: BudgetLayers, folder: Path | None) -> int:
         """Bytes of all that is not chosen for; `folder` holds the tokenizer."""
 
-    @abstractmethod
     def groups(self, found: list[list[str]]) -> list[list[str]]:
-        """The layers that must be alike, of those that read one tensor, and of mixtures."""
+        """The layers that must be alike, of those that servers make one of, and of mixtures."""
+        return found
 
     def is_counted(self, name: str) -> bool:
         """Whether the bytes of a layer are its own, and not those of another one that is the same tensor."""
@@ -106,12 +106,6 @@ class FolderRules(BudgetRules):
         except ShapeError:
             return None
         return spec
-
-    def groups(self, found: list[list[str]]) -> list[list[str]]:
-        """Experts of a mixture stay alike: one pattern of config.json names all of them."""
-        if self.alike:
-            return found
-        return [part for group in found for part in ([group] if is_mixture(group) else [[name] for name in group])]
 
     def rest(self, model: nn.Module, plan: Plan, layers: BudgetLayers, folder: Path | None) -> int:
         chosen = sum(self.bytes(layer.weight, plan.layers[name]) for name, layer in layers.items())

@@ -53,6 +53,7 @@ class Sweep(ScorePasses):
         data: Batches as `quantize_model` takes them.
         weights: Brings and takes the weights of blocks.
         tape: Where a killed run goes on.
+        programs: Servers; what one of them makes one layer of is alike.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class Sweep(ScorePasses):
         data: Sequence[Any],
         weights: BlockWeights,
         tape: Tape,
+        programs: Sequence[str],
     ) -> None:
         super().__init__(model, find_blocks(model), data, weights, tape)
+        self.programs, self.architectures = programs, architectures(model)
         self.layers = layers
         self._moments: dict[str, Moments] = {}
         if self.names == [WHOLE]:
@@ -101,7 +104,7 @@ class Sweep(ScorePasses):
             return {"losses": losses, "groups": [[name] for name in losses]}
         module = self.model.get_submodule(block)
         with torch.no_grad():
-            groups = from_first(alike_in_block(block, module, list(losses), call, architectures(self.model)))
+            groups = from_first(alike_in_block(block, module, list(losses), call, self.architectures, self.programs))
         return {"losses": losses, "groups": groups}
 
     def _outside(self) -> list[str]:

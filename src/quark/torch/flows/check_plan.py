@@ -12,7 +12,6 @@ from torch import nn
 from quark.core.spec import LayerSpec
 from quark.errors import NotSupportedError
 from quark.goals.expert_names import expert_names, unread_experts
-from quark.goals.fused_layers import VLLM
 from quark.goals.goal import RuntimeGoal
 from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.shards import entries, names_in_file, stored_shapes
@@ -145,7 +144,7 @@ def lost_experts(model: nn.Module, made: Plan, form: str) -> str | None:
     )
 
 
-def split_said(model: nn.Module, made: Plan, program: str = VLLM) -> str | None:
+def split_said(model: nn.Module, made: Plan, program: str) -> str | None:
     """What a server does with the result of a plan that gives what it makes one of different schemes; else None.
 
     Args:
@@ -168,9 +167,7 @@ def split_said(model: nn.Module, made: Plan, program: str = VLLM) -> str | None:
     )
 
 
-def split_groups(
-    model: nn.Module, made: Plan, program: str = VLLM
-) -> list[tuple[FusedGroup, dict[LayerSpec, list[str]]]]:
+def split_groups(model: nn.Module, made: Plan, program: str) -> list[tuple[FusedGroup, dict[LayerSpec, list[str]]]]:
     """The groups of which a server makes one, and whose layers a plan gives different schemes.
 
     Args:
@@ -183,7 +180,7 @@ def split_groups(
         cache of keys and values, is no part of it.
     """
     found = []
-    for group in fused_groups(model, program):
+    for group in fused_groups(model, (program,)):
         parts: dict[LayerSpec, list[str]] = defaultdict(list)
         for name in group.layers:
             parts[replace(made.layers.get(name, LayerSpec()), output=None)].append(name)

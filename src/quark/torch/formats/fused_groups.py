@@ -48,29 +48,34 @@ Siblings = tuple[str, tuple[str, ...]]
 """Full name of a module, and the last names of its linear layers."""
 
 
-def fused_groups(model: nn.Module, program: str = VLLM) -> list[FusedGroup]:
+def fused_groups(model: nn.Module, programs: Sequence[str] = PROGRAMS) -> list[FusedGroup]:
     """The layers of a model that must have one scheme: of each matrix, and all of a mixture of experts.
 
     Args:
         model: On any device, its experts taken apart where one of them is to be quantized; quantized layers are
             linear layers, too.
-        program: The server, as the table of facts names it.
+        programs: The servers, as the table of facts names them; what one of them makes one of is alike for all.
     """
     mixtures = mixtures_of(_linears(model))
     inside = {layer for layers in mixtures.values() for layer in layers}
-    matrices = [group for group in fused_matrices(model, program) if group.layers[0] not in inside]
+    matrices = [group for group in fused_matrices(model, programs) if group.layers[0] not in inside]
     return matrices + [FusedGroup(tuple(layers), EXPERTS) for layers in mixtures.values() if len(layers) > 1]
 
 
-def fused_matrices(model: nn.Module, program: str = VLLM) -> list[FusedGroup]:
+def fused_matrices(model: nn.Module, programs: Sequence[str] = PROGRAMS) -> list[FusedGroup]:
     """The layers of a model, as `fused_groups` takes it, of which one matrix is made; gate and up of each expert."""
-    groups, unknown = by_table(_linears(model), architectures(model), program)
+    linears = _linears(model)
+    groups, unknown = by_table(linears, architectures(model), programs)
     single = [(module, leaves) for module, leaves in unknown if EXPERT.fullmatch(f"{module}.x") is None]
-    for module, _ in unknown:
-        experts = model.get_submodule(module.rpartition(".")[0])
-        if isinstance(experts, UnfusedExperts) and experts.names[0] is not None:
-            groups.append(_group(module, [experts.names[0], experts.names[1]], "gate and up"))
-    return groups + (_by_dataflow(model, single) if single and is_transformers_model(model) else [])
+    known = {layer for group in groups for layer in group.layers}
+    for block, experts in model.named_modules():
+        if isinstance(experts, UnfusedExperts) and (gate := experts.names[0]) is not None:
+            leaves = (gate, experts.names[1])
+            pairs = (_group(f"{block}.{number}", leaves, "gate and up") for number, _ in experts.named_children())
+            groups += [pair for pair in pairs if known.isdisjoint(pair.layers)]
+    if single and is_transformers_model(model):
+        groups += _by_dataflow(model, single)
+    return united(groups, linears)
 
 
 def mixtures_of(layers: Iterable[str]) -> dict[str, list[str]]:
@@ -84,29 +89,55 @@ def mixtures_of(layers: Iterable[str]) -> dict[str, list[str]]:
 
 
 def by_table(
-    layers: Iterable[str], known_as: Collection[str], program: str = VLLM
+    layers: Iterable[str], known_as: Collection[str], programs: Sequence[str] = PROGRAMS
 ) -> tuple[list[FusedGroup], list[Siblings]]:
-    """The groups that the table of facts names, and the modules with several layers of which it knows none.
+    """The groups that the table of facts names, and the modules of which the flow of data decides.
 
     Args:
         layers: Full names of linear layers.
         known_as: The architectures of the model.
-        program: Whose rows.
+        programs: Whose rows. Groups of several of them may have layers in common; see `united`.
     """
     modules: dict[str, list[str]] = defaultdict(list)
     for layer in layers:
         module, _, leaf = layer.rpartition(".")
         modules[module].append(leaf)
-    groups, unknown, seen = [], [], {}
+    groups: list[FusedGroup] = []
+    unknown, seen = [], {}
     for module, leaves in modules.items():
         key = (module.rpartition(".")[2], tuple(leaves))
         if key not in seen:  # of a mixture there are thousands
-            seen[key] = fused_siblings(*key, known_as, program)
-        found = seen[key]
-        if found is None and len(leaves) > 1:
+            seen[key] = {program: fused_siblings(*key, known_as, program) for program in programs}
+        if VLLM in seen[key] and seen[key][VLLM] is None and len(leaves) > 1:
             unknown.append((module, tuple(leaves)))
-        groups += [_group(module, members, row.fused) for row, members in found or () if row.fused]
+        found = [row for rows in seen[key].values() for row in rows or ()]
+        groups += [_group(module, members, row.fused) for row, members in found if row.fused]
     return groups, unknown
+
+
+def united(groups: Iterable[FusedGroup], layers: Iterable[str]) -> list[FusedGroup]:
+    """Groups, of which those that have a layer in common are one.
+
+    Args:
+        groups: Their layers are among the next ones.
+        layers: Full names, in the order of the result.
+    """
+    of_layer: dict[str, set[str]] = {}
+    names: dict[str, dict[str, None]] = defaultdict(dict)
+    for group in groups:
+        names[group.layers[0]][group.fused] = None
+        whole = set(group.layers).union(*(of_layer.get(layer, ()) for layer in group.layers))
+        of_layer.update(dict.fromkeys(whole, whole))
+    found: dict[int, list[str]] = defaultdict(list)
+    for layer in layers:
+        if layer in of_layer:
+            found[id(of_layer[layer])].append(layer)
+    return [
+        FusedGroup(
+            tuple(members), " or ".join(dict.fromkeys(name for layer in members for name in names[layer] if name))
+        )
+        for members in found.values()
+    ]
 
 
 def architectures(model: Any) -> set[str]:
@@ -129,9 +160,6 @@ def sibling_groups(model: nn.Module, groups: Sequence[Sequence[str]]) -> list[li
         return []
     shared: list[list[str]] = [list(group) for group in groups]
     matrices = fused_matrices(model)
-    linears, known_as = _linears(model), architectures(model)
-    for program in (each for each in PROGRAMS if each != VLLM):
-        matrices += by_table(linears, known_as, program)[0]
     for leaves in dict.fromkeys(map(_leaves, matrices)):
         common = [group for group in shared if not set(group).isdisjoint(leaves)]
         rest = [group for group in shared if group not in common]
