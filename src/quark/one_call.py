@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,8 +41,9 @@ def quantize(
             ONNX file.
         scheme: A name of `quark schemes`, or a family: "int4", "W8A8", "Q4_K_M". None: the default of the goal.
         data: Calibration data. Of a module: batches, each a tensor such as token ids (samples, tokens), a dict of
-            arguments, or a tuple. Of a path: what --calib takes, a text file, a folder, or an .npz file; of an ONNX
-            file also a data reader, an iterable of feeds, an array of all samples, (samples, ...), or a dict of such.
+            arguments, or a tuple; or the path of a file or folder of them (`quark.torch.stored_batches`). Of a path:
+            what --calib takes, a text file, a folder, or an .npz file; of an ONNX file also a data reader, an iterable
+            of feeds, an array of all samples, (samples, ...), or a dict of such.
         goal: A program: "vllm", "sglang", "transformers", "llama.cpp", "onnxruntime", "openvino", "ryzen-ai", "npu".
             None: "transformers" of a module or a folder, "onnxruntime" of an ONNX file.
         output: Folder or file to make. A path needs one; of a module None leaves it in memory.
@@ -49,7 +51,7 @@ def quantize(
         effort: "fast", "balanced" (default with data) or "best".
         algorithm: In place of what the effort chooses, with parameters: "gptq:refine_passes=3".
         exclude: Patterns of layers or nodes that stay in float.
-        samples: Most calibration samples.
+        samples: Most calibration samples; of batches in memory the first ones.
         overwrite: Replace the output.
         options: Of a path, the other options of `quark quantize`, by the names of their fields in `quark.jobs.request`:
             `device="cuda"`, `kv_cache="fp8"`, `layer=("*.down_proj=int8_wo",)`.
@@ -68,6 +70,7 @@ def quantize(
     kept = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     with _spelled():
         if not isinstance(model, (str, os.PathLike)):
+            data = _batches(model, data, samples)
             return _module(model, scheme, data, goal, output, bits, effort, words, [*kept], overwrite, options)
         is_path = isinstance(data, (str, os.PathLike))
         said = {
@@ -125,6 +128,15 @@ def _keyword(flag: re.Match[str]) -> str:
     if name not in (*options_of(), *named.values()):
         return flag[0]
     return f"{name}=" if flag[2] else name
+
+
+def _batches(model: Any, data: Any, samples: int | None) -> Any:
+    """The batches for a module; those of a path are read one at a time."""
+    if isinstance(data, (str, os.PathLike)):
+        from quark.torch import stored_batches
+
+        return stored_batches(data, model, samples)
+    return data if data is None or samples is None else list(itertools.islice(data, samples))
 
 
 def _scheme_of(model: Any, has_data: bool) -> str | None:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.torch.kernels import accelerate as accelerate
     from quark.torch.kernels import disable_native_inference as disable_native_inference
     from quark.torch.kernels import enable_native_inference as enable_native_inference
+    from quark.torch.model.calibration_data.recorded_steps import record_steps as record_steps
+    from quark.torch.model.calibration_data.stored_batches import stored_batches as stored_batches
     from quark.torch.quantizer import ModelQuantizer as ModelQuantizer
     from quark.torch.writers.gguf.mix_config import gguf_config as gguf_config
     from quark.torch.writers.gguf.reader import import_model_from_gguf as import_model_from_gguf
@@ -52,6 +54,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "quark.torch.kernels": (
         "RuntimeOptions", "accelerate", "disable_native_inference", "enable_native_inference",
     ),
+    "quark.torch.model.calibration_data.recorded_steps": ("record_steps",),
+    "quark.torch.model.calibration_data.stored_batches": ("stored_batches",),
     "quark.torch.quantizer": ("ModelQuantizer",),
     "quark.torch.writers.gguf.mix_config": ("gguf_config",),
     "quark.torch.writers.gguf.reader": ("import_model_from_gguf",),

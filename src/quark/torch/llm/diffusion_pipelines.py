@@ -6,7 +6,6 @@ name, so that a batch is what `model(**batch)` takes.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from quark.base.log import logger
-from quark.errors import CalibrationError, NotSupportedError, StructureError
+from quark.errors import CalibrationError, NotSupportedError
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import lower_layer
+from quark.torch.model.batches import to_device
+from quark.torch.model.calibration_data.recorded_steps import caught
 from quark.torch.quantizer import ModelQuantizer
 
 
@@ -45,22 +46,12 @@ def get_calib_dataloader(
         StructureError: The forward of the network takes *args or **kwargs, so that arguments have no names.
         CalibrationError: The pipeline does not call the network.
     """
-    signature = inspect.signature(target_module.forward)
-    unnamed = [p.name for p in signature.parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if unnamed:
-        raise StructureError(f"{type(target_module).__name__}.forward takes {unnamed[0]!r}, whose parts have no names.")
     batches: list[dict[str, Any]] = []
-
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        batches.append(_on(signature.bind_partial(*args, **kwargs).arguments, torch.device("cpu")))
-
-    hook = target_module.register_forward_pre_hook(keep, with_kwargs=True)
-    try:
+    host = torch.device("cpu")
+    with caught(target_module, lambda batch: batches.append(to_device(batch, host))):
         for prompt in prompts:
             generator = torch.Generator("cpu").manual_seed(seed)
             pipe(prompt=[prompt], num_inference_steps=n_steps, generator=generator, **pipe_kwargs)
-    finally:
-        hook.remove()
     if not batches:
         raise CalibrationError(
             f"{len(prompts)} prompts gave no batch: the pipeline does not call this {type(target_module).__name__}."
@@ -68,18 +59,7 @@ def get_calib_dataloader(
     logger.info("%d prompts of %d steps gave %d batches.", len(prompts), n_steps, len(batches))
     parameter = next(target_module.parameters(), None)
     place = torch.device(device or (parameter.device if parameter is not None else "cpu"))
-    return DataLoader(batches, batch_size=1, collate_fn=lambda one: _on(one[0], place))  # type: ignore[arg-type]
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    """A value with the tensors in it, at any depth, on a device."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(device)
-    if isinstance(value, dict):
-        return {key: _on(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_on(item, device) for item in value)
-    return value
+    return DataLoader(batches, batch_size=1, collate_fn=lambda one: to_device(one[0], place))  # type: ignore[arg-type]
 
 
 def qconfig_needs_activation_calibration(qconfig: QConfig) -> bool:

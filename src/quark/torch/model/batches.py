@@ -118,7 +118,11 @@ def named_device(name: str) -> torch.device:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A tensor on a device, anything else as it is. Python does not wait for what goes from the host to a GPU."""
+    """A value with the tensors in it on a device. Python does not wait for what goes from the host to a GPU."""
+    if type(value) is dict:
+        return {key: to_device(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(to_device(item, device) for item in value)
     if not isinstance(value, torch.Tensor):
         return value
     if device.type == "cuda" and value.device.type == "cpu":
