@@ -65,9 +65,5 @@ COMPLEX_FUNCTIONS: dict[str, str] = {
     "torch/model/calibration_data/unpadding.py:_attended": "until",
     "torch/model/calibration_data/unpadding.py:_rows": "until",
     "torch/model/calibration_data/unpadding.py:_sides": "until",
-    "torch/writers/gguf/further_tokens.py:further_layers": "until",
-    "torch/writers/gguf/reader.py:_named": "until",
-    "torch/writers/gguf/tokenizer.py:_write_special": "until",
-    "torch/writers/gguf/vocabularies/sentencepiece.py:spaces_of": "until",
 }
 """Of these each is to be mended; none is to be added."""

@@ -31,6 +31,7 @@ from quark.core.scheme_families import FAMILIES
 from quark.core.schemes import SCHEMES
 from quark.core.spec import ScaleRule, ScaleType, TensorSpec
 from quark.errors import NotSupportedError
+from quark.gguf import MIXES
 from quark.onnx.algorithms import AFTER, BEFORE
 from quark.onnx.config.algo_configs import AlgoConfig as OnnxAlgoConfig
 from quark.onnx.operators import ON_REQUEST, RULES
@@ -40,7 +41,6 @@ from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms import ALGORITHMS as TORCH_ALGORITHMS
 from quark.torch.checkpoint.loading import empty_params
 from quark.torch.config.algo_configs import RotationConfig
-from quark.torch.config.block_mixes import MIXES
 from quark.torch.config.named_algorithms import ALGO_CONFIGS
 from quark.torch.config.selectors import SELECTORS
 from quark.torch.config.tensor.observer_classes import OBSERVER_CLASSES

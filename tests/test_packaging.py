@@ -27,6 +27,7 @@ EXTRAS_OF = {
     "report/": {"report"},
     "torch/": {"torch"},
     "torch/writers/gguf/": {"torch", "gguf"},
+    "gguf/": {"torch", "gguf"},
     "torch/writers/onnx/": {"torch", "onnx"},
     "onnx_ops/": {"onnx"},
     "onnx_ops/encryption.py": {"onnx", "crypto"},

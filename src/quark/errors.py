@@ -21,8 +21,10 @@ Each message says what came, where, and what is possible.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 
 USAGE = 2
 """The exit code of a program whose command line is wrong."""
@@ -140,6 +142,24 @@ def is_interrupt(error: BaseException | None) -> bool:
 def one_line(message: object) -> str:
     """A message as one line: those that quote a runtime have lines of their own."""
     return " ".join(str(message).split())
+
+
+LONGEST = 300
+"""Characters of a foreign error's message that are shown."""
+
+
+@contextmanager
+def as_format_error(folder: Path, what: str = "cannot be loaded") -> Iterator[None]:
+    """Whatever transformers, its configs, safetensors or tokenizers raise for a bad folder becomes a FormatError."""
+    try:
+        yield
+    except (QuarkError, MemoryError):
+        raise
+    except Exception as error:
+        message = one_line(error)
+        kind = "" if isinstance(error, (OSError, ValueError, RuntimeError)) and message else f"{type(error).__name__}: "
+        shown = message if len(message) <= LONGEST else f"{message[:LONGEST]} ..."
+        raise FormatError(f"{folder} {what}: {kind}{shown}".rstrip(": ")) from error
 
 
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from quark.commands import COMMANDS
 from quark.core.schemes import SCHEMES
-from quark.torch.config.block_mixes import MIXES
+from quark.gguf import MIXES
 from tests.commands.program import Done, quark
 from tests.models.families import family
 from tests.models.onnx_zoo import cnn, images

@@ -15,9 +15,9 @@ import pytest
 from quark.__version__ import __version__
 from quark.base.log import logger
 from quark.core.schemes import SCHEMES
+from quark.gguf import MIXES
 from quark.goals import GOALS
 from quark.onnx.config.preset_rows import QROWS, ROWS
-from quark.torch.config.block_mixes import MIXES
 from tests.commands.program import quark
 
 

@@ -27,7 +27,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats import FORMATS
 from quark.torch.formats.format import Format
-from quark.torch.writers.gguf.blocks import GgufFormat
+from quark.torch.writers.gguf.format import GgufFormat
 from tests.models.onnx_sessions import exact_session
 from tests.models.torch_zoo import LANGUAGE_MODEL, tiny_llama, token_batches
 

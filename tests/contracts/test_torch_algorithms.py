@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 
+from quark.gguf import save_imatrix
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.algorithms import ALGORITHMS
 from quark.torch.config import algo_configs
@@ -42,7 +43,6 @@ from quark.torch.config.algo_configs import (
 from quark.torch.config.named_algorithms import ALGO_CONFIGS
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.writers.gguf.imatrix import save_imatrix
 from tests.models.torch_zoo import tiny_llama, token_batches
 
 BATCHES = token_batches(8)

@@ -8,6 +8,7 @@ import pytest
 
 from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
+from quark.gguf import MIXES
 from quark.goals import EFFORTS, GOALS, choose
 from quark.goals.efforts import steps_for
 from quark.goals.facts import FACTS, MIX_NAMES, ONNX_FILE, Answer
@@ -23,11 +24,10 @@ from quark.onnx.config.preset_rows import ROWS
 from quark.onnx.operators.targets import TARGETS
 from quark.torch.algorithms import ALGORITHMS
 from quark.torch.config.algo_configs import GPTQConfig
-from quark.torch.config.block_mixes import MIXES
 from quark.torch.config.llm_template import CACHE_SCHEMES, cache_spec
 from quark.torch.config.named_algorithms import ALGO_CONFIGS
 from quark.torch.formats import FORMATS
-from quark.torch.writers.gguf.blocks import GgufFormat
+from quark.torch.writers.gguf.format import GgufFormat
 
 REFUSED_BY_VLLM = [
     "int8_wo", "int4_wo_per_channel", "int3_wo_128", "int2_wo_64", "int4_wa_64", "int4_fp8", "amdfp4", "mx4", "mx6",

@@ -204,7 +204,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 def _inspect_gguf(file: Path) -> None:
     """Metadata of a GGUF file, and how many tensors and bytes there are of each type."""
-    from quark.torch.writers.gguf.open_file import open_gguf
+    from quark.gguf import open_gguf
 
     reader, console, rows = open_gguf(file), results(), defaultdict[str, Counter[str]](Counter)
     for tensor in reader.tensors:

@@ -36,7 +36,7 @@ def schemes(
 def _print_schemes(console: Results) -> None:
     """What --scheme takes. A table of the PyTorch flow, which does not load torch."""
     try:
-        from quark.torch.config.block_mixes import MIXES
+        from quark.gguf import MIXES
     except MissingDependencyError as error:
         console.print(f"Schemes of model folders are not listed: {error}", highlight=False, soft_wrap=True)
         return

@@ -262,8 +262,8 @@ def _reason_for_data(
 ) -> str | None:
     """What needs calibration data: a scheme with static activations, or an algorithm; None where nothing does."""
     from quark.core.schemes import scheme_of
+    from quark.gguf import MIXES
     from quark.torch.algorithms import algorithms_of
-    from quark.torch.config.block_mixes import MIXES
 
     names = (*filter(None, [scheme]), *(item.rpartition("=")[2] for item in layers or ()))
     static = [name for name in names if name not in MIXES and scheme_of(name).needs_data] + [

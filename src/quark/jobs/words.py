@@ -65,7 +65,7 @@ def scheme_names() -> list[str]:
     """Every name that --scheme takes: schemes, mixes of block types, block types, and names of old versions."""
     from quark.core.block_types import BLOCK_TYPES
     from quark.core.schemes import OLD_SCHEMES, SCHEMES
-    from quark.torch.config.block_mixes import MIXES
+    from quark.gguf import MIXES
 
     return list(dict.fromkeys([*SCHEMES, *MIXES, *BLOCK_TYPES, *OLD_SCHEMES]))
 

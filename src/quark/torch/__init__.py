@@ -37,8 +37,8 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.torch.model.calibration_data.recorded_steps import record_steps as record_steps
     from quark.torch.model.calibration_data.stored_batches import stored_batches as stored_batches
     from quark.torch.quantizer import ModelQuantizer as ModelQuantizer
+    from quark.torch.writers.gguf.import_file import import_model_from_gguf as import_model_from_gguf
     from quark.torch.writers.gguf.mix_config import gguf_config as gguf_config
-    from quark.torch.writers.gguf.reader import import_model_from_gguf as import_model_from_gguf
     from quark.torch.writers.onnx.export import export_onnx as export_onnx
     from quark.torch.writers.safetensors import ModelExporter as ModelExporter
     from quark.torch.writers.safetensors import export_gguf as export_gguf
@@ -58,7 +58,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "quark.torch.model.calibration_data.stored_batches": ("stored_batches",),
     "quark.torch.quantizer": ("ModelQuantizer",),
     "quark.torch.writers.gguf.mix_config": ("gguf_config",),
-    "quark.torch.writers.gguf.reader": ("import_model_from_gguf",),
+    "quark.torch.writers.gguf.import_file": ("import_model_from_gguf",),
     "quark.torch.writers.onnx.export": ("export_onnx",),
     "quark.torch.writers.safetensors": ("ModelExporter", "export_gguf", "export_safetensors"),
 }  # fmt: skip

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import gguf
 from quark.core.block_types import BLOCK_TYPES
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams, fake_quantize
@@ -27,6 +27,9 @@ from quark.errors import (
     OutputExistsError,
     ShapeError,
 )
+from quark.gguf.architectures.recurrent import RECURRENT
+from quark.gguf.architectures.table import ARCHITECTURES, architecture_of
+from quark.gguf.types import block_type
 from quark.torch import (
     LLMTemplate,
     ModelExporter,
@@ -39,11 +42,9 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
-from quark.torch.writers.gguf.architectures.recurrent import RECURRENT
-from quark.torch.writers.gguf.architectures.table import ARCHITECTURES, architecture_of
-from quark.torch.writers.gguf.blocks import GgufFormat, GgufLayout, block_type
+from quark.torch.writers.gguf.format import GgufFormat, GgufLayout
 from quark.torch.writers.gguf.model_of_file import model_of_gguf
-from quark.torch.writers.gguf.writer import write_gguf
+from quark.torch.writers.gguf.tensors import write_gguf
 from tests.models.gguf_rows import (
     CONFIGS,
     LLAMA3,

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
 
+import gguf
 from quark.core.block_types import BLOCK_TYPES
 from quark.errors import FormatError, NonFiniteError
+from quark.gguf.block_bytes import halves_of
+from quark.gguf.reader import open_gguf
 from quark.torch import import_model_from_gguf
-from quark.torch.writers.gguf.block_bytes import halves_of
 from quark.torch.writers.gguf.model_of_file import model_of_gguf
-from quark.torch.writers.gguf.open_file import open_gguf
-from quark.torch.writers.gguf.writer import write_gguf
+from quark.torch.writers.gguf.tensors import write_gguf
 from tests.commands.program import quark
 from tests.models.gguf_rows import PLAIN, YARN, build
 from tests.models.torch_zoo import LANGUAGE_MODEL

@@ -6,17 +6,18 @@ import os
 import struct
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+import gguf
 from quark.core.quantize import block_qparams, fake_quantize
 from quark.core.spec import block_spec
 from quark.errors import CalibrationError, FormatError, OutputError, OutputExistsError
+from quark.gguf import Sums, read_imatrix, save_imatrix
 from quark.torch import ModelQuantizer, gguf_config
-from quark.torch.writers.gguf.imatrix import Sums, collect_imatrix, read_imatrix, save_imatrix
+from quark.torch.writers.gguf.imatrix import collect_imatrix
 from tests.torch.writers.test_gguf import IDS, MIX_SIZES, build
 
 SUMS: Sums = {

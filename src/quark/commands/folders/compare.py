@@ -13,12 +13,12 @@ from quark.base.progress import progress
 from quark.commands.folders.measure import ALL, FolderComparison, compare
 from quark.commands.results.compared import SchemeResult, show
 from quark.errors import QuarkError, one_line
+from quark.gguf import MIXES
 from quark.jobs.folders.calibration import Calibration
 from quark.jobs.folders.export import GGUF
 from quark.jobs.folders.models import inputs_of, load_meta_model, load_model
 from quark.jobs.folders.schemes import config_of
 from quark.torch import ModelQuantizer
-from quark.torch.config.block_mixes import MIXES
 from quark.torch.flows.predicted_size import float_bytes, planned
 
 

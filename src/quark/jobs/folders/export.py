@@ -56,7 +56,7 @@ class Export:
             of_folder: Whether the source is a folder of a float model, whose config says what it can become.
         """
         from quark.torch.formats import FORMATS, Format
-        from quark.torch.writers.gguf.blocks import GgufFormat
+        from quark.torch.writers.gguf.format import GgufFormat
         from quark.torch.writers.onnx.export import require_onnx_packages
         from quark.torch.writers.safetensors import check_options
 
@@ -80,11 +80,9 @@ class Export:
 
     def _check_gguf(self, source: Path) -> None:
         from quark.torch.model.model_folder import load_config
-        from quark.torch.writers.gguf.architectures.table import architecture_of
-        from quark.torch.writers.gguf.names import import_gguf
+        from quark.torch.writers.gguf.of_model import check_config
 
-        import_gguf()
-        architecture_of(load_config(source))
+        check_config(load_config(source))
 
     def check_output(self, source: Path, data: Path | None) -> None:
         """Raise for an output that cannot be written, may not be replaced, or is what is read."""

@@ -33,7 +33,7 @@ class Imatrices:
 
     def check(self, mixed: bool, calib: Path | None, algorithm: Sequence[str] | None) -> None:
         """Raise for options that do not go together, a file that cannot be read, or one that cannot be written."""
-        from quark.torch.writers.gguf.imatrix import check_imatrix_name, read_imatrix
+        from quark.gguf import check_imatrix_name, read_imatrix
 
         for name, given in (("--imatrix", self.read), ("--save-imatrix", self.saved)):
             if given is not None and not mixed:
@@ -55,7 +55,8 @@ class Imatrices:
 
     def save(self, model: Any, data: list[Any] | None, calib: Path | None) -> None:
         """Write the file, if it is asked for, of a model that is still float."""
-        from quark.torch.writers.gguf.imatrix import collect_imatrix, save_imatrix
+        from quark.gguf import save_imatrix
+        from quark.torch.writers.gguf.imatrix import collect_imatrix
 
         if self.saved is not None and data is not None and calib is not None:
             save_imatrix(collect_imatrix(model, data), self.saved, [calib.name], self.force)

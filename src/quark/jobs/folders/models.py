@@ -12,7 +12,7 @@ from quark.base.loading import without_collection
 with without_collection():
     import torch
 
-from quark.errors import ConfigError, FormatError, did_you_mean
+from quark.errors import ConfigError, FormatError, as_format_error, did_you_mean
 from quark.jobs.folders.model_inputs import ModelInputs
 from quark.torch import import_model_from_safetensors
 from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
@@ -21,7 +21,7 @@ from quark.torch.checkpoint.sources.methods import READ, method_of, quantization
 from quark.torch.llm.model_loading import DTYPES, FOREIGN
 from quark.torch.model.batches import named_device
 from quark.torch.model.meta_model import build_skeleton
-from quark.torch.model.model_folder import as_format_error, import_transformers, read_config
+from quark.torch.model.model_folder import import_transformers, read_config
 
 
 def _quiet_transformers() -> Any:

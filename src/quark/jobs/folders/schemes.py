@@ -12,7 +12,7 @@ from quark.jobs.folders.export import GGUF
 
 def is_mix(scheme: str, form: str) -> bool:
     """Whether a scheme is a mix of block types. Raises ConfigError for one beside another format than GGUF."""
-    from quark.torch.config.block_mixes import MIXES
+    from quark.gguf import MIXES
 
     if scheme in MIXES and form != GGUF:
         raise ConfigError(f"--scheme {scheme}: only GGUF files hold its block types. Possible: --export-format {GGUF}.")

@@ -9,13 +9,14 @@ from torch import nn
 
 from quark.core.patterns import matches_any
 from quark.core.spec import LayerSpec, block_spec
+from quark.gguf import CHOSEN_TYPES, Place
 from quark.torch.bit_budget.rules import BudgetLayers, BudgetRules
-from quark.torch.config.block_mixes import CHOSEN_TYPES, Place
 from quark.torch.config.config import QConfig
 from quark.torch.plan import Plan
-from quark.torch.writers.gguf.blocks import GgufFormat
+from quark.torch.writers.gguf.format import GgufFormat
 from quark.torch.writers.gguf.mix_config import fitting_spec, places_of
-from quark.torch.writers.gguf.writer import bytes_around, tied_weights
+from quark.torch.writers.gguf.of_model import tied_weights
+from quark.torch.writers.gguf.tensors import bytes_around
 
 
 class GgufRules(BudgetRules):

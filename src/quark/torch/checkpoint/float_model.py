@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from quark.base.log import logger
-from quark.errors import FormatError
+from quark.errors import FormatError, as_format_error
 from quark.torch.checkpoint.sources.methods import MODELOPT, method_of, quantization_of
 from quark.torch.checkpoint.sources.source import Source, check_finite
 from quark.torch.model.folder_files import INDEX, shard_files
 from quark.torch.model.meta_model import build_skeleton, read_generation_config
 from quark.torch.model.model_folder import (
-    as_format_error,
     check_sizes,
     load_config,
     model_class,

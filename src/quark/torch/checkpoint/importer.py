@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.errors import ConfigError, FormatError, QuarkError
+from quark.errors import ConfigError, FormatError, QuarkError, as_format_error
 from quark.torch.checkpoint.float_model import load_whole
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored, mark_loaded
 from quark.torch.checkpoint.shards import read_names, read_tensors
@@ -25,7 +25,7 @@ from quark.torch.layers.replace import quantized_layers, set_submodule
 from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import fill_buffers, saved_dtype
-from quark.torch.model.model_folder import as_format_error, load_config, model_class, read_config
+from quark.torch.model.model_folder import load_config, model_class, read_config
 from quark.torch.model.names import layers_in_model
 from quark.torch.model.tied_weights import tying_configs
 

@@ -21,8 +21,8 @@ from quark.core.scheme_families import suggestion
 from quark.core.schemes import OLD_SCHEMES, SCHEMES, scheme_of
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, did_you_mean
+from quark.gguf import MIXES
 from quark.torch.config.algo_configs import AlgoConfig
-from quark.torch.config.block_mixes import MIXES
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.families import EXCLUDED, with_shown
 from quark.torch.config.lowering import config_of_layer, lower_layer, lower_tensor

@@ -27,8 +27,7 @@ from quark.torch.model.names import layers_published
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.plan import Plan
 from quark.torch.replace import replaced
-from quark.torch.writers.gguf.architectures.table import architecture_of
-from quark.torch.writers.gguf.blocks import GgufFormat
+from quark.torch.writers.gguf.format import GgufFormat
 from quark.torch.writers.gguf.further_tokens import check_further
 
 
@@ -47,7 +46,7 @@ def check_plan(meta: Any, config: QConfig, made: Plan, form: str, reader: str = 
     if form == "onnx":
         return None
     if form == "gguf":
-        check_further(meta, architecture_of(meta.config), made)
+        check_further(meta, made)
         made = replace(made, beside={})
     held: Format = GgufFormat() if form == "gguf" else FORMATS[form]
     with replaced(meta, made):

@@ -17,9 +17,8 @@ from quark.torch.layers.low_rank import branch_bytes, can_have_branch
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.passes import prepare
 from quark.torch.plan import Plan, chooser, make_plan
-from quark.torch.writers.gguf.architectures.table import ARCHITECTURES
-from quark.torch.writers.gguf.blocks import GgufFormat
-from quark.torch.writers.gguf.further_tokens import FurtherLayers, further_layers
+from quark.torch.writers.gguf.format import GgufFormat
+from quark.torch.writers.gguf.further_tokens import further_if_known
 
 
 def planned(meta: Any, config: Any, form: str = "quark") -> tuple[Plan, int]:
@@ -55,16 +54,11 @@ def carried_bytes(meta: Any, made: Plan | None = None, form: str = "quark") -> i
     if form == "onnx":
         return 0
     if form == "gguf":
-        items = _in_gguf(meta, made).entries
+        items = further_if_known(meta, made).entries
     else:
         make = partial(FORMATS[form].make_layout, pack_method="reorder", real=True)
         items = carried_of(meta, source_folder(meta), CarriedLayers(made.beside, make) if made else CarriedLayers())
     return sum(tensor.nbytes for _, _, stored in items for tensor in stored.values())
-
-
-def _in_gguf(meta: Any, made: Plan | None) -> FurtherLayers:
-    kind = str(meta.config.model_type)
-    return further_layers(meta, ARCHITECTURES[kind], made) if kind in ARCHITECTURES else FurtherLayers([], {}, {})
 
 
 def carried_said(meta: Any, made: Plan, form: str) -> str | None:
@@ -76,7 +70,7 @@ def carried_said(meta: Any, made: Plan, form: str) -> str | None:
     size, layers = carried_bytes(meta), len(carried_beside(meta, source_folder(meta)))
     if not size:
         return None
-    lost = form == "onnx" or (form == "gguf" and not _in_gguf(meta, made).count)
+    lost = form == "onnx" or (form == "gguf" and not further_if_known(meta, made).count)
     becomes = f"the {form} file does not hold them" if lost else f"{len(made.beside)} of them quantized"
     return (
         f"of which {size / 1e6:.2f} MB lie beside the model, whose class does not build them (layers that predict "

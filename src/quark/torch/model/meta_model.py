@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.model.model_folder import Shapes, as_format_error, check_sizes, load_config, model_class, read_config
+from quark.errors import as_format_error
+from quark.torch.model.model_folder import Shapes, check_sizes, load_config, model_class, read_config
 
 _LOCAL = {
     **dict.fromkeys(("generation_config", "from_pipeline", "cache_dir", "proxies", "token", "revision")),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 from quark.base.files import require_config
 from quark.base.json_objects import plain_json
 from quark.base.loading import without_collection
-from quark.errors import FormatError, QuarkError, one_line, require_packages
+from quark.errors import FormatError, as_format_error, one_line, require_packages
 from quark.torch.config.config_schema import check_quantization
 from quark.torch.model.folder_files import check_files
 
@@ -32,8 +31,6 @@ SCALARS = re.compile(r"theta|base|token|seed|factor")
 """Fields whose size costs nothing."""
 MODULES, LENGTH = 2000, 1 << 24
 """What is always built: so many modules of a kind, and tables of so many entries."""
-LONGEST = 300
-"""Characters of a foreign error's message that are shown."""
 OF_MODELOPT = "hf_quant_config.json"
 """Where ModelOpt says how a folder is quantized, before its versions that say so in config.json."""
 PACKING = 64
@@ -204,17 +201,3 @@ def _remote(config: Any, named: str) -> str | None:
     """What `auto_map` says of the class, as "file.Class"."""
     references: Iterable[Any] = (getattr(config, "auto_map", None) or {}).values()
     return next((r for r in references if isinstance(r, str) and r.rpartition(".")[2] == named), None)
-
-
-@contextmanager
-def as_format_error(folder: Path, what: str = "cannot be loaded") -> Iterator[None]:
-    """Whatever transformers, its configs' validation, safetensors or tokenizers raise for a bad folder is one error."""
-    try:
-        yield
-    except (QuarkError, MemoryError):
-        raise
-    except Exception as error:
-        message = one_line(error)
-        kind = "" if isinstance(error, (OSError, ValueError, RuntimeError)) and message else f"{type(error).__name__}: "
-        shown = message if len(message) <= LONGEST else f"{message[:LONGEST]} ..."
-        raise FormatError(f"{folder} {what}: {kind}{shown}".rstrip(": ")) from error

@@ -32,10 +32,9 @@ from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import check_files, side_files
 from quark.torch.plan import Plan
 from quark.torch.writers.carried import carried_beside_model
-from quark.torch.writers.gguf.architectures.table import architecture_of
-from quark.torch.writers.gguf.blocks import GgufFormat
+from quark.torch.writers.gguf.format import GgufFormat
 from quark.torch.writers.gguf.further_tokens import check_further
-from quark.torch.writers.gguf.writer import write_gguf
+from quark.torch.writers.gguf.tensors import write_gguf
 from quark.torch.writers.model_card import CARD, write_card
 from quark.torch.writers.onnx.export import export_onnx
 
@@ -187,7 +186,7 @@ def export_gguf(
     """
     config, plan = _quantized_as(model)
     _require_transformers(model, "export_gguf")
-    further = check_further(model, architecture_of(model.config), plan)
+    further = check_further(model, plan)
     own = replace(plan, beside={})
     GgufFormat().check(dict(model.named_modules()), folder_of(model, config, own))
     file = Path(output_dir) / f"{model_type}.gguf"

@@ -13,11 +13,10 @@ from quark.core.array import NumpyArray
 from quark.core.checks import naming
 from quark.core.solvers.importance import weighted_qparams
 from quark.errors import FormatError
+from quark.gguf import expert_of, read_imatrix
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.layer_weights import weight_quantizer, weight_spec
 from quark.torch.layers import QuantLayer
-from quark.torch.writers.gguf.imatrix import read_imatrix
-from quark.torch.writers.gguf.names import expert_of
 
 
 class Imatrix(Algorithm):

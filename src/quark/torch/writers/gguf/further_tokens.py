@@ -10,19 +10,21 @@ them or have not; where one of their tensors has none, none of them is written.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
+from quark.gguf.architectures.architecture import Architecture
+from quark.gguf.architectures.table import ARCHITECTURES, architecture_of
+from quark.gguf.names import IN_LAYERS
 from quark.torch.checkpoint.shards import Entry
 from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_beside, carried_of
 from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.plan import Plan
-from quark.torch.writers.gguf.architectures.architecture import Architecture
-from quark.torch.writers.gguf.blocks import GgufFormat
-from quark.torch.writers.gguf.names import IN_LAYERS, tensor_names
+from quark.torch.writers.gguf.format import GgufFormat
+from quark.torch.writers.gguf.of_model import tensor_names
 
 IN_MTP = re.compile(r"^(?:model\.)?mtp\.layers\.([0-9]{1,4})\.")
 """The number of a layer that is not numbered on behind those of the model."""
@@ -69,19 +71,30 @@ def further_layers(model: Any, architecture: Architecture, plan: Plan | None = N
     def make_layout(spec: Any, layer: Any, dtype: Any) -> Any:
         return form.make_layout(spec, layer, dtype, "reorder", True)
 
-    found = carried_of(model, folder, CarriedLayers(beside, make_layout))
+    carried = carried_of(model, folder, CarriedLayers(beside, make_layout))
     layers = model.config.num_hidden_layers
-    named = {name: _in_block(name, layers) for name, _, _ in found}
-    blocks = {int(match[1]) for name in named.values() if name and (match := IN_LAYERS.search(name))}
-    count = len(blocks)
-    in_file = tensor_names(model, architecture, count)
-    placed = {name: in_file(block) if block else None for name, block in named.items()}
-    whole = {f"blk.{block}.{leaf}" for block in blocks for leaf in NEEDED} <= {*placed.values()}
-    if not found or blocks != {*range(layers, layers + count)} or None in placed.values() or not whole:
+    named = {name: _in_block(name, layers) for name, _, _ in carried}
+    blocks = _blocks(named.values())
+    if not carried or not _have_places(model, architecture, named.values(), blocks):
         return FurtherLayers([], {}, {}, left=tuple(named))
     shapes = {_layer(f"{name}.weight", layers): shape for name, shape in carried_beside(model, folder).items()}
     specs = {_layer(f"{name}.weight", layers): spec.weight for name, spec in beside.items() if spec.weight}
-    return FurtherLayers([(str(named[name]), make, held) for name, make, held in found], specs, shapes, count)
+    entries = [(str(named[name]), make, stored) for name, make, stored in carried]
+    return FurtherLayers(entries, specs, shapes, len(blocks))
+
+
+def _blocks(names: Iterable[str | None]) -> set[int]:
+    """The numbers of the blocks that tensors are in."""
+    return {int(match[1]) for name in names if name and (match := IN_LAYERS.search(name))}
+
+
+def _have_places(model: Any, architecture: Architecture, names: Iterable[str | None], blocks: set[int]) -> bool:
+    """Whether all these tensors have names in a file, and are whole blocks that go on behind those of the model."""
+    layers = model.config.num_hidden_layers
+    name_of = tensor_names(model, architecture, len(blocks))
+    in_file = {name_of(name) if name else None for name in names}
+    needed = {f"blk.{block}.{leaf}" for block in blocks for leaf in NEEDED}
+    return blocks == {*range(layers, layers + len(blocks))} and None not in in_file and needed <= in_file
 
 
 def _layer(weight: str, layers: int) -> str:
@@ -99,13 +112,20 @@ def _in_block(name: str, layers: int) -> str | None:
     return name if found and int(found[1]) >= layers else None
 
 
-def check_further(model: Any, architecture: Architecture, plan: Plan) -> FurtherLayers:
+def further_if_known(model: Any, plan: Plan | None) -> FurtherLayers:
+    """As `further_layers`; none of a model that GGUF files are not written of."""
+    kind = str(model.config.model_type)
+    return further_layers(model, ARCHITECTURES[kind], plan) if kind in ARCHITECTURES else FurtherLayers([], {}, {})
+
+
+def check_further(model: Any, plan: Plan) -> FurtherLayers:
     """As `further_layers`. Raises NotSupportedError where a layer is to be quantized that has no place in the file."""
-    found = further_layers(model, architecture, plan)
-    if plan.beside and not found.count:
+    architecture = architecture_of(model.config)
+    further = further_layers(model, architecture, plan)
+    if plan.beside and not further.count:
         raise NotSupportedError(
             f"{next(iter(plan.beside))} is not built by the model's class, and GGUF files of the architecture "
             f"{architecture.arch!r} have no names for such layers. Possible: a folder (--export-format quark, "
             "compressed-tensors)."
         )
-    return found
+    return further

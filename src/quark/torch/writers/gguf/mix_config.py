@@ -11,17 +11,16 @@ from quark.base.log import logger
 from quark.core.block_types import fitting_block_type
 from quark.core.spec import LayerSpec, TensorSpec, block_spec
 from quark.errors import ConfigError, did_you_mean
+from quark.gguf.architectures.table import architecture_of
+from quark.gguf.mixes import MIXES, Place, place_of
 from quark.torch.config.algo_configs import ImatrixConfig
-from quark.torch.config.block_mixes import MIXES, Place, place_of
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import Algorithms, LLMTemplate
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers import layer_class
 from quark.torch.model.passes import undo
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
-from quark.torch.writers.gguf.architectures.table import architecture_of
-from quark.torch.writers.gguf.names import tensor_names
-from quark.torch.writers.gguf.writer import is_conv1d
+from quark.torch.writers.gguf.of_model import is_conv1d, tensor_names
 
 WIDE = 256
 """Values in a block of the types that need most."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from quark.base.files import require_regular
-from quark.errors import FormatError
-from quark.torch.model.model_folder import as_format_error, import_transformers
-from quark.torch.writers.gguf.hyperparameters import refuse_other_config, with_scaled_rope
-from quark.torch.writers.gguf.open_file import open_gguf
-from quark.torch.writers.gguf.reader import DTYPES, check_tensors, import_model_from_gguf
+from quark.errors import FormatError, as_format_error
+from quark.gguf.hyperparameters import refuse_other_config, with_scaled_rope
+from quark.gguf.reader import open_gguf
+from quark.torch.model.model_folder import import_transformers
+from quark.torch.writers.gguf.import_file import DTYPES, check_tensors, import_model_from_gguf
 
 EXACT = (torch.float16, torch.bfloat16)
 """Dtypes of 16 bits, the first of which is taken that holds all that the file has in float."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quark.torch.config.block_mixes import MIXES, Place, place_of
+from quark.gguf import MIXES, Place, place_of
 
 LAYERS = 34
 ROLES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_down")

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from quark.torch.writers.gguf.vocabularies.description import Vocabulary
+from quark.gguf.vocabularies.description import Vocabulary
 
 SPACE = "▁"
 WHITESPACE = "\t\n\v\f\r\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029"
@@ -36,20 +36,27 @@ def spaces_of(vocabulary: Vocabulary) -> Spaces:
     charsmap = b""
     if steps and steps[0]["type"] == "Precompiled":
         charsmap = base64.b64decode(steps.pop(0)["precompiled_charsmap"] or "")
-    found = {_normalizes(step, vocabulary) for step in steps}
+    effects = {_normalizes(step, vocabulary) for step in steps}
     for step in vocabulary.steps("pre_tokenizer", "pretokenizers"):
-        found |= _splits(step, vocabulary)
-    if "one space" in found and "stripped" not in found:
+        effects |= _splits(step, vocabulary)
+    if "one space" in effects and "stripped" not in effects:
         raise vocabulary.refusal("spaces become one, but stay at the end of the text")
-    if "stripped" in found and "one space" not in found:
+    if "stripped" in effects and "one space" not in effects:
         raise vocabulary.refusal("spaces are taken from the end of the text alone")
-    spaces = Spaces(charsmap, "prefix" in found, "one space" in found, "words" in found)
-    if "words by whitespace" in found:
+    spaces = Spaces(charsmap, "prefix" in effects, "one space" in effects, "words" in effects)
+    if "words by whitespace" in effects:
         _refuse_other_whitespace(vocabulary)
-    inner = [t for t in vocabulary.model["vocab"] if SPACE in (t if isinstance(t, str) else t[0])[1:]]
-    if spaces.words and inner and not spaces.merged:
-        raise vocabulary.refusal(f"its {len(inner)} tokens with a space inside, such as {inner[0]!r}, are never used")
+    if spaces.words and not spaces.merged:
+        _refuse_inner_spaces(vocabulary)
     return spaces
+
+
+def _refuse_inner_spaces(vocabulary: Vocabulary) -> None:
+    """Raise NotSupportedError for tokens with a space inside, where text is cut into words before."""
+    tokens = (entry if isinstance(entry, str) else entry[0] for entry in vocabulary.model["vocab"])
+    inner = [token for token in tokens if SPACE in token[1:]]
+    if inner:
+        raise vocabulary.refusal(f"its {len(inner)} tokens with a space inside, such as {inner[0]!r}, are never used")
 
 
 def _normalizes(step: dict[str, Any], vocabulary: Vocabulary) -> str:

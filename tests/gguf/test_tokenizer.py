@@ -8,13 +8,13 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+import gguf
 from quark.errors import NotSupportedError
-from quark.torch.writers.gguf.tokenizer import write_tokenizer
-from quark.torch.writers.gguf.vocabularies.byte_level import GPT2, PRE_TOKENIZERS, PreTokenizer
+from quark.gguf.tokenizer import write_tokenizer
+from quark.gguf.vocabularies.byte_level import GPT2, PRE_TOKENIZERS, PreTokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 TEXT = "The runner ran: it's 12345 times.\n\n  x = [1, 2]  naïve 日本"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from quark.errors import FormatError
-from quark.torch.writers.gguf.architectures.metadata import write_hyperparameters
-from quark.torch.writers.gguf.architectures.table import architecture_of
-from quark.torch.writers.gguf.names import import_gguf
-from quark.torch.writers.gguf.open_file import hyperparameters
+from quark.gguf.architectures.metadata import write_hyperparameters
+from quark.gguf.architectures.table import architecture_of
+from quark.gguf.names import import_gguf
+from quark.gguf.reader import hyperparameters
 
 DESCRIBES = ("context_length", "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "nextn_predict_layers")
 """Keys that say nothing of what is computed; sizes are those of the tensors."""

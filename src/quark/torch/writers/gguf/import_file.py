@@ -17,6 +17,14 @@ from quark.core.block_types import BLOCK_TYPES
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.core.spec import spec as make_spec
 from quark.errors import FormatError, NonFiniteError
+from quark.gguf.architectures.architecture import Architecture
+from quark.gguf.architectures.rope import rope_tensors
+from quark.gguf.architectures.table import architecture_of
+from quark.gguf.block_bytes import halves_of
+from quark.gguf.hyperparameters import refuse_other_config
+from quark.gguf.names import block_of, expert_of, import_gguf, part_name
+from quark.gguf.reader import open_gguf
+from quark.gguf.types import CASTS, SPECS
 from quark.torch.checkpoint.importer import load_stored
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
@@ -25,15 +33,8 @@ from quark.torch.layers import layer_class
 from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.passes import undo
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
-from quark.torch.writers.gguf.architectures.architecture import Architecture
-from quark.torch.writers.gguf.architectures.rope import rope_tensors
-from quark.torch.writers.gguf.architectures.table import architecture_of
-from quark.torch.writers.gguf.block_bytes import halves_of
-from quark.torch.writers.gguf.blocks import CASTS, SPECS, GgufFormat
-from quark.torch.writers.gguf.hyperparameters import refuse_other_config
-from quark.torch.writers.gguf.names import block_of, expert_of, import_gguf, part_name, tensor_names
-from quark.torch.writers.gguf.open_file import open_gguf
-from quark.torch.writers.gguf.writer import is_conv1d, tied_weights
+from quark.torch.writers.gguf.format import GgufFormat
+from quark.torch.writers.gguf.of_model import is_conv1d, tensor_names, tied_weights
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -72,29 +73,33 @@ def check_tensors(file: Path, reader: Any, model: Any) -> None:
 def _named(file: Path, reader: Any, model: Any, architecture: Architecture) -> dict[str, Any]:
     """Name in the model, in which each expert has its own, -> the tensor of the file that holds it, of its shape."""
     tensors = {tensor.name: tensor for tensor in _of_architecture(reader, file, architecture.arch).tensors}
+    shapes = _linear_shapes(model)
     name_of = tensor_names(model, architecture)
     # Not every parameter has a name there: a head that is always tied has none.
-    originals = unfuse_experts(model, lambda name: True)  # the experts of a block by their own names
-    try:
-        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        names = {name: name_of(name) for name in shapes}
-        flipped = {name for name in shapes if is_conv1d(model, name)}
-    finally:
-        undo(model, originals)
+    names = {name: name_of(name) for name in shapes}
     if tied := tied_weights(model):
         head, embeddings = tied
         if names.get(head) not in tensors:  # the head is computed with the embeddings
             names[head] = names[embeddings]
-    named = {name: tensors[stored] for name, stored in names.items() if stored in tensors}
-    for name in named:
-        parts = [part_name(name, part) for part in architecture.parts(name, model.config)]
-        if parts:
-            named[name] = _joined(name, [tensors.get(part) for part in parts])
+    named = {}
+    for name, stored in names.items():
+        if stored in tensors:
+            parts = [part_name(name, part) for part in architecture.parts(name, model.config)]
+            named[name] = _joined(name, [tensors.get(part) for part in parts]) if parts else tensors[stored]
     _refuse_unread(file, model, names, tensors, architecture)
     for name, tensor in named.items():
-        shape = shapes[name][::-1] if name in flipped else shapes[name]
-        _check_shape(file, tensor, name, _shape_in_file(architecture, name, shape, model.config))
+        _check_shape(file, tensor, name, _shape_in_file(architecture, name, shapes[name], model.config))
     return named
+
+
+def _linear_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors, each expert's by its own name, and weights of Conv1D (O, I) as those of Linear."""
+    originals = unfuse_experts(model, lambda name: True)
+    try:
+        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        return {name: shape[::-1] if is_conv1d(model, name) else shape for name, shape in shapes.items()}
+    finally:
+        undo(model, originals)
 
 
 def _shape_in_file(architecture: Architecture, name: str, shape: tuple[int, ...], config: Any) -> tuple[int, ...]:

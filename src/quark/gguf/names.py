@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from quark.errors import require_packages
-from quark.torch.model.names import published_names
 
 EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 IN_BLOCK = re.compile(r"(?<=\d\.)\w+(?=\.experts\.)")
@@ -37,17 +36,24 @@ def arch_key(arch: str) -> Any:
     return next(key for key, value in import_gguf().MODEL_ARCH_NAMES.items() if value == arch)
 
 
-def tensor_names(model: Any, architecture: Any, more: int = 0) -> Callable[[str], str | None]:
+def tensor_names(
+    config: Any, architecture: Any, publish: Callable[[str], str], prefix: str, more: int = 0
+) -> Callable[[str], str | None]:
     """Maps a name of the model to that of the file; to None if it has none. All experts of a block have one name.
 
-    What is several tensors in the file has the name of the first one. `architecture` is an Architecture, and `more` how
-    many blocks there are behind those of the model.
+    What is several tensors in the file has the name of the first one.
+
+    Args:
+        config: Of the transformers model.
+        architecture: Its Architecture.
+        publish: Name in the model -> name in its published checkpoints.
+        prefix: What the names of the model inside begin with, a dot at the end.
+        more: How many blocks there are behind those of the model.
     """
-    table = import_gguf().get_tensor_name_map(arch_key(architecture.arch), model.config.num_hidden_layers + more)
-    publish, prefix = published_names(model), f"{getattr(model, 'base_model_prefix', '')}."
+    table = import_gguf().get_tensor_name_map(arch_key(architecture.arch), config.num_hidden_layers + more)
 
     def name_in_file(name: str) -> str | None:
-        if parts := architecture.parts(name, model.config):
+        if parts := architecture.parts(name, config):
             return part_name(name, parts[0])
         # The tables know some models by the names of their published checkpoints alone, or by those of the model
         # inside, and experts in fewer places than there are.

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from quark.base.log import logger
-from quark.torch.writers.gguf.architectures.architecture import (
+from quark.gguf.architectures.architecture import (
     Architecture,
     first_of,
     head_size,
     kv_heads,
     sliding_window,
 )
-from quark.torch.writers.gguf.architectures.rope import write_rope
-from quark.torch.writers.gguf.names import import_gguf
+from quark.gguf.architectures.rope import write_rope
+from quark.gguf.names import import_gguf
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from quark.torch.writers.gguf.architectures.architecture import Architecture, Change
+from quark.gguf.architectures.architecture import Architecture, Change
 
 BIAS = ("attention_bias",)
 DECAY = Change(lambda x, config: -x.exp(), lambda x: (-x).log())

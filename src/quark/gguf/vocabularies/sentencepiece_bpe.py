@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from quark.torch.writers.gguf.vocabularies.byte_level import merges_of
-from quark.torch.writers.gguf.vocabularies.description import Vocabulary
-from quark.torch.writers.gguf.vocabularies.sentencepiece import spaces_of
+from quark.gguf.vocabularies.byte_level import merges_of
+from quark.gguf.vocabularies.description import Vocabulary
+from quark.gguf.vocabularies.sentencepiece import spaces_of
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 

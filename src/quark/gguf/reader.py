@@ -1,4 +1,4 @@
-"""Opens GGUF files, also such as were damaged, or say that they hold more than they do.
+"""The reader of a GGUF file, and what is refused of damaged ones before a tensor is read.
 
 What llama.cpp (gguf.cpp, llama-model-loader.cpp) refuses is refused here: tensors lie one behind the other in the order
 of their entries, each at the next multiple of the alignment, and fill the section of data; a block of the model that
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.errors import FormatError
-from quark.torch.writers.gguf.names import block_of, import_gguf
+from quark.gguf.names import block_of, import_gguf
 
 LONGEST_NAME, MOST_AXES = 63, 4
 """Of a tensor, in ggml: bytes of its name, and axes."""

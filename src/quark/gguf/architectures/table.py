@@ -10,7 +10,7 @@ from typing import Any
 
 from quark.core.registry import Registry
 from quark.errors import NotSupportedError
-from quark.torch.writers.gguf.architectures.architecture import (
+from quark.gguf.architectures.architecture import (
     Architecture,
     head_size,
     kv_heads,
@@ -19,8 +19,8 @@ from quark.torch.writers.gguf.architectures.architecture import (
     refuse_windows,
     sliding_window,
 )
-from quark.torch.writers.gguf.architectures.recurrent import RECURRENT
-from quark.torch.writers.gguf.architectures.rope import refuse_rope
+from quark.gguf.architectures.recurrent import RECURRENT
+from quark.gguf.architectures.rope import refuse_rope
 
 BIAS = ("attention_bias",)
 BIASES = (*BIAS, "mlp_bias")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quark.torch.writers.gguf.vocabularies.description import Vocabulary
-from quark.torch.writers.gguf.vocabularies.sentencepiece import SPACE
+from quark.gguf.vocabularies.description import Vocabulary
+from quark.gguf.vocabularies.sentencepiece import SPACE
 
 
 def add_wordpiece(writer: Any, vocabulary: Vocabulary) -> list[str]:

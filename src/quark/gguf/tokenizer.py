@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quark.errors import FormatError, NotSupportedError
-from quark.torch.model.model_folder import as_format_error
-from quark.torch.writers.gguf.vocabularies.byte_level import add_byte_level
-from quark.torch.writers.gguf.vocabularies.description import Vocabulary
-from quark.torch.writers.gguf.vocabularies.sentencepiece_bpe import BYTE, add_sentencepiece_bpe
-from quark.torch.writers.gguf.vocabularies.unigram import add_unigram
-from quark.torch.writers.gguf.vocabularies.wordpiece import add_wordpiece
+from quark.errors import FormatError, NotSupportedError, as_format_error
+from quark.gguf.vocabularies.byte_level import add_byte_level
+from quark.gguf.vocabularies.description import Vocabulary
+from quark.gguf.vocabularies.sentencepiece_bpe import BYTE, add_sentencepiece_bpe
+from quark.gguf.vocabularies.unigram import add_unigram
+from quark.gguf.vocabularies.wordpiece import add_wordpiece
 
 ENDS = ("eot", "eom")
 """Keys of tokens that end a text beside `eos`: of a turn, and of a message."""
@@ -134,20 +133,12 @@ def _add_kind(writer: Any, vocabulary: Vocabulary) -> list[str]:
 
 def _write_special(writer: Any, tokenizer: Any, vocabulary: Vocabulary, stops: list[int]) -> None:
     before, after = _frame(tokenizer, vocabulary)
-    ids = {
-        key: next((i for name in names if (i := getattr(tokenizer, f"{name}_token_id", None)) is not None), None)
-        for key, names in PARTS.items()
-    }
-    ids |= {"bos": before[0]} if before else {}
     wordpiece = vocabulary.model["type"] == "WordPiece"
+    ids = _special_ids(tokenizer)
+    ids |= {"bos": before[0]} if before else {}
     if ids["eos"] is None and not wordpiece:
         ids["eos"] = next(iter([*after, *stops]), None)
-    if ids["eos"] is None and vocabulary.model["type"] == "BPE":
-        raise vocabulary.refusal("no token ends a text, and llama.cpp then takes a token of its own choice (2 or 11)")
-    if after and after[0] != ids["sep" if wordpiece else "eos"]:
-        raise vocabulary.refusal(f"text ends with token {after[0]}, and GGUF has a place for the last one of all only")
-    if wordpiece and not (before and after):
-        raise vocabulary.refusal("llama.cpp puts text between two special tokens for WordPiece, and this one does not")
+    _refuse_ends(vocabulary, ids, before, after)
     others = [stop for stop in dict.fromkeys(stops) if stop != ids["eos"]]
     if len(others) > len(ENDS):
         raise vocabulary.refusal(f"{len(others) + 1} tokens end a text, and there is place for {len(ENDS) + 1}")
@@ -158,6 +149,32 @@ def _write_special(writer: Any, tokenizer: Any, vocabulary: Vocabulary, stops: l
     writer.add_add_eos_token(bool(after) and not wordpiece)
     if wordpiece:
         writer.add_add_sep_token(True)
+
+
+def _special_ids(tokenizer: Any) -> dict[str, int | None]:
+    """Key in the file -> the token that transformers has for it; None where it has none."""
+    ids: dict[str, int | None] = {}
+    for key, names in PARTS.items():
+        known = (getattr(tokenizer, f"{name}_token_id", None) for name in names)
+        ids[key] = next((index for index in known if index is not None), None)
+    return ids
+
+
+def _refuse_ends(vocabulary: Vocabulary, ids: Mapping[str, int | None], before: list[int], after: list[int]) -> None:
+    """Raise NotSupportedError where llama.cpp would begin or end a text with other tokens than the tokenizer does.
+
+    Args:
+        vocabulary: Of the tokenizer.
+        ids: Key in the file -> token.
+        before, after: Special tokens before and after a text.
+    """
+    kind = vocabulary.model["type"]
+    if ids["eos"] is None and kind == "BPE":
+        raise vocabulary.refusal("no token ends a text, and llama.cpp then takes a token of its own choice (2 or 11)")
+    if after and after[0] != ids["sep" if kind == "WordPiece" else "eos"]:
+        raise vocabulary.refusal(f"text ends with token {after[0]}, and GGUF has a place for the last one of all only")
+    if kind == "WordPiece" and not (before and after):
+        raise vocabulary.refusal("llama.cpp puts text between two special tokens for WordPiece, and this one does not")
 
 
 def _frame(tokenizer: Any, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from quark.torch.writers.gguf.architectures.architecture import Architecture, head_size
-from quark.torch.writers.gguf.names import import_gguf
+from quark.gguf.architectures.architecture import Architecture, head_size
+from quark.gguf.names import import_gguf
 
 TENSORS = {"llama3": ("ROPE_FREQS",), "longrope": ("ROPE_FACTORS_SHORT", "ROPE_FACTORS_LONG")}
 """Type of scaling -> the tensors, in gguf.MODEL_TENSOR, that a file of it has."""

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from quark.torch.writers.gguf.vocabularies.description import Vocabulary
+from quark.gguf.vocabularies.description import Vocabulary
 
 SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS = rf"{SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
