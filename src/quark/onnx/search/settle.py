@@ -17,7 +17,6 @@ import onnx_ir as ir
 
 from quark.base.log import logger
 from quark.errors import NothingQualifiesError, NotSupportedError
-from quark.onnx import flow
 from quark.onnx.algorithms import AFTER, BEFORE, check_data
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.samples import Samples
@@ -25,6 +24,8 @@ from quark.onnx.calibration.joined_ends import leave_joined_ends
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.algo_configs import AutoMixprecisionConfig
 from quark.onnx.config.settings import Settings
+from quark.onnx.flow import FloatForm
+from quark.onnx.flow import convert as convert_as_chosen
 from quark.onnx.prepare import prepare
 from quark.onnx.search.equalize_if_better import equalize_if_better
 from quark.onnx.search.latency.measure import leave_slower_in_float
@@ -70,10 +71,10 @@ def convert(
         settings, quantized = equalize_if_better(model, settings, reader, convert, known)
         if quantized is not None:
             return quantized
-    return flow.convert(model, settings, reader, identity, known, choose=choose)
+    return convert_as_chosen(model, settings, reader, identity, known, choose=choose)
 
 
-def choose(form: flow.FloatForm) -> flow.FloatForm:
+def choose(form: FloatForm) -> FloatForm:
     """The same with settings in which nothing is open.
 
     Raises:
