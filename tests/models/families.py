@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+
+from quark.torch.layers.replace import set_submodule
+from quark.torch.llm.model_loading import preprocess_for_quantization
+from quark.torch.model.passes import UnfusedExperts
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -56,6 +62,43 @@ def family(model_type: str, seed: int = 0, **options: Any) -> Any:
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.1)
     return model.eval()
+
+
+class Expert(nn.Module):
+    """One expert, which is called with its tokens."""
+
+    def __init__(self, mixture: UnfusedExperts, index: int) -> None:
+        super().__init__()
+        shell = copy.copy(mixture)
+        shell.__dict__ = {**mixture.__dict__, "_modules": {}}
+        self.mixture = (shell,)  # no child
+        for name, layer in mixture.get_submodule(str(index)).named_children():
+            self.add_module(name, layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (mixture,) = self.mixture
+        y: torch.Tensor = self.get_submodule(mixture.names[2])(mixture._inner(self, x))
+        return y if mixture.post_expert_norm is None else mixture.post_expert_norm(y)  # type: ignore[no-any-return]
+
+
+class ExpertModules(nn.ModuleList):
+    """Experts that are modules of their own and called only with tokens, as code of checkpoints has them."""
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        mixed = torch.zeros_like(x)
+        for index, expert in enumerate(self):
+            token, slot = torch.where(chosen == index)
+            if len(token):
+                mixed.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return mixed
+
+
+def with_expert_modules(model: Any) -> Any:
+    """A model whose mixtures call modules, in place of fused experts; not those that get sorted rows."""
+    preprocess_for_quantization(model)
+    for name, mixture in [(n, m) for n, m in model.named_modules() if isinstance(m, UnfusedExperts) and not m.sorted]:
+        set_submodule(model, name, ExpertModules(Expert(mixture, index) for index in range(mixture.count)))
+    return model
 
 
 CONVERTED: dict[str, Callable[[], Any]] = {name: (lambda name=name: family(name)) for name in ("gpt2", *MOE)}  # type: ignore[misc]

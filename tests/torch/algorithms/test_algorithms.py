@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -300,6 +301,8 @@ def test_autoround_leaves_no_gradient_and_takes_batches_that_miss_an_expert() ->
 class Routed(nn.Module):
     """Experts that are called only with tokens; those whose first value is positive go to the second one."""
 
+    factor = 1.0
+
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.experts = nn.Linear(32, 32), nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
@@ -308,7 +311,7 @@ class Routed(nn.Module):
         y = self.inner(x)
         for index, expert in enumerate(self.experts):
             if len(rows := torch.where((y[:, 0] > 0) == bool(index))[0]):
-                y = y.index_add(0, rows, expert(x[rows]))
+                y = y.index_add(0, rows, expert(self.factor * x[rows]))
         return y
 
 
@@ -316,7 +319,7 @@ def frozen(model: nn.Module) -> dict[str, bool]:
     return {name: layer.weight_quantizer.mode is Mode.frozen for name, layer in quantized_layers(model).items()}
 
 
-def test_experts_that_the_first_batches_miss_are_solved_and_those_that_all_miss_are_said(
+def test_experts_that_the_first_batches_miss_are_solved_and_those_that_all_miss_are_lent_tokens(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     torch.manual_seed(0)
@@ -324,8 +327,8 @@ def test_experts_that_the_first_batches_miss_are_solved_and_those_that_all_miss_
     both = torch.randn(40, 32)
     first, second = (both[(model.inner(both)[:, 0] > 0) == positive] for positive in (True, False))
     missed = ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(copy.deepcopy(model), [first])
-    assert frozen(missed) == {"inner": True, "experts.0": False, "experts.1": True}
-    assert "Experts: 1 that no token reached are rounded to nearest" in caplog.text
+    assert all(frozen(missed).values())
+    assert re.search(r"Experts: of 2, .* 1 with none, which are lent tokens of others", caplog.text)
     for data in ([first, both], [first, second]):
         solved = ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(copy.deepcopy(model), data)
         assert all(frozen(solved).values())
@@ -334,11 +337,17 @@ def test_experts_that_the_first_batches_miss_are_solved_and_those_that_all_miss_
         ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(model, [first])
 
 
-def test_a_mixture_whose_float_router_chooses_otherwise_is_named() -> None:
+def test_float_experts_follow_the_tokens_of_the_others_and_a_mixture_that_changes_them_is_named() -> None:
+    class Scaled(Routed):
+        factor = 2.0
+
     torch.manual_seed(0)
-    coarse = config(spec("int2", PerGroup(-1, 32)), QRONOS)
+    coarse, data = config(spec("int2", PerGroup(-1, 32)), QRONOS), [torch.randn(64, 32)]
+    # The coarse layer before the router changes its choice.
+    behind = [nn.Sequential(nn.Linear(32, 32), mixture).eval() for mixture in (Routed(), Scaled())]
+    assert all(frozen(ModelQuantizer(coarse).quantize_model(behind[0], data)).values())
     with pytest.raises(StructureError, match=r"experts\.\d.*another choice of experts.*GPTQ"):
-        ModelQuantizer(coarse).quantize_model(Routed().eval(), [torch.randn(64, 32)])
+        ModelQuantizer(coarse).quantize_model(behind[1], data)
 
 
 @pytest.mark.slow

@@ -91,6 +91,30 @@ def test_experts_that_are_called_with_their_tokens_alone_are_called_with_all_bef
     assert {index: count for index, count, _ in seen} == own and not any(shown for *_, shown in seen)
 
 
+def test_experts_that_are_modules_read_their_own_tokens_and_those_that_they_are_lent_behind() -> None:
+    torch.manual_seed(0)
+    model, x = Routed().eval(), torch.randn(64, 32)
+    seen: list[tuple[torch.Tensor, bool]] = []
+    for expert in model.experts:
+        expert.register_forward_pre_hook(lambda m, args: seen.append((args[0], lent_tokens.is_shown(m))))
+    expected = model(x)
+    (first, _), (second, _) = seen
+    del seen[:]
+    with lending(model, {"experts": {1: 0.25}}):
+        assert torch.equal(model(x), expected)
+    read = [rows for rows, shown in seen if not shown]
+    assert torch.equal(read[0], torch.cat([second, x[::4]])) and torch.equal(read[1], first) and len(read) == 2
+    del seen[:]
+    # The places of another router: of the float block beside, for example.
+    places = {0: torch.tensor([3, 5]), 1: torch.tensor([0])}
+    with lending(model, {"experts": {0: 0.0, 1: 0.0}}, lambda name, find: places if find() and name else None):
+        assert torch.equal(model(x), expected)
+    read = [rows for rows, shown in seen if not shown]
+    assert torch.equal(read[0], x[[3, 5]]) and torch.equal(read[1], x[[0]]) and len(read) == 2
+    model(x)
+    assert not any(shown for _, shown in seen[-2:])
+
+
 def test_experts_are_lent_what_they_lack_and_counted() -> None:
     model, mixture = unfused("qwen3_moe")
     block = find_blocks(model)[-1]

@@ -13,7 +13,7 @@ from torch import nn
 
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import InputGroup
-from quark.torch.calibration.lent_tokens import Lent, all_tokens_to_all_experts, lending
+from quark.torch.calibration.lent_tokens import Choose, Lent, all_tokens_to_all_experts, lending
 from quark.torch.calibration.place import WHERE_IT_IS, WorkPlace
 from quark.torch.config.algo_configs import AlgoConfig
 from quark.torch.layers import QuantLayer
@@ -51,9 +51,9 @@ class Block:
     all_experts: bool = False
     left: set[str] = field(default_factory=set)
 
-    def lending(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Within: the experts of this block, or of a copy, read tokens of others, too."""
-        return all_tokens_to_all_experts(module) if self.all_experts else lending(module, self.lent)
+    def lending(self, module: nn.Module, choose: Choose | None = None) -> AbstractContextManager[None]:
+        """Within: the experts of this block, or of a copy, read tokens of others, too; see `lending`."""
+        return all_tokens_to_all_experts(module) if self.all_experts else lending(module, self.lent, choose)
 
     def run(self, calls: Sequence[Call]) -> list[torch.Tensor]:
         """What the block returns for some calls, as it waits."""

@@ -213,11 +213,11 @@ def sweep_block(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Run the algorithms on one block; its outputs and, if an algorithm needs them, those of the float block."""
     block.all_experts = experts.all_experts
+    if any(stage.by_inputs for stage in stages) or waiting_activations(layers_inside(layers, block.name), ("input",)):
+        block.lent = experts.lent(block.module, block.calls, any(stage.needs_float for stage in stages))
     with block.lending(block.module):
         block.groups, left = quantized_groups(block, layers)
     block.left = _experts_of(block, left)
-    if any(stage.by_inputs for stage in stages) or waiting_activations(layers_inside(layers, block.name), ("input",)):
-        block.lent = experts.lent(block.module, block.calls)
     hidden: list[torch.Tensor] = []
     float_hidden: list[torch.Tensor] = []
     original: nn.Module | None = None

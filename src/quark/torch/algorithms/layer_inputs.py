@@ -24,7 +24,7 @@ from quark.base.memory_and_disk import give_back_memory
 from quark.errors import StructureError
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.calibration.experts import expert_of, reached_together
-from quark.torch.calibration.lent_tokens import is_shown
+from quark.torch.calibration.lent_tokens import Choose, Places, is_shown
 from quark.torch.calibration.parking import Waiting, tensors_of
 from quark.torch.calibration.place import WHERE_IT_IS, WorkPlace
 from quark.torch.model.blocks import Call
@@ -68,7 +68,7 @@ def lockstep(
     on_expert_inputs: OnExpertInputs | None = None,
     float_once: bool = False,
     place: WorkPlace = WHERE_IT_IS,
-    lending: Callable[[nn.Module], AbstractContextManager[None]] = lambda _: nullcontext(),
+    lending: Callable[[nn.Module, Choose | None], AbstractContextManager[None]] = lambda *_: nullcontext(),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Run all calls, halting at each group.
 
@@ -82,7 +82,7 @@ def lockstep(
         on_expert_inputs: Gets the groups of several experts at once; None: `on_inputs` gets one after the other.
         float_once: Whether the float block runs for the last time: its layers then lose their weights as they have run.
         place: Where the block computes, and where its batches wait.
-        lending: Within what it gives for a block, experts read tokens of others, too.
+        lending: Within what it gives for a block, experts read tokens of others, too. It gets whose tokens they read.
 
     Returns:
         The outputs of the block, and of the float block, one for each batch, as they wait.
@@ -102,8 +102,8 @@ def lockstep(
     with (
         _halting(block, groups),
         _halting(float_block, groups),
-        lending(block),
-        nullcontext() if float_block is None else lending(float_block),
+        lending(block, None if float_block is None else _note_places),
+        nullcontext() if float_block is None else lending(float_block, _follow_places),
         _same_experts(block, float_block),
         _looking_ahead(block, expert_groups),
         _looking_ahead(float_block, expert_groups),
@@ -156,7 +156,7 @@ def _meet(
     float_runs = [run for run in halted if run.block is not block]
     reached: dict[int, InputGroup] = {}
     # Float experts follow the tokens of the others, which must be there before.
-    alone = not any(isinstance(module, UnfusedExperts) for module in block.modules())
+    alone = not any(expert_of(leaf) for group in groups for leaf in group)
 
     def go_on() -> None:
         for run in float_runs if alone else ():
@@ -197,6 +197,7 @@ class _BatchRun(greenlet):  # type: ignore[misc]
         waiting: Where the tensors that it holds are while it halts.
         pair: For the float block: the run of the same batch through the other one.
         routes: Name of a mixture of experts -> the experts that its router chose for each token.
+        places: Name of a mixture whose experts are modules of their own -> the tokens that its router chose for each.
         passing: Whether layers are run without a halt.
     """
 
@@ -207,6 +208,7 @@ class _BatchRun(greenlet):  # type: ignore[misc]
         self.block, self.call, self.place, self.waiting, self.pair = block, call, place, waiting, pair
         self.parked: list[Any] = []
         self.routes: dict[str, torch.Tensor] = {}
+        self.places: dict[str, Places | None] = {}
         self.passing = False
         self.group = -1
         self.inputs: dict[int, torch.Tensor] = {}
@@ -282,7 +284,7 @@ def _freeing(block: nn.Module | None, groups: Groups, count: int) -> Iterator[No
     left: dict[nn.Module, int] = {}
 
     def after(module: nn.Module, *_: Any) -> None:
-        left[module] -= 1
+        left[module] -= 0 if is_shown(module) else 1
         if left[module] == 0:
             for name in module._parameters:
                 module._parameters[name] = None
@@ -320,6 +322,20 @@ def _looking_ahead(block: nn.Module | None, groups: Groups) -> Iterator[None]:
     finally:
         for mixture in mixtures.values():
             del mixture.ahead
+
+
+def _note_places(name: str, find: Callable[[], Places | None]) -> Places | None:
+    """What the router of a mixture chooses, which the float batch will read, too."""
+    found, run = find(), _current()
+    if run is not None:
+        run.places[name] = found
+    return found
+
+
+def _follow_places(name: str, _: Callable[[], Places | None]) -> Places | None:
+    """What the router of the block beside chose."""
+    run = _current()
+    return None if run is None or run.pair is None else run.pair.places[name]
 
 
 @contextmanager

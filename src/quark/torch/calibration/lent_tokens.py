@@ -8,13 +8,20 @@ them, which no other expert tells. Whatever is found of its inputs counts its ow
 own / (own + lent). With as many tokens as channels, the second moments can be those of a full space: it is lent none.
 
 With `all_experts`, each expert reads all tokens. Either way what a mixture returns is what it always does.
+
+Experts that are modules of their own (Switch, NLLB-MoE, code of a checkpoint) are called by their mixture with their
+tokens alone, or not at all. Those that are lent tokens are called before that with what they are to read; when the
+mixture then calls them, what they read is passed over. So are all of a mixture whose inputs are compared with those of
+the float model: its experts then read the tokens that the router of the other chose, so that rows pair up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,6 +33,7 @@ from quark.torch.calibration.experts import expert_of
 from quark.torch.layers import QuantLayer
 from quark.torch.model.blocks import Call
 from quark.torch.model.passes import UnfusedExperts
+from quark.torch.model.passes.unfuse_experts import share_of
 
 LENT = 4
 """Tokens of others for each one that an expert lacks. Measured (a mixture of 3 M parameters, GPTQ int4, 1024 tokens for
@@ -57,18 +65,27 @@ class ExpertCalibration:
     left: int = 0
     ranges: set[str] = field(default_factory=set)
 
-    def lent(self, module: nn.Module, calls: Sequence[Call]) -> Lent:
-        """What the experts of a block are lent, by what its router chooses for some calls."""
-        quantized = {name: m for name, m in module.named_modules() if isinstance(m, UnfusedExperts) and _quantized(m)}
-        found = {}
-        for name, (own, tokens) in ({} if self.all_experts else _routed(module, quantized, calls)).items():
-            channels = _channels(quantized[name])
+    def lent(self, module: nn.Module, calls: Sequence[Call], compared: bool = False) -> Lent:
+        """What the experts of a block are lent, by what its router chooses for some calls.
+
+        Args:
+            module: The block.
+            calls: For which its router chooses.
+            compared: Whether inputs are compared with those of the float model. Experts that are modules of their own
+                are then lent nothing at least, so that both sides are called with the same tokens.
+        """
+        found: dict[str, dict[int, float]] = {}
+        for name, of in ({} if self.all_experts else _routed(module, calls)).items():
             found[name] = {
-                e: min(1.0, LENT * (channels - n) / max(1, tokens - n)) for e, n in enumerate(own) if n < channels
+                e: min(1.0, LENT * (of.channels - n) / max(1, of.tokens - n))
+                for e, n in enumerate(of.own)
+                if n < of.channels
             }
-            self.experts += len(own)
-            self.idle += own.count(0)
-            self.few += len(found[name]) - own.count(0)
+            self.experts += len(of.own)
+            self.idle += of.own.count(0)
+            self.few += len(found[name]) - of.own.count(0)
+            if compared and of.called:
+                found[name] = dict.fromkeys(range(len(of.own)), 0.0) | found[name]
         return {name: shares for name, shares in found.items() if shares}
 
     def say(self) -> None:
@@ -88,14 +105,31 @@ class ExpertCalibration:
             logger.warning("Experts: %s. More or other data%s may be better.", "; ".join(parts), advice)
 
 
+Places = dict[int, torch.Tensor]
+"""Expert -> places of its tokens among those that its mixture gets."""
+Choose = Callable[[str, Callable[[], Places | None]], Places | None]
+"""Gets the name of a mixture, and what finds the places that its own router chooses (None where they are not found);
+returns the places that are read, None for those of its own router."""
+
+
 @contextmanager
-def lending(module: nn.Module, lent: Lent) -> Iterator[None]:
-    """Within: the experts of a block read what they are lent."""
-    mixtures = {name: cast(UnfusedExperts, module.get_submodule(name)) for name in lent}
-    for name, mixture in mixtures.items():
-        mixture.lent = lent[name]
+def lending(module: nn.Module, lent: Lent, choose: Choose | None = None) -> Iterator[None]:
+    """Within: the experts of a block read what they are lent.
+
+    Args:
+        module: The block.
+        lent: What they are lent.
+        choose: Whose tokens experts that are modules of their own read; None: their own.
+    """
+    called = called_experts(module) if lent else {}
+    mixtures = {name: cast(UnfusedExperts, module.get_submodule(name)) for name in lent if name not in called}
     try:
-        yield
+        with ExitStack() as hooks:
+            for name, mixture in mixtures.items():
+                mixture.lent = lent[name]
+            for name in lent.keys() & called.keys():
+                hooks.enter_context(called[name].showing(lent[name], partial(choose, name) if choose else None))
+            yield
     finally:
         for mixture in mixtures.values():
             del mixture.lent
@@ -103,102 +137,237 @@ def lending(module: nn.Module, lent: Lent) -> Iterator[None]:
 
 @contextmanager
 def all_tokens_to_all_experts(module: nn.Module) -> Iterator[None]:
-    """Within: each expert reads all tokens.
-
-    Experts that are modules of their own, called with their tokens alone, are called with all before that; while their
-    mixture then calls them, their layers are marked as `is_shown`.
-    """
+    """Within: each expert reads all tokens."""
     mixtures = [m for m in module.modules() if isinstance(m, UnfusedExperts)]
     try:
         with ExitStack() as hooks:
             for mixture in mixtures:
                 mixture.all_tokens = True
-            for owner, experts in called_experts(module):
-                before, after = _showing(experts)
-                hooks.enter_context(owner.register_forward_pre_hook(before, with_kwargs=True))
-                hooks.enter_context(owner.register_forward_hook(after, always_call=True))
+            for mixture_of_modules in called_experts(module).values():
+                hooks.enter_context(mixture_of_modules.showing(None))
             yield
     finally:
         for mixture in mixtures:
             del mixture.all_tokens
 
 
+_SHOWN: ContextVar[frozenset[nn.Module]] = ContextVar("shown", default=frozenset())
+"""Layers whose inputs are passed over: batches that run in turns, each a greenlet, have one each."""
+
+
 def is_shown(layer: nn.Module) -> bool:
-    """Whether a layer is called by a mixture that has shown it all tokens before."""
-    return bool(layer.__dict__.get("shown"))
+    """Whether what a layer now reads is passed over: its mixture has shown it what it is to read, or will."""
+    return layer in _SHOWN.get()
 
 
-def called_experts(module: nn.Module) -> list[tuple[nn.Module, list[nn.Module]]]:
-    """Mixtures whose experts are modules that are called with their tokens: (what calls them, the experts)."""
-    found: list[tuple[nn.Module, list[nn.Module]]] = []
+@contextmanager
+def _passed_over(layers: frozenset[nn.Module]) -> Iterator[None]:
+    before = _SHOWN.get()
+    _SHOWN.set(before | layers)
+    try:
+        yield
+    finally:
+        _SHOWN.set(before)
+
+
+@dataclass(frozen=True)
+class CalledExperts:
+    """A mixture whose experts are modules that it calls with their tokens.
+
+    Attributes:
+        owner: What calls them.
+        experts: They, in the order in which it holds them.
+    """
+
+    owner: nn.Module
+    experts: tuple[nn.Module, ...]
+
+    def tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        """The tokens among what the owner is called with, as rows; None where there are none."""
+        layers = self._linear(self.experts[:1])
+        width = layers[0].in_features if layers else -1
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_floating_point())
+        x = next((x for x in tensors if x.shape[-1:] == (width,)), None)
+        return None if x is None else x.reshape(-1, width)
+
+    @contextmanager
+    def noting(self, note: Callable[[int, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+        """Within: `note` gets the index of each expert that is called, and what it is called with."""
+
+        def before(expert: int) -> Callable[..., None]:
+            return lambda _, args, kwargs: note(expert, args, kwargs)
+
+        with ExitStack() as hooks:
+            for index, expert in enumerate(self.experts):
+                hooks.enter_context(expert.register_forward_pre_hook(before(index), with_kwargs=True))
+            yield
+
+    @contextmanager
+    def showing(
+        self,
+        shares: Mapping[int, float] | None,
+        choose: Callable[[Callable[[], Places | None]], Places | None] | None = None,
+    ) -> Iterator[None]:
+        """Within: before the owner runs, experts are called with what they are to read.
+
+        Args:
+            shares: Expert -> share of all tokens that it reads behind its own; None: each reads all tokens.
+            choose: As `lending` takes it, of this mixture.
+        """
+        chosen = range(len(self.experts)) if shares is None else sorted(shares)
+        layers = frozenset(self._linear([self.experts[index] for index in chosen]))
+
+        def read(x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+            if shares is None:
+                yield from (x for _ in chosen)
+                return
+            none = dict.fromkeys(chosen, x[:0])
+            places = None if choose is None else choose(lambda: _places(self._own(args, kwargs), x))
+            own = none | (self._own(args, kwargs) if places is None else {e: x[of] for e, of in places.items()})
+            every = x.new_ones(len(x), dtype=torch.bool)
+            yield from (torch.cat([own[index], x[share_of(every, shares[index])]]) for index in chosen)
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = self.tokens(args, kwargs)
+            if x is None:
+                return
+            for index, rows in zip(chosen, read(x, args, kwargs), strict=True):
+                self.experts[index](rows)
+            _SHOWN.set(_SHOWN.get() | layers)
+
+        def after(*_: Any) -> None:
+            _SHOWN.set(_SHOWN.get() - layers)
+
+        with (
+            self.owner.register_forward_pre_hook(before, with_kwargs=True),
+            self.owner.register_forward_hook(after, always_call=True),
+        ):
+            yield
+
+    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
+        """Expert -> its tokens, of what the owner is called with: it runs, and what its layers read is passed over."""
+        own: dict[int, list[torch.Tensor]] = {}
+
+        def note(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            own.setdefault(index, []).append(args[0].reshape(-1, args[0].shape[-1]))
+
+        with _passed_over(frozenset(self._linear([self.owner]))), self.noting(note):
+            self.owner.forward(*args, **kwargs)
+        return {index: torch.cat(rows) for index, rows in own.items()}
+
+    @staticmethod
+    def _linear(modules: Sequence[nn.Module]) -> list[nn.Linear]:
+        return [layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear)]
+
+
+def called_experts(module: nn.Module) -> dict[str, CalledExperts]:
+    """Name of each list of experts that are modules, and are called with their tokens -> the mixture."""
+    found = {}
     for name, container in module.named_modules():
         named = ((f"{name}.{child}".lstrip("."), expert) for child, expert in container.named_children())
-        experts = [expert for full, expert in named if expert_of(full) == full]
+        experts = tuple(expert for full, expert in named if expert_of(full) == full)
         alike = len({type(expert) for expert in experts}) == 1 and not isinstance(container, UnfusedExperts)
         if alike and len(experts) > 1:
             plain = type(container).forward is nn.Module.forward
-            found.append((module.get_submodule(name.rpartition(".")[0]) if plain else container, experts))
+            owner = module.get_submodule(name.rpartition(".")[0]) if plain else container
+            found[name] = CalledExperts(owner, experts)
     return found
 
 
-def _showing(experts: Sequence[nn.Module]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """What is done before and after a mixture runs."""
-    linear = [layer for expert in experts for layer in expert.modules() if isinstance(layer, nn.Linear)]
+def _places(own: Mapping[int, torch.Tensor], x: torch.Tensor) -> Places | None:
+    """Places of the tokens of experts among all tokens x, (tokens, channels); None where some are not among them."""
+    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    factors = torch.randint(2**62, (x.shape[-1],), generator=torch.Generator().manual_seed(0)).to(x.device)
 
-    def before(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_floating_point())
-        x = next(tensors, None)
-        if x is None or not linear or x.shape[-1] != linear[0].in_features:
-            return
-        for expert in experts:
-            expert(x.reshape(-1, x.shape[-1]))
-        for layer in linear:
-            layer.__dict__["shown"] = True
+    def keys(rows: torch.Tensor) -> torch.Tensor:
+        # Sums of integers, which wrap around, are the same in any order.
+        return (rows.contiguous().view(width).long() * factors).sum(-1)
 
-    def after(*_: Any) -> None:
-        for layer in linear:
-            layer.__dict__.pop("shown", None)
-
-    return before, after
+    order = (of_all := keys(x)).argsort()
+    places = {}
+    for expert, rows in own.items():
+        found = torch.searchsorted(of_all[order], keys(rows)).clamp(max=len(x) - 1)
+        places[expert] = order[found]
+        if not torch.equal(x[places[expert]], rows):
+            return None  # a mixture that scales them, perhaps
+    return places
 
 
 class _RoutedError(Exception):
     """Raised where all is known that a forward was run for."""
 
 
-def _routed(
-    block: nn.Module, mixtures: Mapping[str, UnfusedExperts], calls: Sequence[Call]
-) -> dict[str, tuple[list[int], int]]:
-    """Name of each mixture -> the tokens of each expert, and of all together, in all processes.
+@dataclass
+class _Routed:
+    """The tokens of each expert of a mixture, those of all together, and the most channels that an expert reads."""
 
-    A block with one mixture runs up to it.
+    own: Any
+    channels: int
+    called: bool
+    tokens: int = 0
+    alone: bool = True
+
+    def add_own(self, expert: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the tokens of an expert that is called with them, alone or with something else."""
+        self.alone = self.alone and len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
+        if self.alone:
+            self.own[expert] += args[0].shape[:-1].numel()
+
+
+def _routed(block: nn.Module, calls: Sequence[Call]) -> dict[str, _Routed]:
+    """Name of each mixture with quantized experts -> what its router chooses, in all processes.
+
+    A block with one mixture runs up to it. Mixtures that call their experts with more than tokens are left out.
     """
-    own = {name: torch.zeros(mixture.count, dtype=torch.int64) for name, mixture in mixtures.items()}
-    total = dict.fromkeys(mixtures, 0)
-
-    def note(name: str) -> Callable[..., None]:
-        def before(mixture: UnfusedExperts, args: tuple[torch.Tensor, ...]) -> None:
-            of_experts, tokens = mixture.tokens_of_experts(*args)
-            own[name] = own[name].to(of_experts.device) + of_experts
-            total[name] += tokens
-            if len(mixtures) == 1:
-                raise _RoutedError
-
-        return before
-
+    mixtures: dict[str, UnfusedExperts | CalledExperts] = {
+        name: m for name, m in block.named_modules() if isinstance(m, UnfusedExperts) and _quantized([m])
+    }
+    mixtures |= {name: m for name, m in called_experts(block).items() if _quantized(m.experts)}
+    routed = {}
     with ExitStack() as hooks:
         for name, mixture in mixtures.items():
-            hooks.enter_context(mixture.register_forward_pre_hook(note(name)))
+            experts = mixture.experts if isinstance(mixture, CalledExperts) else tuple(mixture.children())
+            none, called = torch.zeros(len(experts), dtype=torch.int64), isinstance(mixture, CalledExperts)
+            of = routed[name] = _Routed(none, _channels(experts), called)
+            if isinstance(mixture, CalledExperts):
+                _count_called(mixture, of, len(mixtures) == 1, hooks)
+            else:
+                _count_unfused(mixture, of, len(mixtures) == 1, hooks)
         for call in calls if mixtures else ():
             with suppress(_RoutedError):
                 call.run(block)
-    return {n: (summed(own[n].cpu()).tolist(), int(summed(torch.tensor(total[n])))) for n in mixtures}
+    for of in routed.values():
+        of.own, of.tokens = summed(of.own.cpu()).tolist(), int(summed(torch.tensor(of.tokens)))
+        of.alone = not int(summed(torch.tensor(int(not of.alone))))
+    return {name: of for name, of in routed.items() if of.alone and of.tokens}
 
 
-def _quantized(mixture: UnfusedExperts) -> bool:
-    return any(isinstance(layer, QuantLayer) for layer in mixture.modules())
+def _count_unfused(mixture: UnfusedExperts, of: _Routed, only: bool, hooks: ExitStack) -> None:
+    def before(mixture: UnfusedExperts, args: tuple[torch.Tensor, ...]) -> None:
+        of_experts, tokens = mixture.tokens_of_experts(*args)
+        of.own = of.own.to(of_experts.device) + of_experts
+        of.tokens += tokens
+        if only:
+            raise _RoutedError
+
+    hooks.enter_context(mixture.register_forward_pre_hook(before))
 
 
-def _channels(mixture: UnfusedExperts) -> int:
+def _count_called(mixture: CalledExperts, of: _Routed, only: bool, hooks: ExitStack) -> None:
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        x = mixture.tokens(args, kwargs)
+        of.tokens += 0 if x is None else len(x)
+        if only:
+            raise _RoutedError
+
+    hooks.enter_context(mixture.noting(of.add_own))
+    hooks.enter_context(mixture.owner.register_forward_hook(after, with_kwargs=True))
+
+
+def _quantized(experts: Sequence[nn.Module]) -> bool:
+    return any(isinstance(layer, QuantLayer) for expert in experts for layer in expert.modules())
+
+
+def _channels(experts: Sequence[nn.Module]) -> int:
     """The most that a layer of an expert reads."""
-    return max(layer.in_features for layer in mixture.modules() if isinstance(layer, nn.Linear))
+    return max(layer.in_features for one in experts for layer in one.modules() if isinstance(layer, nn.Linear))

@@ -126,7 +126,7 @@ class UnfusedExperts(nn.Module):
         if expert not in self.lent:
             return own
         others = torch.ones(count, dtype=torch.bool, device=own.device).index_fill_(0, own, False)
-        return torch.cat([own, _share_of(others, self.lent[expert])])
+        return torch.cat([own, share_of(others, self.lent[expert])])
 
     def tokens_of_experts(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor | None = None, *_: torch.Tensor
@@ -144,7 +144,7 @@ class UnfusedExperts(nn.Module):
         """The outputs of sorted experts, (experts * tokens, H)."""
         rows = hidden_states.reshape(self.count, -1, hidden_states.shape[-1])
         lent = dict.fromkeys(range(self.count), 1.0) if self.all_tokens else self.lent
-        idle = {expert: _share_of(~rows[expert].any(-1), share) for expert, share in lent.items()}
+        idle = {expert: share_of(~rows[expert].any(-1), share) for expert, share in lent.items()}
         mean = rows.sum(0) / rows.any(-1).sum(0).clamp(min=1).unsqueeze(-1) if lent else rows[0]
 
         def read(expert: int) -> torch.Tensor:
@@ -213,7 +213,7 @@ class UnfusedExperts(nn.Module):
         return _shell(origin, merged).train(self.training)
 
 
-def _share_of(mask: torch.Tensor, share: float) -> torch.Tensor:
+def share_of(mask: torch.Tensor, share: float) -> torch.Tensor:
     """Where a mask is true, a share of these places, evenly taken; one at least where there is one."""
     places = mask.nonzero()[:, 0]
     taken = min(len(places), math.ceil(share * len(places)))
