@@ -24,6 +24,7 @@ settings.load_profile("quark")
 OVER_REGISTRIES = {
     "contracts/test_attention_masks.py": 10,
     "contracts/test_device_maps.py": 10,
+    "contracts/test_diffusers.py": 30,
     "contracts/test_doors.py": 10,
     "contracts/test_float_layers.py": 30,
     "contracts/test_fused_layers.py": 30,

@@ -26,6 +26,8 @@ EXTRAS_OF = {
     "base/image_files.py": {"images"},
     "report/": {"report"},
     "torch/": {"torch"},
+    "torch/checkpoint/hooks/of_diffusers.py": {"torch", "diffusers"},
+    "torch/diffusion/": {"torch", "diffusers"},
     "torch/writers/gguf/": {"torch", "gguf"},
     "gguf/": {"torch", "gguf"},
     "torch/writers/onnx/": {"torch", "onnx"},

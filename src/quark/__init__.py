@@ -6,12 +6,13 @@ from typing import Any
 # Read here, so that no later import of the module takes the name from the string.
 from quark.__version__ import __version__ as __version__
 from quark.base.telemetry import switch_off
-from quark.compat.documented_paths import install
+from quark.compat import documented_paths, of_diffusers
 
 switch_off()
 
-install()
-del install
+documented_paths.install()
+of_diffusers.install()
+del documented_paths, of_diffusers
 
 
 def __getattr__(name: str) -> Any:

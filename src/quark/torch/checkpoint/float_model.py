@@ -19,8 +19,9 @@ from quark.base.log import logger
 from quark.errors import FormatError, as_format_error
 from quark.torch.checkpoint.sources.methods import MODELOPT, method_of, quantization_of
 from quark.torch.checkpoint.sources.source import Source, check_finite
+from quark.torch.diffusion.component import CLASS, STEM, import_diffusers, is_component, network_class
 from quark.torch.model.folder_files import INDEX, shard_files
-from quark.torch.model.meta_model import build_skeleton, read_generation_config
+from quark.torch.model.meta_model import build_skeleton, read_generation_config, saved_dtype
 from quark.torch.model.model_folder import (
     check_sizes,
     load_config,
@@ -100,6 +101,9 @@ def load_whole(
     Raises:
         FormatError: See `load_float_model`.
     """
+    stored = read_config(folder)
+    if is_component(stored):
+        return _load_component(folder, stored, options)
     config = load_config(folder, trust_remote_code)
     chosen = model_class(folder, config, trust_remote_code)
     given = {"trust_remote_code": trust_remote_code, "local_files_only": True, "output_loading_info": True, **options}
@@ -120,6 +124,24 @@ def load_whole(
     for name, tensor in model.named_parameters():
         check_finite(name, tensor)
     return model
+
+
+def _load_component(folder: Path, stored: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """What `from_pretrained` of a network of diffusers gives, in the type of its folder unless another is asked for."""
+    kind, dtype = network_class(folder / "config.json", stored[CLASS]), options.get("dtype", "auto")
+    dtype = saved_dtype(folder) if dtype == "auto" else dtype
+    variant = re.fullmatch(rf"{STEM}\.(\w+)(-\d+-of-\d+)?\.safetensors", shard_files(folder)[0].name)
+    import_diffusers()
+    with as_format_error(folder):
+        model, report = kind.from_pretrained(
+            folder, torch_dtype=dtype, device_map=options.get("device_map"), local_files_only=True,
+            use_safetensors=True, output_loading_info=True, variant=variant[1] if variant else None,
+        )  # fmt: skip
+    _refuse(folder, kind, "has no", sorted(report["missing_keys"]), "its weights would be random")
+    _refuse(folder, kind, "holds, and the class has no place for,", sorted(report["unexpected_keys"]), "")
+    for name, tensor in model.named_parameters():
+        check_finite(name, tensor)
+    return model.eval()
 
 
 def _unexpected(model: Any, reported: Iterable[str], folder: Path, source: Source | None) -> list[str]:
@@ -172,7 +194,7 @@ def _refuse(folder: Path, chosen: type, what: str, names: list[str], why: str) -
 def stored_metas(folder: Path) -> dict[str, torch.Tensor]:
     """Dtype and shape of the tensors in the weight files, on the meta device. Raises FormatError."""
     plain = any((folder / name).exists() for name in ("model.safetensors", INDEX))
-    if not plain and any((folder / name).is_file() for name in PICKLED):
+    if not plain and not any(folder.glob(f"{STEM}*")) and any((folder / name).is_file() for name in PICKLED):
         return {name: tensor for file in _pickled(folder) for name, tensor in file.items()}
     return Source(shard_files(folder)).metas()
 

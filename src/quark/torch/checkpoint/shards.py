@@ -23,6 +23,7 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import NotSupportedError
 from quark.torch.checkpoint.loading import StoredTensor, empty_activation, empty_scale, float_dtype, stored_like
 from quark.torch.checkpoint.safetensors_file import ByteRange, TensorFile, create_file, write_tensor
+from quark.torch.diffusion.component import STEM, is_network
 from quark.torch.formats import FORMATS, FolderFormat, Format
 from quark.torch.formats.format import OF_VALUES
 from quark.torch.formats.layout import Layout, Tensors
@@ -34,7 +35,6 @@ from quark.torch.layers.base import EXTRA_SUFFIXES
 from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
 from quark.torch.layers.online_rotation import BUFFER, input_rotations, stored_matrix
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.folder_files import INDEX
 from quark.torch.model.names import published_names
 from quark.torch.plan import Plan
 
@@ -232,24 +232,30 @@ def names_in_file(
 
 
 def create_shards(
-    folder: Path, tensors: Tensors, max_shard_size: str = "5GB", keep: bool = False
+    folder: Path, tensors: Tensors, max_shard_size: str = "5GB", keep: bool = False, stem: str = "model"
 ) -> dict[str, ByteRange]:
     """Make model.safetensors, or shards with an index, for tensors like these; return where each is to be written.
 
-    With `keep` the files are there already, partly filled.
+    With `keep` the files are there already, partly filled. `stem` begins their names; see `stem_of`.
     """
     # transformers brings huggingface_hub; it is imported when a checkpoint is really written.
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+    pattern = f"{stem}{{suffix}}.safetensors"
+    split = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=max_shard_size)
     places: dict[str, ByteRange] = {}
     for file, names in split.filename_to_tensors.items():
         places |= create_file(folder / file, {name: tensors[name] for name in names}, keep)
     if split.is_sharded:
         where = {name: place.file.name for name, place in sorted(places.items())}
         index = {"metadata": {"total_size": sum(p.length for p in places.values())}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return places
+
+
+def stem_of(model: nn.Module) -> str:
+    """How the names of the weight files of a model begin: as its library looks for them."""
+    return STEM if is_network(model) else "model"
 
 
 def stored_shapes(items: Iterable[Entry], named: Naming) -> Tensors:
@@ -263,9 +269,11 @@ def write_entry(name: str, tensors: Tensors, places: Mapping[str, ByteRange], na
         write_tensor(tensor, places[named(name, suffix)])
 
 
-def write_shards(folder: Path, items: list[Entry], named: Naming, max_shard_size: str = "5GB") -> None:
+def write_shards(
+    folder: Path, items: list[Entry], named: Naming, max_shard_size: str = "5GB", stem: str = "model"
+) -> None:
     """Write the entries as model.safetensors, or as shards with an index."""
-    places = create_shards(folder, stored_shapes(items, named), max_shard_size)
+    places = create_shards(folder, stored_shapes(items, named), max_shard_size, stem=stem)
     for name, make, _ in progress(items, "write", total=len(items)):
         write_entry(name, make(), places, named)
 

@@ -95,6 +95,12 @@ def _joint_scales(model: nn.Module, own: Mapping[str, torch.Tensor]) -> dict[str
     return joint
 
 
+def name_in(model: nn.Module) -> Callable[[str], str | None]:
+    """The function from the name of a tensor in a quark folder to that in a model that holds its layers."""
+    own = dict(model.state_dict(keep_vars=True))
+    return _finder(model, own, _joint_scales(model, own))
+
+
 def _finder(model: nn.Module, own: Mapping[str, torch.Tensor], joint: Mapping[str, str]) -> Callable[[str], str | None]:
     """The function from a name in the file to one in the model: its own or its published one, with or without the
     prefix by which transformers tells a model with a head from one without, or that of a composite around it.

@@ -242,6 +242,7 @@ _CHECKPOINT_KEYS = frozenset(
         "quant_method",
         "export",
         "exclude_patterns",
+        "torch_dtype",  # of a network of diffusers, whose config.json has no other place for it
         "custom_mode",
         "pack_method",
         "weight_format",

@@ -27,6 +27,7 @@ from quark.torch.checkpoint.shards import (
     create_shards,
     entries,
     names_in_file,
+    stem_of,
     stored_shapes,
 )
 from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_entries, carried_layers, plan_carried
@@ -192,7 +193,9 @@ class CheckpointJob:
         shapes = stored_shapes([*contents.entries, *contents.dropped], contents.names)
         if not begun:
             check_disk(output, sum(tensor.nbytes for tensor in shapes.values()))
-        return first_then_all(lambda first: create_shards(output, shapes, self.max_shard_size, keep=begun or not first))
+        return first_then_all(
+            lambda first: create_shards(output, shapes, self.max_shard_size, begun or not first, stem_of(self.model))
+        )
 
     def write_rest(self, output: Path) -> None:
         """Write what a checkpoint has beside its tensors: config.json, tokenizer, generation config."""

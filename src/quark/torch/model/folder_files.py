@@ -13,8 +13,10 @@ import stat
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from quark.errors import FormatError
+from quark.torch.diffusion.component import STEM
 
 INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"-\d+-of-\d+")
 _SIDE_FILES = re.compile(
     r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|preprocessor|processor_config|\.model$|\.py$"
     r"|^modules\.json$|^(config_)?sentence_\w+\.json$"
@@ -69,7 +71,8 @@ def check_files(folder: Path) -> None:
             "Merge the adapter first (peft: merge_and_unload), or remove its files."
         )
     # A plan needs no weights, so that shards may be absent.
-    for name in _shard_names(folder / INDEX) if (folder / INDEX).exists() else []:
+    index = _weights(folder)[0] if folder.is_dir() else folder
+    for name in _shard_names(index) if index.is_file() else []:
         if _is_there(folder, name):
             file_of(folder, name)
 
@@ -100,7 +103,7 @@ def shard_files(folder: Path) -> list[Path]:
     Raises:
         FormatError: There are none, the index is damaged, or names what is no file of the folder.
     """
-    index, single = folder / INDEX, folder / "model.safetensors"
+    index, single = _weights(folder)
     if index.exists() and not single.exists():
         names = _shard_names(index)
         missing = next((name for name in names if not _is_there(folder, name)), None)
@@ -108,13 +111,31 @@ def shard_files(folder: Path) -> list[Path]:
             raise FormatError(f"{index} names {missing}, which is not there.")
         return [file_of(folder, name) for name in names]
     if not single.exists():
-        pickled = next(iter(sorted(folder.glob("pytorch_model*.bin"))), None)
+        pickled = next(iter(sorted(folder.glob("*pytorch_model*.bin"))), None)
         raise FormatError(
-            f"{folder} holds neither model.safetensors nor {INDEX}."
+            f"{folder} holds neither {single.name} nor {index.name}."
             + (f" {pickled.name} is read for --scheme and --for, whole in memory; save the model once by "
                "save_pretrained for what reads it block by block." if pickled else "")
         )  # fmt: skip
     return [file_of(folder, single.name)]
+
+
+def _weights(folder: Path) -> tuple[Path, Path]:
+    """Where the index and the single file of a folder lie, or would lie: of transformers, or of diffusers.
+
+    diffusers has variants of them (fp16); one is taken where it is the only one.
+    """
+    if not any(folder.glob(f"{STEM}*")):
+        return folder / INDEX, folder / "model.safetensors"
+    index, single = folder / f"{STEM}.safetensors.index.json", folder / f"{STEM}.safetensors"
+    if not index.exists() and not single.exists():
+        indices = sorted(folder.glob(f"{STEM}.safetensors.index.*.json"))
+        singles = [path for path in sorted(folder.glob(f"{STEM}.*.safetensors")) if not _SHARD.search(path.name)]
+        if len(indices) + len(singles) > 1:
+            found = ", ".join(path.name for path in (*indices, *singles))
+            raise FormatError(f"{folder} holds several variants of its weights: {found}. Possible: one alone.")
+        return next(iter(indices), index), next(iter(singles), single)
+    return index, single
 
 
 def _shard_names(index: Path) -> list[str]:

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.errors import as_format_error
+from quark.errors import FormatError, as_format_error
+from quark.torch.diffusion.component import (
+    CLASS,
+    common_dtype,
+    empty_network,
+    is_component,
+    is_network,
+    network_class,
+)
+from quark.torch.model.folder_files import shard_files
 from quark.torch.model.model_folder import Shapes, check_sizes, load_config, model_class, read_config
 
 _LOCAL = {
@@ -29,9 +38,24 @@ _LOCAL = {
 def saved_dtype(folder: Path) -> torch.dtype | None:
     """The dtype of a model as its config.json has it, or None."""
     config = read_config(folder)
+    if is_component(config):
+        return _component_dtype(folder, config)
     name = config.get("dtype") or config.get("torch_dtype")
     found = getattr(torch, name, None) if isinstance(name, str) else None
     return found if isinstance(found, torch.dtype) else None
+
+
+def _component_dtype(folder: Path, config: dict[str, Any]) -> torch.dtype:
+    """The dtype of a network of diffusers: only a quantized one says it, else it is that of most stored numbers."""
+    said = getattr(torch, str((config.get("quantization_config") or {}).get("torch_dtype")), None)
+    if isinstance(said, torch.dtype):
+        return said
+    try:
+        files = shard_files(folder)
+    except FormatError:  # a plan needs no weights
+        return torch.float32
+    with as_format_error(folder):
+        return common_dtype(files)
 
 
 def build_skeleton(
@@ -51,7 +75,10 @@ def build_skeleton(
     Raises:
         FormatError: config.json is absent or wrong, or transformers has no class for it.
     """
-    check_sizes(folder, read_config(folder), shapes or {})
+    stored = read_config(folder)
+    check_sizes(folder, stored, shapes or {})
+    if is_component(stored):
+        return _empty_component(folder, stored)
     config = load_config(folder, trust_remote_code)
     # What the skeleton stands for is the float model, whatever the files hold.
     config.__dict__.pop("quantization_config", None)
@@ -63,6 +90,15 @@ def build_skeleton(
     _keep_wide(model, model._get_dtype_plan(dtype))
     model.config._name_or_path = str(folder)
     return model.eval()
+
+
+def _empty_component(folder: Path, stored: dict[str, Any]) -> Any:
+    """The network of diffusers of a folder, without its weights."""
+    kind, dtype = network_class(folder / "config.json", stored[CLASS]), _component_dtype(folder, stored)
+    with as_format_error(folder):
+        model = empty_network(kind, stored, dtype)
+    model.register_to_config(_name_or_path=str(folder))
+    return model
 
 
 def read_generation_config(model: Any, folder: Path) -> None:
@@ -106,6 +142,8 @@ def _empty(model: nn.Module) -> None:
 
 def fill_buffers(model: Any) -> None:
     """Compute the buffers that no checkpoint holds (rotary tables, position ids) as transformers does when it loads."""
+    if is_network(model):  # which has them from the beginning
+        return
     for module in model.modules():
         module._is_hf_initialized = False
     for tensor in model.state_dict(keep_vars=True).values():

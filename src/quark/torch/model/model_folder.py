@@ -1,4 +1,4 @@
-"""A model folder of transformers: its config.json, the class that it names, and whether its files can be of that class.
+"""A model folder: its config.json, the class that it names, and whether its files can be of that class.
 
 Nothing here is allocated by what a config says: its numbers are compared with the shapes in the weight files first.
 """
@@ -18,6 +18,7 @@ from quark.base.json_objects import plain_json
 from quark.base.loading import without_collection
 from quark.errors import FormatError, as_format_error, one_line, require_packages
 from quark.torch.config.config_schema import check_quantization
+from quark.torch.diffusion.component import is_component
 from quark.torch.model.folder_files import check_files
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -55,8 +56,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     check_files(folder)
     require_config(folder)
     config = _json_of(path)
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise FormatError(f"{path} is not the config of a transformers model: it has no model_type.")
+    known = isinstance(config, dict) and (isinstance(config.get("model_type"), str) or is_component(config))
+    if not known:
+        raise FormatError(
+            f"{path} is not the config of a transformers model: it has no model_type. Nor is it one of a network of "
+            "diffusers: it has no _class_name."
+        )
     for field, kind in (("quantization_config", dict), ("architectures", list), ("auto_map", dict)):
         if not isinstance(config.get(field), (kind, type(None))):
             raise FormatError(f"{path}: {field} is {config[field]!r}; possible: a {kind.__name__}.")
@@ -147,7 +152,9 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     """The transformers config of a folder. Raises FormatError."""
-    read_config(folder)
+    stored = read_config(folder)
+    if is_component(stored):
+        raise FormatError(f"{folder / 'config.json'} is that of a network of diffusers, and not of transformers.")
     transformers = import_transformers()
     # Which imports what the class of the config is declared with.
     with as_format_error(folder), without_collection():

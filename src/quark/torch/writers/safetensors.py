@@ -21,9 +21,10 @@ from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.torch.calibration.distributed import rank, shared_folder
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.checkpoint.quantization_config import folder_of
-from quark.torch.checkpoint.shards import Entry, entries, names_in_file, write_shards
+from quark.torch.checkpoint.shards import Entry, entries, names_in_file, stem_of, write_shards
 from quark.torch.checkpoint.stored_types import source_folder, stored_plain
 from quark.torch.config.config import QConfig
+from quark.torch.diffusion.component import is_network
 from quark.torch.formats import FORMATS, Folder, FolderFormat
 from quark.torch.formats.quark.layout import PACK_METHODS
 from quark.torch.formats.readers import READERS, TRANSFORMERS, check_readers
@@ -95,7 +96,7 @@ def export_safetensors(
         check_files(source)  # what is copied at the end is refused at the beginning
     with shared_folder(output_dir, overwrite) as folder:
         if rank() == 0:
-            write_shards(folder, [*items, *carried.entries], names, max_shard_size)
+            write_shards(folder, [*items, *carried.entries], names, max_shard_size, stem_of(model))
             write_config(model, form.describe(content), folder)
             _write_beside(model, plan, source, tokenizer, attachments, folder)
     logger.info("Exported to %s.", output_dir)
@@ -283,7 +284,8 @@ def _quantized_as(model: nn.Module) -> tuple[QConfig, Plan]:
 
 
 def _require_transformers(model: nn.Module, function: str) -> None:
-    if not hasattr(getattr(model, "config", None), "to_json_file"):
+    of_diffusers = function == "export_safetensors" and is_network(model)
+    if not of_diffusers and not hasattr(getattr(model, "config", None), "to_json_file"):
         raise ConfigError(
             f"{function} writes transformers models; {type(model).__name__} has no transformers config. "
             "Possible: quark.torch.save_params, which stores any module."
@@ -303,6 +305,9 @@ def write_attachments(attachments: Mapping[str, str] | None, folder: Path) -> No
 
 def write_config(model: Any, quantization: dict[str, Any], folder: Path) -> None:
     """Write config.json: the config of the model with its quantization."""
+    if is_network(model):
+        _write_network_config(model, quantization, folder)
+        return
     config = copy.deepcopy(model.config)
     config.__dict__.pop("quantization_config", None)  # of the folder that it was loaded from
     config.architectures = [type(model).__name__]
@@ -325,6 +330,18 @@ def write_config(model: Any, quantization: dict[str, Any], folder: Path) -> None
         stored.pop(of_source, None)
     stored["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n")
+
+
+def _write_network_config(model: Any, quantization: dict[str, Any], folder: Path) -> None:
+    """Write the config.json of a network of diffusers, whose loader has no other place for the type of its numbers."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    stored = {name: value for name, value in json.loads(model.to_json_string()).items() if name not in _OF_SOURCE}
+    stored["quantization_config"] = {**quantization, "torch_dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n")
+
+
+_OF_SOURCE = ("_name_or_path", "quantization_config", "_pre_quantization_dtype")
+"""What the config of a network says of the folder that it was loaded from."""
 
 
 def write_companions(model: Any, source: Path | None, tokenizer: Any, folder: Path) -> None:

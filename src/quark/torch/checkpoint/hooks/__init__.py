@@ -1,0 +1,1 @@
+"""What loaders of other packages call before they load a quantized folder."""

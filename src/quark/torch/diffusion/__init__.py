@@ -1,0 +1,1 @@
+"""Networks of diffusers: their folders, and what its loader asks of a quantized one."""
