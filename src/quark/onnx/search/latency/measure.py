@@ -1,29 +1,38 @@
 """measure: leave in float what a machine computes faster so.
 
-The float model, and the one that the target's rule would make of it, run by turns on one sample. A minimum cut over the
-times of their kernels says which nodes of the second are kept (`choose_nodes.py`).
+The float model, and the one that the target's rule would make of it, run by turns on one sample.
+
+Static integers    a minimum cut over the times of their kernels says which nodes of the second are kept
+                   (`choose_nodes.py`): a tensor between two of them has Q/DQ or has none
+Weights alone, or inputs quantized as they come    no activation has Q/DQ, so that each node is chosen by itself:
+    in integers       DynamicQuantizeMatMul, MatMulInteger, DynamicQuantizeLSTM      where that is faster than float
+    weights stored    decoded once, when the file is loaded: as fast as float        else
+    in float          a table of which rows are picked, decoded in each run          where the model is slower otherwise
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from quark.base.log import logger
 from quark.base.memory_and_disk import give_back_memory
-from quark.errors import CalibrationError, ConfigError, SlowerThanFloatError
+from quark.errors import CalibrationError, ConfigError, NothingToQuantizeError, SlowerThanFloatError
+from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide, write
+from quark.onnx.graph.edit import is_op
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.place import place
 from quark.onnx.search.latency.choose_nodes import choose_nodes
 from quark.onnx.search.latency.kernels import ProfiledModel, Timer, timed
-from quark.onnx.search.latency.node_groups import side_of
-from quark.onnx.search.latency.placement_choice import placement_choice
-from quark.onnx.search.latency.profile_file import open_profile
-from quark.onnx.search.latency.weights_apart import leave_slower_apart
+from quark.onnx.search.latency.node_groups import Side, group_nodes, side_of
+from quark.onnx.search.latency.noise_sample import noise_sample
+from quark.onnx.search.latency.placement_choice import GAIN, placement_choice
+from quark.onnx.search.latency.profile_file import SECONDS, Profile, open_profile
 
 LEAST_GAIN = 0.01
 """Share of the time of the float kernels: less is within what two measurements of one kernel differ by, and integers
@@ -94,15 +103,7 @@ def measure(model: ir.Model, settings: Settings, data: Samples | None, timer: Ti
         )
     placed = model.clone()
     placement = place(placed, settings)
-    nodes = [node.name or "" for node in model.graph]
-    quantized = _quantized(model, settings, data)
-    profile = open_profile(settings.measurement)
-    runs = [ProfiledModel(each, data[0], settings.measurement.threads) for each in (model, quantized)]
-    profile.complete(runs, timer)
-    sides = [
-        side_of(each, run.kernels, profile.seconds(run), nodes)
-        for each, run in zip((model, quantized), runs, strict=True)
-    ]
+    sides, profile = _timed_sides((model, _quantized(model, settings, data)), data[0], settings, timer)
     found = placement_choice(placed, placement, settings, sides[0], sides[1], profile.conversions)
     chosen = choose_nodes(found.choice)
     stay = frozenset(name for name in found.candidates if found.groups.find(name) not in chosen)
@@ -116,6 +117,22 @@ def measure(model: ir.Model, settings: Settings, data: Samples | None, timer: Ti
     if totals[best] > (1 - LEAST_GAIN) * totals[found.candidates]:
         best = found.candidates
     return Measured(best, len(found.candidates - best), sides[0].total(), totals[best], sides[1].total())
+
+
+def _timed_sides(
+    models: Sequence[ir.Model],
+    feed: Feed,
+    settings: Settings,
+    timer: Timer,
+    seconds: float = SECONDS,
+    conversions: bool = True,
+) -> tuple[list[Side], Profile]:
+    """How the float model, the first, and others run on a sample, and the profile that has the times."""
+    profile, nodes = open_profile(settings.measurement), [node.name or "" for node in models[0].graph]
+    runs = [ProfiledModel(each, feed, settings.measurement.threads) for each in models]
+    profile.complete(runs, timer, seconds, conversions)
+    sides = [side_of(each, run.kernels, profile.seconds(run), nodes) for each, run in zip(models, runs, strict=True)]
+    return sides, profile
 
 
 def _quantized(model: ir.Model, settings: Settings, data: Samples) -> ir.Model:
@@ -142,3 +159,122 @@ def _check(settings: Settings) -> None:
         )
     if settings.crypto:
         raise ConfigError("MeasurePlacement writes a profile to the disk, and CryptoMode writes nothing there.")
+
+
+# Weights alone, or inputs that are quantized as they come ------------------------------------------------------------
+
+
+SECONDS_APART = 1.0
+"""How long both models run: nodes are chosen one by one, and a wrong choice costs what cannot be told from noise."""
+WITHIN_NOISE = 0.015
+"""Share of the time of the float model that tables may cost: two looks at one file differ by as much."""
+
+
+@dataclass(frozen=True)
+class Slower:
+    """What is slower than float.
+
+    Attributes:
+        stored: Names of nodes whose weights are better decoded once.
+        in_float: Names of nodes that are left in float.
+        candidates: How many nodes there are.
+    """
+
+    stored: frozenset[str]
+    in_float: frozenset[str]
+    candidates: int
+
+
+def leave_slower_apart(model: ir.Model, settings: Settings, data: Samples | None, timer: Timer) -> Settings:
+    """The settings, with each node computed as is fastest; as they are where the model cannot be run.
+
+    Args:
+        model: The float model, prepared; not changed.
+        settings: Of weights alone, or of inputs that are quantized as they come.
+        data: Samples, of which the first is run; None for noise.
+        timer: Instead of the clock.
+
+    Raises:
+        ConfigError: The profile is of another machine, and lacks kernels.
+        SlowerThanFloatError: Nothing but float is as fast.
+    """
+    if data is None and settings.specs.is_body:
+        return settings  # what it reads is known when the model runs
+    if data is not None and len(data):
+        feed, words = data[0], "the first sample"
+    elif (found := noise_sample(model)) is not None:
+        feed, words = found
+    else:
+        logger.info("Kernels are not timed: there are no samples, and the model does not run on noise.")
+        return settings
+    try:
+        slower = _slower(model, settings, feed, timer)
+    except NothingToQuantizeError:
+        return settings  # beside what is in bodies, which are not timed
+    if len(slower.in_float) == slower.candidates:
+        raise SlowerThanFloatError(
+            f"No integers are as fast as float on this processor (on {words}). Possible: the float model as it is, or "
+            "MeasurePlacement=False (--no-measure) for a smaller file."
+        )
+    if not slower.stored | slower.in_float:
+        return settings
+    logger.info(
+        f"Kernels timed on {words}: of {slower.candidates} nodes {len(slower.stored)} have their weights stored and "
+        f"are computed in float, and {len(slower.in_float)} stay in float, as that is faster."
+    )
+    specs = settings.specs
+    alone = replace(specs.layer, input=None)
+    by_name = (((slower.stored,), alone), *specs.by_name) if slower.stored else specs.by_name
+    exclude = (*specs.exclude, slower.in_float) if slower.in_float else specs.exclude
+    return replace(settings, specs=replace(specs, by_name=by_name, exclude=exclude))
+
+
+def _slower(model: ir.Model, settings: Settings, feed: Feed, timer: Timer) -> Slower:
+    placed, quantized = model.clone(), model.clone()
+    placement = place(placed, settings)
+    names, in_kernels, tables = (
+        {node.name or "" for node in nodes}
+        for nodes in (
+            placement.nodes,
+            placement.dynamic,
+            [node for node in placement.nodes if is_op(node, "Gather")],
+        )
+    )
+    if not in_kernels | tables:
+        return Slower(frozenset(), frozenset(), len(names))
+    write(decide(quantized, settings, None))
+    _name_last_nodes(quantized, model)
+    sides, _ = _timed_sides((model, quantized), feed, settings, timer, SECONDS_APART, conversions=False)
+    groups = group_nodes(model, names, sides[0], sides[1])
+    before, after = (groups.seconds(side) for side in sides)
+
+    def lost(name: str, gain: float = 0.0) -> float:
+        """Seconds that the group of a node takes longer than in float, less the share that it has to save."""
+        group = groups.find(name)
+        return after.get(group, 0.0) - (1 - gain) * before.get(group, 0.0)
+
+    stored = frozenset(name for name in in_kernels if lost(name, GAIN) > 0)
+    kept = {groups.find(name): lost(name) for name in (in_kernels - stored) | tables}
+    # A table in float takes twice the bytes: noise of a measurement is no reason.
+    kept[""] = -WITHIN_NOISE * sum(before.values())
+    return Slower(stored, frozenset(_tables_in_float(tables, kept, lost_by={n: lost(n) for n in tables})), len(names))
+
+
+def _name_last_nodes(quantized: ir.Model, model: ir.Model) -> None:
+    """Give the node that writes what a float node wrote the name of that one: it stands for the nodes before it."""
+    writers = {value.name: node.name for node in model.graph for value in node.outputs}
+    for node in quantized.graph:
+        names = {writers[value.name] for value in node.outputs if value.name in writers}
+        if len(names) == 1:
+            node.name = names.pop()
+
+
+def _tables_in_float(tables: set[str], kept: Mapping[str, float], lost_by: Mapping[str, float]) -> set[str]:
+    """The tables that are left in float: those that lose most, until the model loses nothing."""
+    balance, found = sum(kept.values()), set[str]()
+    for name in sorted(tables, key=lambda name: (-lost_by[name], name)):
+        if balance <= 0 or lost_by[name] <= 0:
+            break
+        found.add(name)
+        balance -= lost_by[name]
+    return found

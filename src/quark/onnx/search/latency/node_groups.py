@@ -95,32 +95,56 @@ def side_of(
         seconds: Name of a kernel -> its time.
         nodes: Names of the nodes of the float model.
     """
-    known, laid_out = set(nodes), set[str]()
-    values = {value.name or "": value for node in model.graph for value in node.outputs}
-    owners, helpers = dict[str, frozenset[str]](), list[TimedKernel]()
+    graph, laid_out = _Named(model, set(nodes)), set[str]()
+    computed: dict[str, frozenset[str]] = {}
     conversions: dict[tuple[str, str], float] = defaultdict(float)
     for kernel in kernels:
-        if kernel.op_type in QDQ:
-            tensor = next((values[name] for name in (*kernel.outputs, *kernel.inputs) if name in values), None)
-            if tensor is not None:
-                conversions[kernel.op_type, _float_tensor(tensor).name or ""] += seconds[kernel.name]
-            continue
-        named = TOKEN.sub("", kernel.name)
-        if kernel.op_type in LAYOUT and named not in known:
-            touched = (values[name] for name in (*kernel.inputs, *kernel.outputs) if name in values)
-            laid_out.update(_float_tensor(value).name or "" for value in touched)
-        names = {named, *(_writer(values[name]) for name in tensors(kernel) if name in values)} & known
-        if names:
-            owners[kernel.name] = frozenset(names)
-        else:
-            helpers.append(kernel)
+        if kernel.op_type not in QDQ:
+            laid_out |= graph.laid_out(kernel)
+            computed[kernel.name] = graph.computed(kernel)
+        elif converted := graph.tensors([*kernel.outputs, *kernel.inputs])[:1]:
+            conversions[kernel.op_type, converted[0]] += seconds[kernel.name]
+    return Side(kernels, seconds, _with_helpers(kernels, computed), frozenset(laid_out), conversions)
+
+
+class _Named:
+    """What the names that kernels have mean in the float model.
+
+    Args:
+        model: The float one, or the one with Q/DQ.
+        nodes: Names of the nodes of the float model.
+    """
+
+    def __init__(self, model: ir.Model, nodes: set[str]) -> None:
+        self._nodes = nodes
+        self._values = {value.name or "": value for node in model.graph for value in node.outputs}
+
+    def tensors(self, names: Iterable[str]) -> list[str]:
+        """The tensors of the float model whose values some have; those that no node makes are left out."""
+        return [_float_tensor(self._values[name]).name or "" for name in names if name in self._values]
+
+    def laid_out(self, kernel: TimedKernel) -> set[str]:
+        """The tensors that a change of layout is for; none of another kernel."""
+        changes = kernel.op_type in LAYOUT and TOKEN.sub("", kernel.name) not in self._nodes
+        return set(self.tensors([*kernel.inputs, *kernel.outputs])) if changes else set()
+
+    def computed(self, kernel: TimedKernel) -> frozenset[str]:
+        """The nodes that a kernel computes, by its name and by what it makes."""
+        writers = {_writer(self._values[name]) for name in tensors(kernel) if name in self._values}
+        return frozenset(self._nodes & {TOKEN.sub("", kernel.name), *writers})
+
+
+def _with_helpers(kernels: Sequence[TimedKernel], computed: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+    """The nodes of each kernel; one that computes none prepares the input of a kernel that does, or of such a one."""
+    owners = {name: nodes for name, nodes in computed.items() if nodes}
     readers = {name: kernel.name for kernel in reversed(kernels) for name in kernel.inputs}
-    for kernel in reversed(helpers):
-        # It prepares the input of a kernel, or of one that does; of several, of the first: that makes no group of them.
-        owner = next((owners[readers[name]] for name in kernel.outputs if readers.get(name) in owners), None)
-        if owner is not None:
-            owners[kernel.name] = frozenset({min(owner)})
-    return Side(kernels, seconds, owners, frozenset(laid_out), conversions)
+    for kernel in reversed(kernels):
+        if kernel.name in computed and kernel.name not in owners:
+            # Of several the first: that makes no group of them.
+            found = next((owners[readers[name]] for name in kernel.outputs if readers.get(name) in owners), None)
+            if found is not None:
+                owners[kernel.name] = frozenset({min(found)})
+    return owners
 
 
 def group_nodes(model: ir.Model, candidates: set[str], in_float: Side, in_integers: Side) -> NodeGroups:

@@ -8,7 +8,7 @@ length that is not 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -32,20 +32,15 @@ def noise_sample(model: ir.Model) -> tuple[Feed, str] | None:
         model: Its weights are not copied.
     """
     inputs = model_inputs(model)
-    if any(entry.shape is None or np.dtype(entry.dtype).kind not in "fiub" for entry in inputs.values()):
+    if not all(map(_can_be_made, inputs.values())):
         return None
-    fixed = all(isinstance(size, int) for entry in inputs.values() for size in (entry.shape or ())[1:])
     try:
         proto, weights = split_weights(model)
         session = open_session(proto, weights=weights)
     except QuarkError:
         return None  # it lacks an operator, or does not load: nothing can be timed here
-    batch = {entry.shape[0] for entry in inputs.values() if entry.shape and isinstance(entry.shape[0], str)}
     ones = {name: (1, 1) for name, entry in inputs.items() if np.dtype(entry.dtype).kind != "f"}
-    for size in SIZES[-1:] if fixed else SIZES:
-        shapes = {name: _shape(entry, size, batch) for name, entry in inputs.items()}
-        if size > 1 and any(math.prod(shape) > MOST_VALUES for shape in shapes.values()):
-            continue
+    for shapes in _shapes(inputs):
         try:
             feed = RandomDataReader(model, shapes, ones).get_next()
             assert feed is not None
@@ -54,6 +49,21 @@ def noise_sample(model: ir.Model) -> tuple[Feed, str] | None:
             continue
         return feed, f"noise of {', '.join(f'{name} {list(array.shape)}' for name, array in feed.items())}"
     return None
+
+
+def _can_be_made(entry: Input) -> bool:
+    return entry.shape is not None and np.dtype(entry.dtype).kind in "fiub"
+
+
+def _shapes(inputs: Mapping[str, Input]) -> Iterator[dict[str, list[int]]]:
+    """The shapes of all inputs that are tried, in this order."""
+    known = [entry.shape or () for entry in inputs.values()]
+    fixed = all(isinstance(size, int) for shape in known for size in shape[1:])
+    batch = {shape[0] for shape in known if shape and isinstance(shape[0], str)}
+    for size in SIZES[-1:] if fixed else SIZES:
+        shapes = {name: _shape(entry, size, batch) for name, entry in inputs.items()}
+        if size == 1 or max(map(math.prod, shapes.values()), default=1) <= MOST_VALUES:
+            yield shapes
 
 
 def _shape(entry: Input, size: int, batch: Collection[str]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -56,35 +56,35 @@ def placement_choice(
         lines: Conversion -> its time by the number of values.
     """
     target = TARGETS[settings.qdq.target]
-    nodes = {node.name or "": node for node in placement.nodes}
+    names = {node.name or "" for node in placement.nodes}
     writers = {value for node in placement.nodes if not writes_float(node, target, settings) for value in node.outputs}
-    groups = group_nodes(model, set(nodes), in_float, in_integers)
+    groups = group_nodes(model, names, in_float, in_integers)
     for value in writers - set(placement.activations):
         # Nothing is quantized between the two: one is fused into the other.
-        if read_once(value):
-            reader = next(iter(value.uses())).node
-            if reader in placement.nodes:
-                groups.join([_name(value.producer()), reader.name])
-    edges = _Edges(groups, set(nodes), writers, in_float, in_integers, lines)
+        reader = next(iter(value.uses())).node if read_once(value) else None
+        if reader in placement.nodes:
+            groups.join([_name(value.producer()), _name(reader)])
+    edges = _Edges(groups, names, writers, in_float, in_integers, lines)
     found = {value: edges.of(value) for value in placement.activations}
-    sums = [groups.seconds(side) for side in (in_float, in_integers)]
-    movable = sorted({groups.find(name) for name in nodes})
-    followers = [node for node in placement.nodes if node.op_type in target.follows]
-    needs = {
-        (groups.find(node.name), groups.find(_name(value.producer())))
-        for node in followers
-        for value in node.inputs
-        if value is not None and not is_constant(value)
-    }
+    times = [
+        {name: sums.get(name, 0.0) for name in sorted(map(groups.find, names))}
+        for sums in map(groups.seconds, (in_float, in_integers))
+    ]
+    needs = frozenset(_needs(groups, [node for node in placement.nodes if node.op_type in target.follows]))
     choice = KernelChoice(
-        {name: sums[0].get(name, 0.0) for name in movable},
-        {name: sums[1].get(name, 0.0) for name in movable},
-        tuple(found.values()),
-        frozenset((one, other) for one, other in needs if one != other),
-        tuple(_absorbed(groups, placement, found)),
-        GAIN,
+        times[0], times[1], tuple(found.values()), needs, tuple(_absorbed(groups, placement, found)), GAIN
     )
-    return PlacementChoice(choice, groups, frozenset(nodes))
+    return PlacementChoice(choice, groups, frozenset(names))
+
+
+def _needs(groups: NodeGroups, followers: Sequence[ir.Node]) -> Iterator[tuple[str, str]]:
+    """(group of a node that computes in integers only behind such, group of one that it reads)."""
+    for node in followers:
+        for value in node.inputs:
+            if value is not None and not is_constant(value):
+                one, other = groups.find(node.name), groups.find(_name(value.producer()))
+                if one != other:
+                    yield one, other
 
 
 def _absorbed(groups: NodeGroups, placement: Placement, edges: Mapping[ir.Value, Edge]) -> Iterator[Absorbed]:
