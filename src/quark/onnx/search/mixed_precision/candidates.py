@@ -64,20 +64,21 @@ def find_candidates(model: ir.Model, config: AutoMixprecisionConfig, settings: S
         NothingQualifiesError: No layer takes part.
         FormatError: The file of subgraphs is none.
     """
+    targets, own, rest = _becomes(settings)
     nodes = _eligible(model, config, settings)
-    targets = [(spec, names) for spec, names in settings.specs.mixed if names is None]
-    rest = next((spec for spec, names in settings.specs.mixed if names == ()), None)
-    own = {name: spec for spec, names in settings.specs.mixed for name in names or ()}
     _require(own, nodes, "target_layer_config", model)
-    nodes = [name for name in nodes if targets or name in own or rest is not None]
+    if not targets and rest is None:
+        nodes = [name for name in nodes if name in own]
     groups = [(name, [name]) for name in nodes]
     if config.subgraph_json is not None:
         groups = _grouped(model, nodes, config.subgraph_json)
     found = []
     for name, members in groups:
-        options = [tuple((node, spec) for node in members) for spec, _ in targets]
-        mapped = tuple((node, own.get(node, rest)) for node in members)
-        found.append(Candidate(name, tuple(options or [tuple((n, spec) for n, spec in mapped if spec is not None)])))
+        options = [tuple((node, spec) for node in members) for spec in targets]
+        mapped = {node: own.get(node, rest) for node in members}
+        found.append(
+            Candidate(name, tuple(options or [tuple((n, spec) for n, spec in mapped.items() if spec is not None)]))
+        )
     if not found:
         raise NothingQualifiesError(
             f"AutoMixprecisionConfig: no layer qualifies: no quantized {' or '.join(config.target_op_type)} that "
@@ -86,21 +87,36 @@ def find_candidates(model: ir.Model, config: AutoMixprecisionConfig, settings: S
     return found
 
 
+def _becomes(settings: Settings) -> tuple[list[LayerSpec], dict[str, LayerSpec], LayerSpec | None]:
+    """What a layer can become: the specs that all are tried with; or that of a node by name, and that of the rest."""
+    targets, own, rest = list[LayerSpec](), dict[str, LayerSpec](), None
+    for spec, names in settings.specs.mixed:
+        if names is None:
+            targets.append(spec)
+        elif names:
+            own |= dict.fromkeys(names, spec)
+        else:
+            rest = rest or spec
+    return targets, own, rest
+
+
 def _eligible(model: ir.Model, config: AutoMixprecisionConfig, settings: Settings) -> list[str]:
     """Names of the nodes that take part; a node that the config gives specs of its own keeps them."""
-    quantized = {node.name for node in place(model.clone(), settings).nodes}
     kept = {node for scopes, _ in settings.specs.by_name for node in nodes_of(scopes, model, "specific_layer_config")}
     kept |= nodes_of(config.exclude_layers or (), model, "exclude_layers")
-    nodes = {
-        node.name or "": node
-        for node in model.graph
-        if node.name in quantized and node.op_type in config.target_op_type and node not in kept
-    }
+    kept |= {node for node in model.graph if node.op_type not in config.target_op_type}
     if config.no_input_qdq_shared:
-        nodes = {name: node for name, node in nodes.items() if node.inputs[0] and len(node.inputs[0].uses()) == 1}
+        kept |= {node for node in model.graph if not _reads_alone(node)}
+    quantized = {node.name for node in place(model.clone(), settings).nodes}
+    names = [node.name or "" for node in model.graph if node.name in quantized and node not in kept]
     included = {node.name or "" for node in nodes_of(config.include_layers or (), model, "include_layers")}
-    _require(included, nodes, "include_layers", model)
-    return [name for name in nodes if not config.include_layers or name in included]
+    _require(included, names, "include_layers", model)
+    return [name for name in names if name in included] if config.include_layers else names
+
+
+def _reads_alone(node: ir.Node) -> bool:
+    """Whether nothing else reads the first input of a node."""
+    return bool(node.inputs) and node.inputs[0] is not None and len(node.inputs[0].uses()) == 1
 
 
 def _require(names: Any, nodes: Any, where: str, model: ir.Model) -> None:

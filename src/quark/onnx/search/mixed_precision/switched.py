@@ -269,23 +269,25 @@ class SwitchedModel:
     def _cut(self, model: ir.Model, sizes: Mapping[str, int], open_session: OpenSession) -> list[Part]:
         """The parts of a model, of which tensors of these bytes may cross from one to another."""
         proto, weights = split_weights(model)
-        keys = {name: key for key, names in self._inputs.items() for name in names}
-        protos = cut_proto(proto, model, cut(model, sizes, max(1, sum(sizes.values()) // PARTS)))
         later, parts = {self._output}, list[Part]()
-        for part in reversed(protos):
+        for part in reversed(cut_proto(proto, model, cut(model, sizes, max(1, sum(sizes.values()) // PARTS)))):
             made = [name for node in part.graph.node for name in node.output]
             gives = [name for name in made if name in later]
-            if not gives:
-                continue  # what only other outputs need
-            present = {output.name for output in part.graph.output}
-            part.graph.output.extend(onnx.ValueInfoProto(name=name) for name in gives if name not in present)
-            constants = {tensor.name for tensor in part.graph.initializer}
-            inputs = [entry.name for entry in part.graph.input]
-            session = open_session(part, {name: array for name, array in weights.items() if name in constants})
-            feeds = {keys[name]: self._inputs[keys[name]] for name in inputs if name in keys}
-            parts.insert(0, Part(session, feeds, [name for name in inputs if name not in keys], gives))
-            later = later.difference(made).union(parts[0].reads)
+            if gives:  # else it is for other outputs
+                parts.insert(0, self._part(part, gives, weights, open_session))
+                later = later.difference(made).union(parts[0].reads)
         return parts
+
+    def _part(self, part: onnx.ModelProto, gives: list[str], weights: Weights, open_session: OpenSession) -> Part:
+        """A part that gives these tensors."""
+        present = {output.name for output in part.graph.output}
+        part.graph.output.extend(onnx.ValueInfoProto(name=name) for name in gives if name not in present)
+        constants = {tensor.name for tensor in part.graph.initializer}
+        session = open_session(part, {name: array for name, array in weights.items() if name in constants})
+        inputs = [entry.name for entry in part.graph.input]
+        keys = {name: key for key, names in self._inputs.items() for name in names}
+        feeds = {keys[name]: self._inputs[keys[name]] for name in inputs if name in keys}
+        return Part(session, feeds, [name for name in inputs if name not in keys], gives)
 
 
 class _Inputs:
