@@ -34,8 +34,6 @@ NAMED_OTHERWISE = {
 # Habits that a file breaks where clarity costs more, with the reason.
 LONG_FILES: dict[str, str] = {}
 COMPLEX_FUNCTIONS: dict[str, str] = {
-    "onnx/search/noise/sources.py:NoiseRun.look": "until",
-    "onnx/search/noise/tensor_ranges.py:choose_ranges": "until",
     "onnx/evaluation/compare_models.py:compare_models": "until",
     "onnx/evaluation/compare_models.py:damaged_layers": "until",
     "onnx/evaluation/compare_models.py:match_layers": "until",

@@ -101,17 +101,24 @@ def _becomes(settings: Settings) -> tuple[list[LayerSpec], dict[str, LayerSpec],
 
 
 def _eligible(model: ir.Model, config: AutoMixprecisionConfig, settings: Settings) -> list[str]:
-    """Names of the nodes that take part; a node that the config gives specs of its own keeps them."""
-    kept = {node for scopes, _ in settings.specs.by_name for node in nodes_of(scopes, model, "specific_layer_config")}
-    kept |= nodes_of(config.exclude_layers or (), model, "exclude_layers")
-    kept |= {node for node in model.graph if node.op_type not in config.target_op_type}
-    if config.no_input_qdq_shared:
-        kept |= {node for node in model.graph if not _reads_alone(node)}
+    """Names of the nodes that take part."""
     quantized = {node.name for node in place(model.clone(), settings).nodes}
+    kept = _kept(model, config, settings)
     names = [node.name or "" for node in model.graph if node.name in quantized and node not in kept]
     included = {node.name or "" for node in nodes_of(config.include_layers or (), model, "include_layers")}
     _require(included, names, "include_layers", model)
     return [name for name in names if name in included] if config.include_layers else names
+
+
+def _kept(model: ir.Model, config: AutoMixprecisionConfig, settings: Settings) -> set[ir.Node]:
+    """The nodes that stay as they are; one that the config gives specs of its own keeps them."""
+    kept = nodes_of(config.exclude_layers or (), model, "exclude_layers")
+    for scopes, _ in settings.specs.by_name:
+        kept |= nodes_of(scopes, model, "specific_layer_config")
+    kept |= {node for node in model.graph if node.op_type not in config.target_op_type}
+    if config.no_input_qdq_shared:
+        kept |= {node for node in model.graph if not _reads_alone(node)}
+    return kept
 
 
 def _reads_alone(node: ir.Node) -> bool:

@@ -292,18 +292,13 @@ class NoiseRun:
         if self._sliced is None:
             self._sliced = sliced_session(self._observed, self._wanted, feed, self._settings)
         found: list[dict[str, Noise]] = [{} for _ in self._sites]
-        left = [
-            (index, site)
-            for index, sites in enumerate(self._sites)
-            for site in sites
-            if given is None or (site.before in given and not site.after)
-        ]
+        left = list(self._looked_at(given))
         seen: dict[str, NumpyArray] = dict(feed)
         for part in self._sliced.run(feed) if self._wanted else [{}]:
             seen |= part
             later = []
             for index, site in left:
-                if all(name in seen for name in site.reads):
+                if seen.keys() >= set(site.reads):
                     found[index][site.input] = site.noise(seen, given or {})
                 else:
                     later.append((index, site))
@@ -311,6 +306,13 @@ class NoiseRun:
             seen = {name: array for name, array in seen.items() if name in needed}
             part.clear()
         return found
+
+    def _looked_at(self, given: Mapping[str, QParams] | None) -> Iterator[tuple[int, _Site]]:
+        """The sites with the position of their source: all, or those of the activations that qparams are given for."""
+        for index, sites in enumerate(self._sites):
+            for site in sites:
+                if given is None or (site.before in given and not site.after):
+                    yield index, site
 
     def outputs(
         self, feed: Feed, noises: Sequence[Mapping[str, Noise]], factors: Sequence[float] | NumpyArray

@@ -28,7 +28,7 @@ from quark.onnx.decide import Decision, decide
 from quark.onnx.parts.output_parts import output_parts
 from quark.onnx.placement.dual_pairs import source_name
 from quark.onnx.search.noise.sensitivity import Probe, halved
-from quark.onnx.search.noise.sources import NoiseModel
+from quark.onnx.search.noise.sources import NoiseModel, NoiseSource
 from quark.onnx.search.score import Judge
 
 GAIN = 0.9
@@ -81,32 +81,24 @@ def choose_ranges(
     samples = required(data, config)
     statistics = Statistics("") if statistics is None else statistics
     decision = decide(model.clone(), settings, samples, statistics=statistics, fold=False)
-    placement = decision.placement
     classes = _classes(decision)
-    roots = {source_name(value): placement.root(value).name or "" for value in placement.activations}
+    tensors = {source_name(v): decision.placement.root(v).name or "" for v in decision.placement.activations}
     noise, parts = NoiseModel(decision), tuple(output_parts(model).values())
-    members: dict[str, list[int]] = {}
-    for index, source in enumerate(noise.sources):
-        root = None if source.node else roots.get(source.name)
-        if root:
-            members.setdefault(root, []).append(index)
-    chosen: dict[str, tuple[float, float]] = {}
     with noise.open() as run:
         probes = [Probe(run, samples, i, parts, judge) for i in range(min(config.samples, len(samples)))]
-        powers = halved(len(noise.sources), config.runs, probes)
-        loud = sorted(members, key=lambda root: -sum(powers[i] for i in members[root]))[: config.count]
-        least = {root: GAIN * sum(probe.power_of_all(members[root]) for probe in probes) for root in loud}
+        trial = _Trial(noise.sources, tensors, probes)
+        loud = trial.loudest(config.runs, config.count)
+        least = {root: GAIN * trial.power(root) for root in loud}
+        chosen: dict[str, tuple[float, float]] = {}
         looked = {root: [classes[root].params] for root in loud if root in classes}
         for observer, percentile in config.candidates:
             ranges = _ranges({root: classes[root] for root in looked}, observer, percentile, settings, statistics)
             # What is the same under two statistics is run once.
             new = {root: params for root, (_, params) in ranges.items() if not _among(params, looked[root])}
+            trial.look(new)
             for root, params in new.items():
                 looked[root].append(params)
-            for probe in probes:
-                probe.look({name: new[root] for name, root in roots.items() if root in new})
-            for root in new:
-                power = sum(probe.power_of_all(members[root]) for probe in probes)
+                power = trial.power(root)
                 if power < least[root]:
                     least[root], chosen[root] = power, ranges[root][0]
     if not chosen:
@@ -116,6 +108,38 @@ def choose_ranges(
     )
     known = dict(settings.calibration.ranges) | chosen
     return replace(settings, calibration=replace(settings.calibration, ranges=tuple(known.items())))
+
+
+class _Trial:
+    """The noise of tensors that share a scale, under the qparams that are looked at.
+
+    Args:
+        sources: All sources of noise.
+        tensors: Activation -> the one that stands for all of its scale.
+        probes: A sample each.
+    """
+
+    def __init__(self, sources: Sequence[NoiseSource], tensors: Mapping[str, str], probes: Sequence[Probe]) -> None:
+        self._count, self._tensors, self._probes = len(sources), tensors, probes
+        self._members: dict[str, list[int]] = {}
+        for index, source in enumerate(sources):
+            root = "" if source.node else tensors.get(source.name)
+            if root:
+                self._members.setdefault(root, []).append(index)
+
+    def loudest(self, runs: int, count: int) -> list[str]:
+        """The scales whose tensors add most to the outputs, found in as many runs."""
+        powers = halved(self._count, runs, self._probes)
+        return sorted(self._members, key=lambda root: -sum(powers[i] for i in self._members[root]))[:count]
+
+    def look(self, params: Mapping[str, QParams]) -> None:
+        """Take these scales' tensors under other qparams."""
+        for probe in self._probes:
+            probe.look({name: params[root] for name, root in self._tensors.items() if root in params})
+
+    def power(self, root: str) -> float:
+        """What the tensors of a scale add, over all samples."""
+        return sum(probe.power_of_all(self._members[root]) for probe in self._probes)
 
 
 @dataclass(frozen=True)
