@@ -34,13 +34,5 @@ NAMED_OTHERWISE = {
 # Habits that a file breaks where clarity costs more, with the reason.
 LONG_FILES: dict[str, str] = {}
 COMPLEX_FUNCTIONS: dict[str, str] = {
-    "onnx/evaluation/compare_models.py:compare_models": "until",
-    "onnx/evaluation/compare_models.py:damaged_layers": "until",
-    "onnx/evaluation/compare_models.py:match_layers": "until",
-    "onnx/search/lost_outputs/advice.py:_around": "until",
-    "onnx/search/lost_outputs/damage.py:damage": "until",
-    "onnx/search/lost_outputs/verdict.py:judge": "until",
-    "onnx/evaluation/ort_fusion_nodes.py:QuantizedNode.bias": "until",
-    "onnx/search/recovery/search.py:recover": "until",
 }
 """Of these each is to be mended; none is to be added."""

@@ -124,12 +124,7 @@ def damage(
     Raises:
         FormatError: ONNX Runtime does not load the quantized model.
     """
-    if isinstance(quantized, onnx.ModelProto) and quantized.ByteSize() > PROTOBUF_LIMIT:
-        return None  # no session takes it from memory
-    after = read_header(quantized) if isinstance(quantized, Path) else quantized
-    names = [value.name or "" for value in model.graph.outputs]
-    alike = list(map(str, model_inputs(model).values())) == list(map(str, model_inputs(after).values()))
-    if not feeds or not alike or names != [value.name for value in after.graph.output]:
+    if not feeds or not _are_alike(model, quantized):
         return None
     looked = _Looked(judged_parts(model), Padding.of(model))
     if not looked.parts:
@@ -149,6 +144,16 @@ def damage(
     sqnr = math.nan if worst.sqnr is None else worst.sqnr
     silent = all(each.silent for each in found)
     return Damage(sqnr, str(worst.part), looked.count, worst.decisions, worst.lost(least), silent)
+
+
+def _are_alike(model: ir.Model, quantized: Model) -> bool:
+    """Whether a session takes the quantized model, and both have the same inputs and outputs."""
+    if isinstance(quantized, onnx.ModelProto) and quantized.ByteSize() > PROTOBUF_LIMIT:
+        return False  # no session takes it from memory
+    after = read_header(quantized) if isinstance(quantized, Path) else quantized
+    inputs = [list(map(str, model_inputs(each).values())) for each in (model, after)]
+    names = [value.name or "" for value in model.graph.outputs]
+    return inputs[0] == inputs[1] and names == [value.name for value in after.graph.output]
 
 
 def _enough(model: ir.Model, feeds: Sequence[Feed]) -> int:

@@ -162,21 +162,11 @@ def recover(
     """
     clock = own_time if quick else time.monotonic  # a result that nobody set a time for does not depend on the load
     start = clock()
-    if target is not None and not (isinstance(target, Real) and not math.isnan(target)):
-        raise ConfigError(f"The target {target!r} is no number; possible: a value of {metric.name}, or None.")
-    if settings.calibration.statistics is not None:
-        raise ConfigError("Recovery keeps its statistics in memory: leave out Statistics (--statistics).")
-    check_algorithms(settings.algorithms)
+    _check(settings, metric, target)
     settings = prepare(model, settings)
     data = repeatable(reader, model, settings)
     fit, held_out = (data, data) if quick and data is not None and 0 < len(data) < EVERY else split(data)
-    settings, _ = leave_joined_ends(model, settings, fit)
-    if settings.measurement.enabled:  # once: what steps change has no effect on which kernels there are
-        settings = leave_slower_in_float(model, settings, fit)
-        settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
-        give_back_memory()
-    if settings.equalize_if_better:  # once too
-        settings, _ = equalize_if_better(model, settings, fit, convert)
+    settings = _settled(model, settings, fit)
     scorer = Scorer(model, held_out, metric, settings, by_scores=quick and target is None)
     fit.clock = clock
     search = _Search(model, fit, scorer, target, None if budget is None else start + budget)
@@ -193,6 +183,27 @@ def recover(
         bool(scorer.scored), search.lost, element_types(best.model),
     )  # fmt: skip
     return found, best.model
+
+
+def _check(settings: Settings, metric: Metric, target: float | None) -> None:
+    """Raise ConfigError or NotSupportedError for what no recovery can do."""
+    if target is not None and not (isinstance(target, Real) and not math.isnan(target)):
+        raise ConfigError(f"The target {target!r} is no number; possible: a value of {metric.name}, or None.")
+    if settings.calibration.statistics is not None:
+        raise ConfigError("Recovery keeps its statistics in memory: leave out Statistics (--statistics).")
+    check_algorithms(settings.algorithms)
+
+
+def _settled(model: ir.Model, settings: Settings, fit: Samples) -> Settings:
+    """What is decided once: steps have no effect on which kernels there are, nor on which layers are equalized."""
+    settings, _ = leave_joined_ends(model, settings, fit)
+    if settings.measurement.enabled:
+        settings = leave_slower_in_float(model, settings, fit)
+        settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
+        give_back_memory()
+    if settings.equalize_if_better:
+        settings, _ = equalize_if_better(model, settings, fit, convert)
+    return settings
 
 
 def split(data: Samples | None) -> tuple[Samples, Samples]:
