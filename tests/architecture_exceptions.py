@@ -9,10 +9,8 @@ LISTS = {
 }
 FULL_FOLDERS = {
     "core/solvers": "a solver each, and what several of them call",
-    ".": "the rooms, and what starts the program",
     "core": "a concept of quantizing each; two of them are the block types of GGUF, their rows and their search",
     "torch": "the rooms of the flowand its files",
-    "onnx": "the files that are the flow, beside the rooms that it leads through",
 }
 
 # Names that are documented for both flows, where each has its own meaning: `quark.torch.X` and `quark.onnx.X`.

@@ -24,9 +24,9 @@ from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.padding import Padding, without_padding
 from quark.onnx.calibration.data.readers import samples
 from quark.onnx.graph.model_file import read
+from quark.onnx.graph.output_parts import OutputPart, output_parts, parts_of
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import open_session, run_sample
-from quark.onnx.parts.output_parts import OutputPart, output_parts, parts_of
 
 DECODED = "_DequantizeLinear_Output"
 OUTPUT = "_QuantizeLinear_Input"
@@ -90,7 +90,7 @@ class Report:
 
     Attributes:
         samples: How many samples were read.
-        outputs: An output of the model, or a part of it (`parts/output_parts.py`), as text -> its comparison.
+        outputs: An output of the model, or a part of it (`graph/output_parts.py`), as text -> its comparison.
         layers: Worst first.
         latency: Seconds for the first sample, median: of the float and of the quantized model.
         unlike: Outputs that cannot be compared: their shapes follow from the values (NonMaxSuppression), and differ.

@@ -2,7 +2,7 @@
 
     sqnr = 10 log10( sum(x^2) / sum((x - y)^2) )      x: an output of the float model, y: the same of the quantized one
 
-over samples and finite x, of each part that a Concat joins for itself (`parts/output_parts.py`), beside the share of
+over samples and finite x, of each part that a Concat joins for itself (`graph/output_parts.py`), beside the share of
 the decisions that are kept (`verdict.py`); the worst part counts. A few samples spread over all are run, more where the
 model is small, twice as many where these differ, and up to all that were kept while these hold no event, or tell that
 the outputs are lost.
@@ -24,17 +24,17 @@ import onnx_ir as ir
 from quark.base.log import logger
 from quark.core.array import NumpyArray
 from quark.errors import DamageError, FormatError, QuarkError
-from quark.onnx.bodies.body_model import bodies_of
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.padding import Padding, without_padding
 from quark.onnx.calibration.data.readers import as_reader
 from quark.onnx.calibration.data.samples import Store
 from quark.onnx.config.settings import Settings
+from quark.onnx.flow.body_model import bodies_of
 from quark.onnx.graph.edit import is_op
+from quark.onnx.graph.output_parts import OutputPart, judged_parts
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import open_session, run_sample
-from quark.onnx.parts.output_parts import OutputPart, judged_parts
 from quark.onnx.search.lost_outputs.advice import Advice, Retry, exclusion_that_helps
 from quark.onnx.search.lost_outputs.verdict import LEAST, Damage, Pair, Verdict, judge
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes

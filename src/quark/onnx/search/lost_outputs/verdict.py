@@ -19,7 +19,7 @@ import numpy as np
 
 from quark.core.array import NumpyArray
 from quark.core.metrics import decibel
-from quark.onnx.parts.output_parts import SILENT, OutputPart
+from quark.onnx.graph.output_parts import SILENT, OutputPart
 
 LEAST = 10.0
 """dB: below it, the noise has a third of the size of the output."""

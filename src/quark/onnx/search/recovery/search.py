@@ -30,7 +30,7 @@ from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.joined_ends import leave_joined_ends
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
-from quark.onnx.prepare import prepare
+from quark.onnx.flow.prepare import prepare
 from quark.onnx.search.equalize_if_better import equalize_if_better
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.noise.float_nodes import Measured
@@ -84,7 +84,7 @@ class Recovery:
 
     Attributes:
         model: The best model; None where it was written to a file.
-        settings: What `quark.onnx.flow.convert` makes it with, of the float model after its passes.
+        settings: What `quark.onnx.flow.flow.convert` makes it with, of the float model after its passes.
         metric: What was measured, on the held-out samples.
         target: The value that ends the search; None for none.
         plain, score: The metric of the plain config, and of the best model.
