@@ -38,7 +38,7 @@ REFUSED_BY_VLLM = [
 def test_light_names_are_those_of_the_registries() -> None:
     """They are written again where torch is not loaded."""
     assert tuple(MIXES) == MIX_NAMES
-    assert tuple(FORMATS) == FOLDER_FORMS and FILE_FORMS == ("gguf", "onnx")
+    assert tuple(FORMATS) == FOLDER_FORMS and FILE_FORMS == ("gguf", "onnx", "comfyui")
     assert all({*kind.__mro__} & {*ALGORITHMS} for kind in ALGO_CONFIGS.values())
 
 

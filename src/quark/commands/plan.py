@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quark.base.command_line import results
+from quark.base.command_line import new_table, results
 from quark.base.progress import log_to
 from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
@@ -27,7 +27,7 @@ MODEL_HELP = "Folder of a Hugging Face model (config.json is enough), or an ONNX
 SCHEME_HELP = "A scheme or a configuration; `quark schemes` lists them."
 
 
-@takes(names=PLANNED)
+@takes(PLANNED)
 def plan(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help=MODEL_HELP)],
@@ -79,10 +79,23 @@ def _plan_file(job: FileJob) -> None:
         console.print(serve_line(job.choice, "OUT.onnx"), highlight=False, soft_wrap=True)
 
 
+def _plan_denoiser(job: FolderJob) -> None:
+    from quark.jobs.denoisers import configure_denoiser
+
+    made, console = configure_denoiser(job), results()
+    table = new_table("layers", "get", "values")
+    for what, layers, values in made.rows():
+        table.add_row(layers, what, f"{values / 1e6:.2f} M")
+    console.print(table)
+    rest = len(made.source.tensors) - len(made.plan)
+    console.print(f"{made.source.kind.name}: {rest} other tensors stay in float", highlight=False)
+
+
 def _plan_folder(job: FolderJob) -> None:
     # The flow imports torch: after the arguments are parsed, so that --help is instant.
     from quark.commands.results.choice import choice_table
     from quark.jobs.configure_folder import configure, servers_say
+    from quark.jobs.denoisers import is_for_comfyui
     from quark.jobs.folders.bit_budget import choose_for_budget
     from quark.jobs.folders.models import inputs_of, load_meta_model
     from quark.torch.checkpoint.sources.carried import carried_beside
@@ -91,6 +104,9 @@ def _plan_folder(job: FolderJob) -> None:
     from quark.torch.flows.predicted_size import carried_said, float_bytes, planned
 
     request, console = job.request, results()
+    if is_for_comfyui(job):
+        _plan_denoiser(job)
+        return
     configured = configure(job)
     config, calibration = configured.config, configured.calibration
     if configured.choice is not None:

@@ -16,11 +16,12 @@ from quark.commands.results.goals import serve_line
 from quark.commands.results.quantized import check_report, say_how_to_evaluate, size_line
 from quark.goals.choice import GoalChoice
 from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, request_of, resolve
+from quark.jobs.denoisers import holds_denoiser
 from quark.jobs.processes import together
 from quark.jobs.recipes.recipe import Recipe, check_recipe, save_recipe
-from quark.jobs.words import FILE_FORMS, usage
+from quark.jobs.words import COMFYUI, ONNX, usage
 
-Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face model, or an ONNX file.")]
+Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face model, or an ONNX file; see --for comfyui.")]
 
 
 @takes()
@@ -34,6 +35,8 @@ def quantize(context: typer.Context, model: Model, **options: Any) -> None:
     Example: quark quantize ./llama --bits 4.25 --calib heldout.txt -o ./llama-4.25
 
     Example: quark quantize ./llama --scheme q4_k_m --export-format gguf --calib heldout.txt -o llama-q4_k_m.gguf
+
+    Example: quark quantize ./flux/transformer --for comfyui -o flux-fp8.safetensors
 
     Example: quark quantize model.onnx --for onnxruntime --calib samples.npz -o fast.onnx
 
@@ -81,10 +84,14 @@ def _folder(job: FolderJob) -> tuple[GoalChoice | None, Path]:
     made = run_folder(job, lambda table, choice: console.print(choice_table(table, choice)))
     title = made.configured.title
     console.print(size_line(title, made.before, made.after, made.seconds), highlight=False)
-    # An ONNX file is compared with another ONNX file, which there is not.
-    if job.form != FILE_FORMS[1]:
+    # An ONNX file is compared with another ONNX file, which there is not; and a denoiser reads no text.
+    if job.form not in (ONNX, COMFYUI) and not holds_denoiser(request.model):
         say_how_to_evaluate(request.model, made.made, request.calib)
-    page_of_folder(request, made)
+    names = [each if isinstance(each, str) else each.name for each in made.configured.algorithms]
+    words = f"Quantized by {', with '.join([title, *names])}."
+    load = {"device": request.device, "dtype": request.dtype, **request.load}
+    output = Path(request.output)
+    page_of_folder(request.report, request.model, output, request.calib, load, words, made.budget, made.errors)
     save_recipe(request.write_recipe, made.recipe)
     return made.configured.choice, made.made
 
@@ -102,6 +109,8 @@ def _file(job: FileJob) -> tuple[GoalChoice | None, Path]:
         console.print(recovery_line(made.recovery), highlight=False)
     console.print(size_line(made.name, made.before, made.after, made.seconds, made.written), highlight=False)
     say_how_to_evaluate(request.model, made.made, getattr(made.reader, "path", None))
-    page_of_file(request, made)
+    if request.report is not None and made.reader is not None:
+        words = f"Quantized by {made.name}{made.written}."
+        page_of_file(request.report, request.model, made.made, made.reader, request.samples, words, made.recovery)
     save_recipe(request.write_recipe, Recipe.of(request))
     return job.choice, made.made

@@ -94,6 +94,7 @@ for _name, _group, _scales in (
 
 # Beyond the documented list: the remaining element types, and the usual names of the field.
 _row("int8_wo", _INT8_CHANNEL)
+_row("fp8_wo", _FP8)
 _row("int8_dynamic", _INT8_CHANNEL, spec("int8", PerToken(), dynamic=True))
 _row("int3_wo_128", _integer("int3", 128))
 _row("int2_wo_64", _integer("int2", 64))

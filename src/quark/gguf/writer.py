@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,6 +67,11 @@ class Header:
     tokenizer: Path
     stops: Sequence[int]
 
+    @property
+    def arch(self) -> str:
+        """The name of the architecture in the file."""
+        return self.architecture.arch
+
     def write(self, writer: Any, tensors: Sequence[GgufTensor]) -> None:
         """Write it, with the names, types and shapes of the tensors, by a gguf.GGUFWriter."""
         gguf, config = import_gguf(), self.config
@@ -77,12 +82,7 @@ class Header:
             writer, self.architecture, config, sum(block >= config.num_hidden_layers for block in blocks)
         )
         write_tokenizer(writer, self.tokenizer, config.vocab_size, self.stops, self._name())
-        for tensor in tensors:
-            kind = gguf.GGMLQuantizationType[tensor.kind]
-            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.size, raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
+        write_infos(writer, tensors)
 
     def _name(self) -> str:
         """What a reader shows: the name of the folder or of the repository that the model came from."""
@@ -90,7 +90,44 @@ class Header:
         return source.rstrip("/").rpartition("/")[2]
 
 
-def write_file(file: Path, header: Header, tensors: Sequence[GgufTensor], overwrite: bool = False) -> None:
+@dataclass(frozen=True)
+class DenoiserHeader:
+    """What a file of a denoiser says before its tensors, as ComfyUI-GGUF reads it.
+
+    Attributes:
+        arch: The name of the architecture.
+        mix: Which mix of block types the file is.
+        shapes: Name of a tensor -> its shape, where it lies in the file as a matrix.
+    """
+
+    arch: str
+    mix: Mix
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def write(self, writer: Any, tensors: Sequence[GgufTensor]) -> None:
+        """As `Header.write`."""
+        gguf = import_gguf()
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        writer.add_file_type(int(getattr(gguf.LlamaFileType, f"MOSTLY_{self.mix.file_type}")))
+        for name, shape in self.shapes.items():
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(shape))
+        write_infos(writer, tensors)
+
+
+def write_infos(writer: Any, tensors: Sequence[GgufTensor]) -> None:
+    """Write the header by a gguf.GGUFWriter, with the names, types and shapes of the tensors."""
+    gguf = import_gguf()
+    for tensor in tensors:
+        kind = gguf.GGMLQuantizationType[tensor.kind]
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.size, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+
+
+def write_file(
+    file: Path, header: Header | DenoiserHeader, tensors: Sequence[GgufTensor], overwrite: bool = False
+) -> None:
     """Write a file; it appears when all of it is written.
 
     Args:
@@ -100,7 +137,7 @@ def write_file(file: Path, header: Header, tensors: Sequence[GgufTensor], overwr
         overwrite: Replace the file if it is there.
     """
     with atomic_file(file, overwrite) as temporary:
-        writer = import_gguf().GGUFWriter(temporary, header.architecture.arch)
+        writer = import_gguf().GGUFWriter(temporary, header.arch)
         try:
             header.write(writer, tensors)
             for tensor in progress(tensors, "write", total=len(tensors)):

@@ -77,6 +77,15 @@ GOALS.register("llama.cpp", RuntimeGoal(
     ),
     extra=("gguf",),
 ))  # fmt: skip
+GOALS.register("comfyui", RuntimeGoal(
+    "comfyui", "ComfyUI",
+    folder=Offer(
+        ("comfyui", "fp8_wo"),
+        {4: ("gguf", "q4_k_s"), 5: ("gguf", "q5_k_s"), 6: ("gguf", "q6_k"), 8: ("comfyui", "fp8_wo")},
+        "FP8 weights, half the size, which every graphics card takes",
+        "cp {out} ComfyUI/models/diffusion_models",
+    ),
+))  # fmt: skip
 GOALS.register("onnxruntime", RuntimeGoal(
     "onnxruntime", "ONNX Runtime",
     folder=Offer(

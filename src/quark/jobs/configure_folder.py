@@ -18,12 +18,11 @@ from quark.goals.goal import RuntimeGoal
 from quark.jobs.choose import fitted_choice
 from quark.jobs.folders.bit_budget import Budget, asked_budget
 from quark.jobs.folders.calibration import Calibration
-from quark.jobs.folders.export import GGUF
 from quark.jobs.folders.imatrix import Imatrices
 from quark.jobs.folders.schemes import is_mix, mix_config, scheme_config
 from quark.jobs.request import FolderRequest
 from quark.jobs.resolve import FolderJob
-from quark.jobs.words import torch_algorithms
+from quark.jobs.words import GGUF, torch_algorithms
 
 if TYPE_CHECKING:
     from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable

@@ -16,9 +16,10 @@ from quark.goals.facts import ONNX_FILE
 from quark.goals.goal import GOALS
 from quark.jobs.choose import chosen
 from quark.jobs.request import FileRequest, FolderRequest
-from quark.jobs.words import FILE_FORMS, check_words, layer_schemes
+from quark.jobs.words import COMFYUI, GGUF, check_words, layer_schemes
 
-GGUF = FILE_FORMS[0]
+NAMED = {".gguf": GGUF, ".safetensors": COMFYUI}
+"""End of the name of an output -> its form, where nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def resolve(request: FolderRequest | FileRequest, data: Any = None) -> FolderJob
         _say(choice)
         return FileJob(request, choice, _config_name(request, choice), target, data)
     _say(choice)
-    named = GGUF if Path(request.output).suffix == f".{GGUF}" else "quark"
+    named = NAMED.get(Path(request.output).suffix, "quark")
     return FolderJob(request, choice, choice.form if choice is not None else request.export_format or named)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs.configure_folder import Configured, configure, warn_of_servers
+from quark.jobs.denoisers import configure_denoiser, is_for_comfyui
 from quark.jobs.folders.bit_budget import choose_for_budget
 from quark.jobs.folders.calibration import Calibration
 from quark.jobs.folders.export import Export
@@ -62,6 +63,8 @@ def run_folder(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], 
     from quark.jobs.folders.models import folder_bytes
 
     request = job.request
+    if is_for_comfyui(job):
+        return _for_comfyui(job)
     export = export_of(job)
     export.check_output(request.model, request.calib)  # before the model is looked at
     configured = configure(job)
@@ -82,6 +85,16 @@ def run_folder(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], 
     )  # fmt: skip
     seconds = time.perf_counter() - start
     return FolderResult(export.made(request.model), before, after, seconds, configured, chosen, errors, recipe)
+
+
+def _for_comfyui(job: FolderJob) -> FolderResult:
+    """As `run_folder`, of a denoiser that becomes one file."""
+    start, request = time.perf_counter(), job.request
+    made = configure_denoiser(job)
+    made.write(made.file, request.force)
+    configured = Configured(job, job.choice, made.scheme, None, (), None, Calibration())
+    seconds, size = time.perf_counter() - start, made.file.stat().st_size
+    return FolderResult(made.file, made.source.bytes, size, seconds, configured, None, [], Recipe.of(request, {}))
 
 
 def export_of(job: FolderJob) -> Export:

@@ -13,7 +13,7 @@ from quark.core.scheme_families import family_of, named_in, suggestion
 from quark.errors import ConfigError, UsageError, did_you_mean
 
 FOLDER_FORMS = ("quark", "awq", "gptq", "fp8", "compressed-tensors")
-FILE_FORMS = ("gguf", "onnx")
+GGUF, ONNX, COMFYUI = FILE_FORMS = ("gguf", "onnx", "comfyui")
 """Forms that are one file, not a folder of safetensors."""
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 

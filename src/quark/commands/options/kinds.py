@@ -10,6 +10,7 @@ import typer
 
 from quark.base.files import require_config, require_regular
 from quark.errors import UsageError
+from quark.jobs.denoisers import holds_denoiser, is_denoiser_file
 from quark.jobs.options import FOR_FILES, FOR_FOLDERS
 from quark.jobs.request import is_onnx
 
@@ -38,9 +39,9 @@ def check_options(context: typer.Context, model: Path) -> None:
 
 def require_model(model: Path) -> None:
     """Raise FormatError for a path where no model can be, before the libraries that read one load."""
-    if is_onnx(model):
+    if is_onnx(model) or is_denoiser_file(model):
         require_regular(model)
-    else:
+    elif not holds_denoiser(model):
         require_config(model)
 
 

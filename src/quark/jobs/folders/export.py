@@ -9,9 +9,10 @@ from typing import Any
 
 from quark.base.files import atomic_file, check_apart, check_file, check_folder
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
-from quark.jobs.words import FILE_FORMS
+from quark.jobs.words import GGUF, ONNX
 
-GGUF, ONNX = FILES = FILE_FORMS
+FILES = (GGUF, ONNX)
+"""Forms of a language model that are one file."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.errors import ConfigError
-from quark.jobs.folders.export import GGUF
+from quark.jobs.words import GGUF
 
 
 def is_mix(scheme: str, form: str) -> bool:
@@ -48,10 +48,10 @@ def mix_config(
     from quark.torch import gguf_config
 
     skeleton = load_meta_model(model, trust_remote_code)
-    return gguf_config(skeleton, scheme, algorithms, list(exclude or ()), _layer_rules(layers), imatrix)
+    return gguf_config(skeleton, scheme, algorithms, list(exclude or ()), layer_rules(layers), imatrix)
 
 
-def _layer_rules(layers: Sequence[str] | None) -> dict[str, str]:
+def layer_rules(layers: Sequence[str] | None) -> dict[str, str]:
     """Pattern -> scheme of --layer. Raises ConfigError for another form."""
     rules = {}
     for item in layers or []:
@@ -81,6 +81,6 @@ def scheme_config(
         algorithms,
         kv_cache_scheme=kv_cache,
         attention_scheme=attention,
-        layer_config=_layer_rules(layers),
+        layer_config=layer_rules(layers),
         exclude_layers=[*default_exclusions(kind), *(exclude or ())],
     )

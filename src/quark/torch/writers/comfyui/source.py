@@ -1,0 +1,136 @@
+"""What a file for ComfyUI is made of: a folder of diffusers, a pipeline with one denoiser, or one safetensors file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quark.base.files import require_regular
+from quark.base.json_objects import without_doubles
+from quark.errors import FormatError, NotSupportedError
+from quark.torch.checkpoint.safetensors_file import TensorFile
+from quark.torch.writers.comfyui.names import (
+    DenoiserKind,
+    OriginalTensor,
+    kind_of_class,
+    kind_of_file,
+    original_tensors,
+    without_prefix,
+)
+
+CONFIG, INDEX, FILE = "config.json", "model_index.json", "diffusion_pytorch_model.safetensors"
+CLASS = "_class_name"
+DENOISERS = ("transformer", "unet")
+"""Beginnings of the names of the folders of a pipeline that hold a denoiser."""
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class DenoiserSource:
+    """The tensors of a denoiser under the names of its authors. Headers are read; values when asked for.
+
+    Attributes:
+        kind: Its architecture.
+        tensors: In the order of the source.
+        places: Name of a part -> the file that holds it, and its name there.
+    """
+
+    kind: DenoiserKind
+    tensors: Sequence[OriginalTensor]
+    places: dict[str, tuple[TensorFile, str]]
+
+    def like(self, tensor: OriginalTensor) -> torch.Tensor:
+        """Shape and dtype, on the meta device."""
+        return tensor.like({part: self.places[part][0].meta(self.places[part][1]) for part in tensor.parts})
+
+    def read(self, tensor: OriginalTensor) -> torch.Tensor:
+        """The values."""
+        return tensor.of([file.read(name) for file, name in (self.places[part] for part in tensor.parts)])
+
+    def release(self, tensor: OriginalTensor) -> None:
+        """Give back the memory of what was read."""
+        for file, name in (self.places[part] for part in tensor.parts):
+            file.release(name)
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        likes = (self.like(tensor) for tensor in self.tensors)
+        return sum(like.numel() * like.dtype.itemsize for like in likes)
+
+
+def open_denoiser(path: Path) -> DenoiserSource:
+    """The denoiser at a path.
+
+    Raises:
+        FormatError: There is none, or its files cannot be read.
+        NotSupportedError: Its architecture or a tensor has no name in ComfyUI that is known here, it is quantized
+            already, or a pipeline has several.
+    """
+    if path.is_dir():
+        folder = _component(path)
+        class_name = str(_json(folder / CONFIG).get(CLASS))
+        places = _places(_files(folder))
+        kind = kind_of_class(class_name, places)
+        tensors = original_tensors(kind, places)
+    else:
+        require_regular(path)
+        file = TensorFile(path)
+        own = without_prefix(file.names)
+        places = {name: (file, stored) for name, stored in own.items()}
+        kind = kind_of_file(own)
+        tensors = [OriginalTensor(name, (name,)) for name in own]
+    source = DenoiserSource(kind, tensors, places)
+    for tensor in tensors:
+        like = source.like(tensor)
+        if like.ndim > 1 and like.dtype not in FLOATS:
+            raise NotSupportedError(
+                f"{path}: {tensor.name} is {like.dtype}, so the model is quantized already. Possible: the float model."
+            )
+    return source
+
+
+def _component(path: Path) -> Path:
+    """The folder of the one denoiser of a pipeline, or the folder itself."""
+    if not (path / INDEX).is_file():
+        return path
+    found = [name for name in _json(path / INDEX) if name.startswith(DENOISERS) and (path / name / CONFIG).is_file()]
+    if len(found) != 1:
+        what = f"has {len(found)} denoisers" if found else "has no denoiser"
+        possible = ", ".join(str(path / name) for name in found) or "a folder with model_index.json and transformer/"
+        raise FormatError(f"{path} {what}; a file for ComfyUI holds one. Possible: {possible}.")
+    return path / found[0]
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / f"{FILE}.index.json"
+    if index.is_file():
+        names = sorted(set(_json(index).get("weight_map", {}).values()))
+        return [folder / str(name) for name in names]
+    found = [folder / FILE] if (folder / FILE).is_file() else sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        raise FormatError(f"{folder} has {len(found)} safetensors files, and no {index.name}. Possible: {FILE}.")
+    return found
+
+
+def _places(files: list[Path]) -> dict[str, tuple[TensorFile, str]]:
+    places: dict[str, tuple[TensorFile, str]] = {}
+    for file in map(TensorFile, files):
+        places |= {name: (file, name) for name in file.names}
+    return places
+
+
+def _json(path: Path) -> dict[str, Any]:
+    require_regular(path)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_doubles)
+    except ValueError as error:
+        raise FormatError(f"{path} is no JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise FormatError(f"{path} holds no object.")
+    return found

@@ -1,0 +1,82 @@
+"""The tensors of a GGUF file of a denoiser, as tools/convert.py of ComfyUI-GGUF lays them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from quark.base.log import logger
+from quark.core.checks import naming
+from quark.core.spec import block_spec
+from quark.errors import NonFiniteError, NotSupportedError
+from quark.gguf import MIXES
+from quark.gguf.types import FLOAT_TYPES
+from quark.gguf.writer import DenoiserHeader, GgufTensor, write_file
+from quark.torch.calibration.calibrate import tensor_qparams
+from quark.torch.writers.comfyui.names import OriginalTensor
+from quark.torch.writers.comfyui.source import DenoiserSource
+from quark.torch.writers.comfyui.write import SMALL, PlannedLayer, file_shape
+from quark.torch.writers.gguf.format import GgufLayout
+
+LONGEST_NAME = 127
+
+
+def write_denoiser(
+    source: DenoiserSource, mix: str, plan: Mapping[str, PlannedLayer], file: Path, overwrite: bool
+) -> None:
+    """Write a GGUF file; it appears when all of it is written.
+
+    Args:
+        source: The denoiser.
+        mix: Which the file says it is.
+        plan: See `plan_blocks`.
+        file: The file to make.
+        overwrite: Replace the file if it is there.
+
+    Raises:
+        NotSupportedError: A name is too long for the readers.
+        NonFiniteError: A value is no number, or too large for its type; names the tensor.
+    """
+    tensors = [_tensor(source, tensor, plan) for tensor in source.tensors]
+    real = {tensor.name: tuple(source.like(tensor).shape) for tensor in source.tensors}
+    shapes = {tensor.name: real[tensor.name] for tensor in tensors if tensor.shape != real[tensor.name]}
+    write_file(file, DenoiserHeader(source.kind.gguf, MIXES[mix], shapes), tensors, overwrite)
+    logger.info("Exported to %s.", file)
+
+
+def _tensor(source: DenoiserSource, tensor: OriginalTensor, plan: Mapping[str, PlannedLayer]) -> GgufTensor:
+    if len(tensor.name) > LONGEST_NAME:
+        raise NotSupportedError(f"{tensor.name}: names of ComfyUI-GGUF have at most {LONGEST_NAME} letters.")
+    layer = plan.get(tensor.name.removesuffix(".weight"))
+    if layer is not None and layer.tensor is tensor:
+        kind, shape = str(layer.what).upper(), layer.shape
+    else:
+        kind, shape = _float_type(source, tensor), file_shape(source, tensor)
+    return GgufTensor(tensor.name, kind, shape, partial(_stored, source, tensor, kind, shape))
+
+
+def _float_type(source: DenoiserSource, tensor: OriginalTensor) -> str:
+    like = source.like(tensor)
+    single = any(part in tensor.name for part in source.kind.single)
+    if like.dtype == torch.float16:
+        return "F16"
+    # Of five dimensions: as tools/fix_5d_tensors.py adds them.
+    if like.ndim < 2 or like.ndim > 4 or like.numel() <= SMALL or single:
+        return "F32"
+    return FLOAT_TYPES[torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float16]
+
+
+def _stored(source: DenoiserSource, tensor: OriginalTensor, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The values as they lie in the file."""
+    x = source.read(tensor).reshape(shape)
+    with naming(tensor.name):
+        if kind not in FLOAT_TYPES.values():
+            spec = block_spec(kind.lower())
+            return GgufLayout(spec, x.dtype).store(x, tensor_qparams(x, spec))[""]
+        x = x.to({name: dtype for dtype, name in FLOAT_TYPES.items()}[kind])
+        if not bool(torch.isfinite(x).all()):
+            raise NonFiniteError(f"values are NaN or infinite as {kind}.")
+        return x
