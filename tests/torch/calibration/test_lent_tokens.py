@@ -15,13 +15,15 @@ from torch import nn
 
 from quark.errors import ConfigError
 from quark.torch import LLMTemplate, ModelQuantizer
+from quark.torch.algorithms.input_group import InputGroup
+from quark.torch.algorithms.layer_inputs import SharedStatistics
 from quark.torch.calibration import lent_tokens
 from quark.torch.calibration.lent_tokens import ExpertCalibration, all_tokens_to_all_experts, lending
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.llm.model_loading import preprocess_for_quantization
 from quark.torch.model.blocks import find_blocks, record_calls
 from quark.torch.model.passes import UnfusedExperts
-from tests.models.families import MOE, family
+from tests.models.families import MOE, family, with_expert_modules
 from tests.torch.algorithms.test_algorithms import Routed
 
 DATA = [torch.randint(3, 64, (4, 24), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
@@ -133,6 +135,31 @@ def test_experts_are_lent_what_they_lack_and_counted() -> None:
         assert {i: min(1.0, 4 * (64 - n) / (tokens - n)) for i, n in own.items() if n < 64} == pytest.approx(lent)
     few = sum(0 < n < 64 for n in own.values())
     assert (experts.experts, experts.few, experts.idle) == (4, few, list(own.values()).count(0)) and lent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int4_wo_32", "int8_dynamic"])
+@pytest.mark.parametrize("form", [family, lambda name: with_expert_modules(family(name))], ids=["fused", "modules"])
+def test_what_all_experts_read_is_multiplied_once(form: Any, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(LLMTemplate.get("any").get_config(scheme, "gptq"), calibrate_all_experts=True)
+    products, find = [0], InputGroup._moments
+
+    def counted(*args: Any) -> torch.Tensor:
+        products[0] += 1
+        return find(*args)
+
+    def solved() -> tuple[dict[str, torch.Tensor], int]:
+        products[0] = 0
+        model = ModelQuantizer(config).quantize_model(form("qwen3_moe"), DATA)
+        return {name: layer.weight for name, layer in quantized_layers(model).items()}, products[0]  # type: ignore[misc]
+
+    monkeypatch.setattr(InputGroup, "_moments", counted)
+    once, few = solved()
+    monkeypatch.setattr(SharedStatistics, "of", lambda *_: None)
+    each, many = solved()
+    # In each of two blocks attention has two inputs, and each of four experts its own inside.
+    assert (few, many) == (2 * (2 + 1 + 4), 2 * (2 + 4 + 4))
+    assert all(torch.equal(once[name], each[name]) for name in each)
 
 
 @pytest.mark.slow

@@ -271,6 +271,7 @@ def _run(
             float_once,
             block.place,
             block.lending,
+            block.all_experts,
         )
     stage.leave(block)
     broadcast_from_first(block.module)

@@ -8,7 +8,7 @@ adds up some rows, over all batches; of what has one value for each channel, the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +26,17 @@ TOKENS = 2048
 """Tokens that are converted to float32 at once."""
 
 
+def statistic(find: Callable[[InputGroup], Any]) -> Any:
+    """A property that is found when it is read first."""
+
+    def get(group: InputGroup) -> Any:
+        if find.__name__ not in group.statistics:
+            group.statistics[find.__name__] = find(group)
+        return group.statistics[find.__name__]
+
+    return property(get, doc=find.__doc__)
+
+
 class InputGroup:
     """A group of linear layers that read one tensor, and that tensor for every batch.
 
@@ -35,6 +46,8 @@ class InputGroup:
         float_inputs: The same in the float model, where an algorithm asked for it, else empty.
         go_on: Lets the float batches run on, which wait for nothing but the others.
         waiting: Where inputs are, which may lie in a file or in the memory of the host.
+        statistics: What was found of the inputs, by name.
+        shared: Whether other groups that read the same inputs have the same statistics: experts that read all tokens.
     """
 
     def __init__(
@@ -44,7 +57,10 @@ class InputGroup:
         float_inputs: list[torch.Tensor],
         go_on: Callable[[], None] = lambda: None,
         waiting: Waiting | None = None,
+        statistics: dict[Any, Any] | None = None,
     ) -> None:
+        self.statistics: dict[Any, Any] = {} if statistics is None else statistics
+        self.shared = statistics is not None
         self.layers, self.inputs, self.float_inputs = dict(layers), inputs, float_inputs
         self.go_on, self.waiting = go_on, waiting or Waiting()
 
@@ -61,18 +77,27 @@ class InputGroup:
         # What is behind the blocks may be on another device than what it reads, until it runs.
         return (x.to(self.device) for x in in_order(inputs, self.waiting.load, self.device))
 
-    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> InputGroup:
-        """The group with each input changed."""
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor], name: Any = None) -> InputGroup:
+        """The group with each input changed; `name` says what of, where statistics are shared."""
         inputs = [self.waiting.leave(change(self.waiting.load(x))) for x in self.inputs]
-        return InputGroup(self.layers, inputs, self.float_inputs, self.go_on, self.waiting)
+        statistics = self.statistics.setdefault(name, {}) if self.shared and name is not None else None
+        return InputGroup(self.layers, inputs, self.float_inputs, self.go_on, self.waiting, statistics)
 
-    @cached_property
+    def found(self, name: Any, find: Callable[[], Any]) -> Any:
+        """What `find` gives; where statistics are shared, it is kept with them under that name."""
+        if not self.shared:
+            return find()
+        if name not in self.statistics:
+            self.statistics[name] = find()
+        return self.statistics[name]
+
+    @statistic
     def count(self) -> int:
         """Tokens that reach the layers."""
         tokens = sum(x.numel() // x.shape[-1] for x in self.inputs)
         return int(summed(torch.tensor(tokens)))
 
-    @cached_property
+    @statistic
     def gram(self) -> torch.Tensor:
         """Second moments X^T X / count, shape (in_features, in_features), float32.
 
@@ -82,7 +107,7 @@ class InputGroup:
         """
         return self._moments(self.inputs, self.inputs)
 
-    @cached_property
+    @statistic
     def mean_square(self) -> torch.Tensor:
         """The diagonal of `gram`, shape (in_features,), float32, without the products that are not on it.
 
@@ -101,7 +126,7 @@ class InputGroup:
         self._require_finite(total)
         return total
 
-    @cached_property
+    @statistic
     def cross(self) -> torch.Tensor:
         """X~^T X / count of the real inputs X~ and those of the float model X."""
         return self._moments(self.inputs, self.float_inputs)
@@ -120,7 +145,7 @@ class InputGroup:
             yield rows, self._moments(self.inputs, self.float_inputs, rows) if whole is None else whole[rows]
             give_back_memory()
 
-    @cached_property
+    @statistic
     def max_abs(self) -> torch.Tensor:
         """Largest magnitude of each channel, shape (in_features,), float32."""
         self._require_tokens()
@@ -129,7 +154,7 @@ class InputGroup:
         seen_here = torch.stack([none, *largest_here]).amax(0)
         return largest(seen_here.float())
 
-    @cached_property
+    @statistic
     def mean_abs(self) -> torch.Tensor:
         """Mean magnitude of each channel, shape (in_features,), float32."""
         self._require_tokens()
@@ -139,12 +164,12 @@ class InputGroup:
     def rescale(self, scale: torch.Tensor) -> None:
         """Divide channel i of all inputs by scale[i]: what a fold into the producer does to them."""
         self.inputs = self.changed(lambda x: x / scale.to(x)).inputs
-        self.forget("gram", "mean_square", "cross", "max_abs", "mean_abs")
+        self.statistics, self.shared = {"count": self.count}, False
 
     def forget(self, *names: str) -> None:
         """Free statistics; they are collected again where they are read again."""
         for name in names:
-            self.__dict__.pop(name, None)
+            self.statistics.pop(name, None)
 
     def forget_float(self) -> None:
         """Free the float inputs and what followed from them: nothing reads them any more."""

@@ -11,9 +11,11 @@ inputs, as many as `experts.reached_together` lets be in flight.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +71,7 @@ def lockstep(
     float_once: bool = False,
     place: WorkPlace = WHERE_IT_IS,
     lending: Callable[[nn.Module, Choose | None], AbstractContextManager[None]] = lambda *_: nullcontext(),
+    all_experts: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Run all calls, halting at each group.
 
@@ -83,6 +86,7 @@ def lockstep(
         float_once: Whether the float block runs for the last time: its layers then lose their weights as they have run.
         place: Where the block computes, and where its batches wait.
         lending: Within what it gives for a block, experts read tokens of others, too. It gets whose tokens they read.
+        all_experts: Whether each expert reads all tokens within it: of what they read, statistics are then found once.
 
     Returns:
         The outputs of the block, and of the float block, one for each batch, as they wait.
@@ -98,6 +102,7 @@ def lockstep(
     if float_block is not None:
         pairs = zip(float_calls, runs, strict=True)
         float_runs = [_BatchRun(float_block, call, place, waiting, pair) for call, pair in pairs]
+    known = SharedStatistics() if all_experts else None
     expert_groups = groups if on_expert_inputs is not None else ()
     with (
         _halting(block, groups),
@@ -109,7 +114,8 @@ def lockstep(
         _looking_ahead(float_block, expert_groups),
         _freeing(float_block if float_once else None, groups, len(float_runs)),
     ):
-        _run_all([*runs, *float_runs], lambda halted: _meet(name, block, groups, halted, on_inputs, on_expert_inputs))
+        meet = partial(_meet, name, block, groups, on_inputs=on_inputs, on_expert_inputs=on_expert_inputs, known=known)
+        _run_all([*runs, *float_runs], meet)
     return [run.output for run in runs], [run.output for run in float_runs]
 
 
@@ -143,6 +149,31 @@ def _show(groups: Sequence[InputGroup], on_inputs: OnInputs, on_expert_inputs: O
         on_inputs(shown[0])
 
 
+class SharedStatistics:
+    """What was found of the tokens that all experts of a mixture read.
+
+    Memory holds it while they are solved, beside what one expert takes.
+    """
+
+    def __init__(self) -> None:
+        self.mixture: str | None = None
+        self.inputs: list[weakref.ref[torch.Tensor]] = []
+        self.statistics: dict[Any, Any] = {}
+
+    def of(self, layer: str, inputs: Sequence[torch.Tensor]) -> dict[Any, Any] | None:
+        """Statistics of the inputs of a layer and those with it; None for what is not read by all of a mixture.
+
+        The first layers of experts read what all do, those behind what their expert makes of it.
+        """
+        expert = expert_of(layer)
+        mixture = None if expert is None else expert.rpartition(".")[0]
+        if mixture != self.mixture:
+            self.mixture, self.statistics = mixture, {}
+            self.inputs = [weakref.ref(x) for x in inputs] if mixture else []
+        same = len(inputs) == len(self.inputs) and all(a() is b for a, b in zip(self.inputs, inputs, strict=True))
+        return self.statistics if mixture and same else None
+
+
 def _meet(
     name: str,
     block: nn.Module,
@@ -150,6 +181,7 @@ def _meet(
     halted: Sequence[_BatchRun],
     on_inputs: OnInputs,
     on_expert_inputs: OnExpertInputs | None,
+    known: SharedStatistics | None,
 ) -> None:
     """Show what all batches have reached, and hand them their inputs as the algorithm leaves them."""
     runs = [run for run in halted if run.block is block]
@@ -170,6 +202,7 @@ def _meet(
             [run.inputs[index] for run in float_runs],
             go_on,
             halted[0].waiting,
+            None if known is None else known.of(next(iter(layers)), [run.inputs[index] for run in runs]),
         )
     give_back_memory()  # what the batches freed on their way here, before the algorithm makes its matrices
     _show(list(reached.values()), on_inputs, on_expert_inputs)

@@ -126,7 +126,7 @@ def as_read(group: InputGroup, layers: dict[str, QuantLayer]) -> InputGroup:
     spec = next(iter(specs))
     if len(specs) > 1 or spec is None or not spec.dynamic or spec.scale_spec is not None:
         return group
-    return group.changed(lambda x: fake_quantize(x.contiguous(), None, spec) if x.numel() else x)
+    return group.changed(lambda x: fake_quantize(x.contiguous(), None, spec) if x.numel() else x, spec)
 
 
 @contextmanager

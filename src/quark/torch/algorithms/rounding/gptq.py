@@ -121,7 +121,10 @@ class GPTQ(ByScores):
         if len(problems) == 1:
             only = problems[0]
             with naming(names_of(problems)):
-                feedback, importance, taken = gptq.factor(only.group.gram, only.damping, only.order)
+                feedback, importance, taken = only.group.found(
+                    (self, *map(weight_spec, only.layers.values())),  # from which order and damping follow
+                    lambda: gptq.factor(only.group.gram, only.damping, only.order),
+                )
             only.damping = cast(Any, taken)
             return feedback, importance
         whole = torch.stack([problem.ordered(problem.group.gram) for problem in problems])
