@@ -15,13 +15,18 @@ of_diffusers.install()
 del documented_paths, of_diffusers
 
 
+CALLS = ("quantize", "evaluate", "compare", "convert")
+"""What commands do, as functions: see `quark.one_call`."""
+
+
 def __getattr__(name: str) -> Any:
-    """`quantize`, which is read when it is asked for."""
-    if name == "quantize":
-        return import_module("quark.one_call").quantize
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Possible: quantize, or import quark.{name}.")
+    """A call, which is read when it is asked for."""
+    if name in CALLS:
+        return getattr(import_module("quark.one_call"), name)
+    possible = f"{', '.join(CALLS)}, or import quark.{name}"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Possible: {possible}.")
 
 
 def __dir__() -> list[str]:
     """What can be asked for."""
-    return sorted([*(name for name in globals() if name.startswith("__")), "quantize"])
+    return sorted([*(name for name in globals() if name.startswith("__")), *CALLS])

@@ -1,4 +1,6 @@
-"""One call: `quark.quantize(model, "int4", data=...)`, for a module, a model folder or an ONNX file."""
+"""One call: `quark.quantize(model, "int4", data=...)`, for a module, a model folder or an ONNX file; and what the
+other commands do, as calls of the same words: `quark.evaluate`, `quark.compare`, `quark.convert`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,22 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quark.base.log import severity
 from quark.errors import ConfigError, QuarkError
 
+if TYPE_CHECKING:
+    from quark.jobs.compare import ComparedSchemes
+    from quark.jobs.evaluate import MeasuredFiles
+    from quark.jobs.folders.measure import MeasuredFolders
+    from quark.jobs.request import Kinds
+
 OF_THE_COMMAND = ("report", "write_recipe", "log_file")
 """Options that say what the command writes beside its output."""
+OF_QUANTIZE = {"for": "goal", "calib": "data", "force": "overwrite", "format": "export_format"}
+OF_CONVERT = {"export-format": "format"}
+"""Options that have other names as keywords."""
 IN_MEMORY = "transformers"
 """The goal of a module that stays in memory: every scheme computes there."""
 
@@ -68,7 +79,7 @@ def quantize(
     """
     words = (algorithm,) if isinstance(algorithm, str) else None if algorithm is None else tuple(algorithm)
     kept = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    with _spelled():
+    with _spelled(OF_QUANTIZE):
         if not isinstance(model, (str, os.PathLike)):
             data = _batches(model, data, samples)
             return _module(model, scheme, data, goal, output, bits, effort, words, [*kept], overwrite, options)
@@ -91,8 +102,7 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
     twice = sorted({*options} & {*said})
     if twice:
         raise ConfigError(f"{', '.join(twice)}: said twice. Possible: data= for calib, overwrite= for force.")
-    if printed := sorted({*options} & {*OF_THE_COMMAND}):
-        raise ConfigError(f"{', '.join(printed)}: written by the command alone. Possible: `quark quantize`.")
+    _refuse_of_command("quantize", options)
     said["goal"] = said["goal"] or ("onnxruntime" if is_onnx(model) else IN_MEMORY)
     if data is not None and not is_onnx(model):
         raise ConfigError(
@@ -109,25 +119,124 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
     return run_folder(job).made
 
 
+def evaluate(
+    float_model: str | os.PathLike[str], quantized: str | os.PathLike[str], *, data: Any = None, **options: Any
+) -> MeasuredFolders | MeasuredFiles:
+    """Run a float and a quantized model on the same held-out data, as `quark evaluate` does.
+
+    Args:
+        float_model: Folder of transformers, or an ONNX file.
+        quantized: What was made of it: a folder, a GGUF file or an ONNX file.
+        data: Path of a text, of a folder of images, audio or arrays, or of an .npz file.
+        options: The other options of `quark evaluate`: `windows=16`, `device="cuda"`; of ONNX files `samples=100`.
+
+    Returns:
+        Both models, and what was measured: `outputs` (name -> `sqnr`, `cosine`, `l2`, `psnr`), `sizes` in bytes and
+        `seconds` of each; of folders also `comparison.perplexity` and `damage`, of ONNX files `report.layers`.
+
+    Raises:
+        QuarkError: An option is unknown, or the models or the data cannot be read, or are not of each other.
+    """
+    from quark.jobs.evaluate import EVALUATE, EvaluateFiles, evaluate_files, evaluate_folders
+    from quark.jobs.request import request_for
+
+    with _spelled({}, EVALUATE):
+        _refuse_of_command("evaluate", options)
+        request = request_for(EVALUATE, float_model, {"data": data, **options}, quantized=Path(quantized))
+        return evaluate_files(request) if isinstance(request, EvaluateFiles) else evaluate_folders(request)
+
+
+def compare(
+    model: str | os.PathLike[str],
+    schemes: str | Sequence[str],
+    *,
+    calib: Any = None,
+    data: Any = None,
+    **options: Any,
+) -> ComparedSchemes:
+    """Quantize a model by each of several schemes, and measure what it gives, as `quark compare` does.
+
+    Args:
+        model: Folder of transformers, or an ONNX file; not changed, and nothing is written.
+        schemes: Names of schemes, mixes of GGUF or configurations of ONNX files, and families of them.
+        calib: Path of calibration data.
+        data: Path of held-out data. Default: `calib`.
+        options: The other options of `quark compare`.
+
+    Returns:
+        The row of the float model, and one for each scheme: `size` in bytes, `sqnr` in dB, `kl`, `perplexity`, or
+        `reason` where it is not possible.
+
+    Raises:
+        QuarkError: A word is unknown, data are missing, or no scheme can be used.
+    """
+    from quark.jobs.compare import COMPARE, resolve_comparison, run_comparison
+    from quark.jobs.request import request_for
+
+    with _spelled({}, COMPARE):
+        _refuse_of_command("compare", options)
+        said = {"schemes": schemes, "calib": calib, "data": data, **options}
+        return run_comparison(resolve_comparison(request_for(COMPARE, model, said)))
+
+
+def convert(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    format: str,
+    *,
+    requantize: str | None = None,
+) -> Path:
+    """Write a quantized model in another format, its codes as they are, as `quark convert` does.
+
+    Args:
+        model: A quantized folder, or a GGUF file.
+        output: Folder or GGUF file to make.
+        format: "quark", "awq", "gptq", "fp8", "compressed-tensors" or "gguf".
+        requantize: Scheme, or mix of GGUF, to round the values to anew: where the codes have no place.
+
+    Returns:
+        What a program opens.
+
+    Raises:
+        QuarkError: The model cannot be read, the format has no place for it, or the output is there already.
+    """
+    from quark.jobs.convert import CONVERT, require_quantized_model, resolve_conversion, run_conversion
+    from quark.jobs.request import request_for
+
+    with _spelled(OF_CONVERT, CONVERT):
+        request = request_for(CONVERT, model, {"output": output, "format": format, "requantize": requantize})
+        require_quantized_model(request.model)
+        return run_conversion(resolve_conversion(request))[0]
+
+
+def _refuse_of_command(command: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that say what a command writes beside its output."""
+    if printed := sorted({*options} & {*OF_THE_COMMAND}):
+        raise ConfigError(f"{', '.join(printed)}: written by the command alone. Possible: `quark {command}`.")
+
+
 @contextmanager
-def _spelled() -> Iterator[None]:
-    """Within: errors name keywords, in the place of options of the command line."""
+def _spelled(others: Mapping[str, str], kinds: Kinds[Any, Any] | None = None) -> Iterator[None]:
+    """Within: errors name keywords, in the place of options of the command line.
+
+    Args:
+        others: Option -> keyword, where these differ.
+        kinds: The requests of the command; None: those of `quark quantize`.
+    """
+    from quark.jobs.request import options_of
+
+    known = {*options_of(*(kinds or ())), *others.values()}
+
+    def keyword(flag: re.Match[str]) -> str:
+        # Of its value too, where one stands behind it; other words with dashes stay.
+        name = others.get(flag[1], flag[1].replace("-", "_"))
+        return flag[0] if name not in known else f"{name}=" if flag[2] else name
+
     try:
         yield
     except QuarkError as error:
-        error.args = tuple(re.sub(r"--([a-z][a-z-]*)( (?=['\d]))?", _keyword, str(part)) for part in error.args)
+        error.args = tuple(re.sub(r"--([a-z][a-z-]*)( (?=['\d]))?", keyword, str(part)) for part in error.args)
         raise
-
-
-def _keyword(flag: re.Match[str]) -> str:
-    """The keyword of an option, and of its value where one stands behind it; other words with dashes stay."""
-    from quark.jobs.request import options_of
-
-    named = {"for": "goal", "calib": "data", "force": "overwrite", "format": "export_format"}
-    name = named.get(flag[1], flag[1].replace("-", "_"))
-    if name not in (*options_of(), *named.values()):
-        return flag[0]
-    return f"{name}=" if flag[2] else name
 
 
 def _batches(model: Any, data: Any, samples: int | None) -> Any:

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 import quark as quark_package
 from quark.base.command_line import program
-from quark.commands.evaluate import evaluate
 from quark.commands.quantize import quantize
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs.options import key_of
@@ -204,7 +203,7 @@ def test_a_recipe_of_an_onnx_file_makes_it_again_and_lies_beside_nothing(tmp_pat
 def test_every_field_of_a_request_is_an_option_and_a_key() -> None:
     options = {param.name for param in typer.main.get_command(program(quantize)).params}  # type: ignore[attr-defined]
     assert options == {"model", *options_of()}
-    schema = recipe_model(evaluate).model_json_schema()
+    schema = recipe_model().model_json_schema()
     keys = set(schema["properties"]) | {
         f"{section.lower()}.{key}" for section, inner in schema["$defs"].items() for key in inner["properties"]
     }

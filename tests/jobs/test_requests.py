@@ -1,4 +1,4 @@
-"""Requests of Python: wrong words are refused before any work, in the words of the caller."""
+"""Requests: wrong words are refused before any work, in the words of the caller; calls do what commands do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import quark
 from quark.errors import ConfigError
 from quark.jobs import request_of
-from tests.models.torch_zoo import LANGUAGE_MODEL
+from tests.commands.program import quark as program
+from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"nonsense": 1}, "There is no option 'nonsense'"),
@@ -32,6 +33,44 @@ def test_wrong_words_are_refused_before_any_work(name: str, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=message):
         quark.quantize(LANGUAGE_MODEL, "int8_wo", output=tmp_path / "out", **said)
     assert not list(tmp_path.iterdir())
+
+
+OTHERS: dict[str, tuple[Any, str]] = {
+    "evaluate, unknown": (lambda to: quark.evaluate("f", "q", data="x", window=3), "no option 'window'.*'windows'"),
+    "evaluate, no data": (lambda to: quark.evaluate("f", "q"), "Missing option data or text, which f needs"),
+    "evaluate, other kind": (lambda to: quark.evaluate("f", "q", data="x", threads=2), "threads does not apply to f"),
+    "evaluate, twice": (lambda to: quark.evaluate("f", "q", data="x", text="y"), "data and text are the same option"),
+    "evaluate, report": (lambda to: quark.evaluate("f", "q", report="r"), "report: written by the command alone"),
+    "compare, no schemes": (lambda to: quark.compare("f", []), "schemes names none"),
+    "compare, scheme": (lambda to: quark.compare("f", "int9_wo", calib="x"), "Unknown scheme 'int9_wo'"),
+    "compare, no data": (lambda to: quark.compare("f", "int8_wo"), "Missing option calib or data, which f needs"),
+    "compare, too few": (lambda to: quark.compare("f", "int8_wo", length=1), "length=1 is none: it takes int of 2"),
+    "convert, format": (lambda to: quark.convert(LANGUAGE_MODEL, to, "gptqq"), "format='gptqq' is unknown"),
+    "convert, onnx": (lambda to: quark.convert(LANGUAGE_MODEL, to, "onnx"), "format=onnx|format onnx"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_wrong_words_of_other_calls_are_refused_before_any_work(name: str, tmp_path: Path) -> None:
+    call, message = OTHERS[name]
+    with pytest.raises(ConfigError, match=message):
+        call(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_calls_give_what_commands_print(tmp_path: Path) -> None:
+    made, text = tmp_path / "int8", TEXT / "heldout.txt"
+    quark.quantize(LANGUAGE_MODEL, "int8_wo", output=made)
+    done = program("evaluate", LANGUAGE_MODEL, made, "--data", text, "--windows", 2, "--length", 32)
+    found = quark.evaluate(LANGUAGE_MODEL, made, data=text, windows=2, length=32)
+    assert f"{found.outputs['logits'].sqnr:.2f}" in done.out
+    compared = quark.compare(LANGUAGE_MODEL, ["int8_wo"], data=text, windows=2, length=32)
+    (row,) = compared.schemes
+    assert (row.sqnr, row.perplexity) == (found.outputs["logits"].sqnr, found.comparison.perplexity[1])  # type: ignore[union-attr]
+    other = quark.convert(made, tmp_path / "ct", "compressed-tensors")
+    again = quark.evaluate(LANGUAGE_MODEL, other, data=text, windows=2, length=32)
+    assert again.outputs["logits"].sqnr == row.sqnr
 
 
 def test_one_text_is_one_of_several_and_places_are_paths() -> None:

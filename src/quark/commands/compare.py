@@ -2,59 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import typer
 
 from quark.base.progress import log_to
-from quark.commands.evaluate import Length, Samples, Threads, Windows
-from quark.commands.options.kinds import check_options, require, require_model
+from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
-from quark.commands.options.shared import (
-    BatchSize,
-    Device,
-    Dtype,
-    KeepUnexpected,
-    LogFileOption,
-    Mean,
-    ReportFile,
-    Std,
-    TrustRemoteCode,
-)
+from quark.commands.options.of_request import said_on, takes
 from quark.commands.quantize import Model
-from quark.errors import UsageError
-from quark.jobs.request import is_onnx
-from quark.jobs.words import check_words, members, scheme_names, usage
+from quark.jobs.compare import COMPARE, resolve_comparison, run_comparison
+from quark.jobs.request import request_for
+from quark.jobs.words import usage
 from quark.report.page import check_page
 
 
-def compare(
-    context: typer.Context,
-    model: Model,
-    schemes: Annotated[
-        list[str],
-        typer.Option(
-            help="Schemes, mixes of GGUF, or named configurations of an ONNX file, and families of them (int4); with "
-            "commas between them, or repeated."
-        ),
-    ],
-    calib: Annotated[Path | None, typer.Option(help="Calibration data, as of `quark quantize`.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Held-out data to measure on. Default: --calib.")] = None,
-    report: ReportFile = None,
-    log_file: LogFileOption = None,
-    length: Length = 256,
-    windows: Windows = 64,
-    device: Device = "cpu",
-    dtype: Dtype = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    keep_unexpected: KeepUnexpected = False,
-    samples: Samples = None,
-    batch_size: BatchSize = None,
-    mean: Mean = None,
-    std: Std = None,
-    threads: Threads = 1,
-) -> None:
+@takes(COMPARE)
+def compare(context: typer.Context, model: Model, **options: Any) -> None:
     """Quantize a model by each of several schemes, and compare size and accuracy; no model is written.
 
     Example: quark compare ./llama --schemes int8_wo,uint4_wo_32 --calib heldout.txt
@@ -63,39 +27,14 @@ def compare(
 
     Example: quark compare model.onnx --schemes A8W8,XINT8 --calib samples.npz
     """
-    check_options(context, model)
+    request = request_for(COMPARE, model, said_on(context, COMPARE))
     require_model(model)
-    names = _names(schemes, model)
-    measured = require(data or calib, "--calib or --data", model)
-    check_page(report, model, calib, data)
-    check_log_file(log_file, str(model), [calib, data, report])
-    say_first("Comparing schemes of", model, *names)
-    words = f"measured on {measured}" if data else f"measured on {measured}, the calibration data"
-    # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
-    if is_onnx(model):
-        from quark.commands.onnx_files.compare import compare_presets
-        from quark.jobs.run_file import calibration_reader
+    with usage():
+        job = resolve_comparison(request)
+    check_page(request.report, model, request.calib, request.data)
+    check_log_file(request.log_file, str(model), [request.calib, request.data, request.report])
+    say_first("Comparing schemes of", model, *job.names)
+    from quark.commands.results.compared import show  # imports numpy: after --help
 
-        readers = [calibration_reader(model, each, batch_size, mean, std) for each in (calib, measured)]
-        reader = require(readers[1], "--data", model)
-        with log_to(log_file):
-            compare_presets(model, names, readers[0], reader, samples, threads, words, report)
-        return
-    from quark.commands.folders.compare import compare_schemes
-
-    load = {"trust_remote_code": trust_remote_code, "keep_unexpected": keep_unexpected}
-    load_as = {"device": device, "dtype": dtype, **load}
-    with log_to(log_file):
-        compare_schemes(model, names, calib, measured, (length, windows), load_as, words, report)
-
-
-def _names(schemes: list[str], model: Path) -> list[str]:
-    """The schemes that were typed, each once; families of a model folder's are their members."""
-    names = list(dict.fromkeys(name.strip() for item in schemes for name in item.split(",") if name.strip()))
-    if not names:
-        raise UsageError("--schemes names none. Possible: several with commas between them, as in int8_wo,mxfp4.")
-    if not is_onnx(model):
-        names = members(names, scheme_names())
-        with usage():
-            check_words(names)
-    return names
+    with log_to(request.log_file):
+        show(job, run_comparison(job))

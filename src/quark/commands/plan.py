@@ -27,7 +27,7 @@ MODEL_HELP = "Folder of a Hugging Face model (config.json is enough), or an ONNX
 SCHEME_HELP = "A scheme or a configuration; `quark schemes` lists them."
 
 
-@takes(PLANNED)
+@takes(names=PLANNED)
 def plan(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help=MODEL_HELP)],

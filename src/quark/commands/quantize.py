@@ -87,11 +87,7 @@ def _folder(job: FolderJob) -> tuple[GoalChoice | None, Path]:
     # An ONNX file is compared with another ONNX file, which there is not; and a denoiser reads no text.
     if job.form not in (ONNX, COMFYUI) and not holds_denoiser(request.model):
         say_how_to_evaluate(request.model, made.made, request.calib)
-    names = [each if isinstance(each, str) else each.name for each in made.configured.algorithms]
-    words = f"Quantized by {', with '.join([title, *names])}."
-    load = {"device": request.device, "dtype": request.dtype, **request.load}
-    output = Path(request.output)
-    page_of_folder(request.report, request.model, output, request.calib, load, words, made.budget, made.errors)
+    page_of_folder(request, made)
     save_recipe(request.write_recipe, made.recipe)
     return made.configured.choice, made.made
 
@@ -109,8 +105,6 @@ def _file(job: FileJob) -> tuple[GoalChoice | None, Path]:
         console.print(recovery_line(made.recovery), highlight=False)
     console.print(size_line(made.name, made.before, made.after, made.seconds, made.written), highlight=False)
     say_how_to_evaluate(request.model, made.made, getattr(made.reader, "path", None))
-    if request.report is not None and made.reader is not None:
-        words = f"Quantized by {made.name}{made.written}."
-        page_of_file(request.report, request.model, made.made, made.reader, request.samples, words, made.recovery)
+    page_of_file(request, made)
     save_recipe(request.write_recipe, Recipe.of(request))
     return job.choice, made.made

@@ -12,15 +12,16 @@ import typer
 from quark.__version__ import __version__
 from quark.base.command_line import program
 from quark.base.log import logger
-from quark.commands.evaluate import evaluate
+from quark.commands.evaluate import evaluate_as
 from quark.commands.options.of_request import said_on
 from quark.commands.quantize import quantize, quantize_as
 from quark.errors import CalibrationError, ConfigError, FormatError, UsageError
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs import request_of
+from quark.jobs.evaluate import EVALUATE
 from quark.jobs.options import key_of
 from quark.jobs.recipes.recipe import data_digest, model_digest, said_by
-from quark.jobs.request import options_of
+from quark.jobs.request import options_of, request_for
 from quark.report.page import check_page
 
 PASS_ON = {"ignore_unknown_options": True}
@@ -33,7 +34,7 @@ def _print_schema(asked: bool) -> None:
     if asked:
         from quark.jobs.recipes.recipe_schema import recipe_model  # pydantic is slow to import
 
-        typer.echo(json.dumps(recipe_model(evaluate).model_json_schema(), indent=2))
+        typer.echo(json.dumps(recipe_model().model_json_schema(), indent=2))
         raise typer.Exit
 
 
@@ -57,7 +58,7 @@ def run(
     from quark.jobs.recipes.recipe_file import read_recipe
     from quark.jobs.recipes.recipe_schema import checked_recipe, recipe_model  # pydantic is slow to import
 
-    content = checked_recipe(read_recipe(recipe), recipe, recipe_model(evaluate))
+    content = checked_recipe(read_recipe(recipe), recipe, recipe_model())
     # A model and an output have to be there.
     command: Any = typer.main.get_command(program(quantize))
     with command.make_context("quark run", ["MODEL", "--output=", *(overrides or ())]) as context:
@@ -78,21 +79,7 @@ def run(
         _check_evaluation(evaluation, source)
     quantize_as(request_of(source, said))
     if evaluation is not None:
-        second: Any = typer.main.get_command(program(evaluate))
-        words = [*_words(second, evaluation), "--", str(source), said["output"]]
-        with second.make_context("quark run", words) as context:
-            second.invoke(context)
-
-
-def _words(command: Any, options: Mapping[str, Any]) -> list[str]:
-    """Options as words of a command line."""
-    words: list[str] = []
-    for param in command.params:
-        value = options.get(param.name)
-        if param.param_type_name == "option" and value is not None:
-            flag = max(param.opts, key=len)
-            words += [flag] * bool(value) if isinstance(value, bool) else [f"{flag}={value}"]
-    return words
+        evaluate_as(request_for(EVALUATE, source, said_by(evaluation, EVALUATE), quantized=Path(said["output"])))
 
 
 def _options(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 FOR_FOLDERS, FOR_FILES = "For a folder (PyTorch)", "For an ONNX file"
@@ -19,6 +19,7 @@ class RequestOption:
         metavar: What the help shows in place of a value.
         key: In a recipe, with a point between a section and what is in it; None: a recipe does not say it.
         changes_output: Whether another value makes other bytes; what does not is left out of the recipe in a folder.
+        required: Whether a command line has to say it.
     """
 
     help: str
@@ -27,11 +28,25 @@ class RequestOption:
     metavar: str | None = None
     key: str | None = ""
     changes_output: bool = True
+    required: bool = False
 
 
 def option(default: Any, help: str, *flags: str, **rest: Any) -> Any:
     """A field of a request. `flags` and `rest` are attributes of `RequestOption`."""
     return field(default=default, metadata={"option": RequestOption(help, flags, **rest)})
+
+
+def same_as(kind: type[Any], name: str, **changes: Any) -> Any:
+    """A field that means what one of another request does.
+
+    Args:
+        kind: The other request.
+        name: Of its field.
+        changes: `default`, or attributes of `RequestOption`, that differ.
+    """
+    (each,) = (each for each in fields(kind) if each.name == name)
+    default = changes.pop("default", each.default)
+    return field(default=default, metadata={"option": replace(option_of(each), **changes)})
 
 
 def option_of(each: Field[Any]) -> RequestOption:

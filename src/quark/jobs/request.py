@@ -1,7 +1,9 @@
-"""JobRequest: what was asked for, as one object: of the command line, of a recipe or of a Python call.
+"""Request: what was asked for, as one object: of the command line, of a recipe or of a Python call.
 
-A field is an option: its name here is the keyword of `quark.quantize`, and its help text stands here only. `said` names
-the fields that somebody gave; all others have their defaults.
+A field is an option: its name here is the keyword in Python, and its help text stands here only. `said` names the
+fields that somebody gave; all others have their defaults. A command has a pair of requests, of model folders and of
+ONNX files: what is in both is of either kind of model. Here is the pair of `quark quantize`; those of other commands
+stand beside what is done for them.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from quark.errors import ConfigError, UsageError, did_you_mean
 from quark.goals import GOALS
@@ -21,14 +23,24 @@ SAMPLES, LENGTH = 128, 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRequest:
-    """What may be asked for of either kind of model; see the help texts."""
+class ModelRequest:
+    """What every command is told.
+
+    Attributes:
+        model: A folder, or a file.
+        said: Names of the fields that somebody gave.
+    """
 
     model: Path
     said: frozenset[str] = frozenset()
 
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest(ModelRequest):
+    """What may be asked for of either kind of model that is quantized; see the help texts."""
+
     output: str = option("", "Folder or file to make.", "--output", "-o", metavar="PATH", key="output.path",
-                         changes_output=False)  # fmt: skip
+                         changes_output=False, required=True)  # fmt: skip
     goal: str | None = option(
         None,
         f"Program that is to run the result: {', '.join(GOALS)}. It chooses scheme and format.",
@@ -192,6 +204,11 @@ class FileRequest(JobRequest):
 
 WITH_A_GOAL = ("scheme", "bits")
 """Fields that are of an ONNX file only beside a goal."""
+A = TypeVar("A", bound=ModelRequest)
+B = TypeVar("B", bound=ModelRequest)
+Kinds: TypeAlias = tuple[type[A], type[B]]
+"""The requests of a command: of a model folder, and of an ONNX file."""
+QUANTIZE: Kinds[FolderRequest, FileRequest] = (FolderRequest, FileRequest)
 
 
 def is_onnx(model: Path) -> bool:
@@ -199,37 +216,45 @@ def is_onnx(model: Path) -> bool:
     return model.suffix.lower() == ".onnx"
 
 
-def options_of(kind: type[JobRequest] | None = None) -> dict[str, Field[Any]]:
-    """The fields that are options by their names, in the order of the help; of both kinds where none is named."""
-    found: dict[str, Field[Any]] = {}
-    for one in (kind,) if kind is not None else (FolderRequest, FileRequest):
-        for each in fields(one):
+def options_of(*kinds: type[ModelRequest]) -> dict[str, Field[Any]]:
+    """The fields that are options by their names, in the order of the help; of `QUANTIZE` where none is named."""
+    known: dict[str, Field[Any]] = {}
+    for kind in kinds or QUANTIZE:
+        for each in fields(kind):
             if "option" in each.metadata:
-                found.setdefault(each.name, each)
-    return found
+                known.setdefault(each.name, each)
+    return known
 
 
-def panel_of(name: str) -> str | None:
+def panel_of(name: str, kinds: Kinds[Any, Any] = QUANTIZE) -> str | None:
     """To which kind of model an option belongs; None: to both."""
-    if name in {each.name for each in fields(JobRequest)}:
+    of_folders, of_files = (name in options_of(kind) for kind in kinds)
+    if of_folders and of_files and name not in WITH_A_GOAL:
         return None
-    return FOR_FOLDERS if name in options_of(FolderRequest) else FOR_FILES
+    return FOR_FOLDERS if of_folders else FOR_FILES
 
 
 def request_of(model: str | os.PathLike[str], given: Mapping[str, Any]) -> FolderRequest | FileRequest:
+    """The request to quantize a model; see `request_for`."""
+    return request_for(QUANTIZE, model, given)
+
+
+def request_for(kinds: Kinds[A, B], model: str | os.PathLike[str], given: Mapping[str, Any], **places: Path) -> A | B:
     """The request for a model, of the kind that its path says.
 
     Args:
+        kinds: The requests of a command.
         model: A folder, or an ONNX file.
         given: Name of a field -> what was said. None says nothing.
+        places: Of further models, by the names of their fields.
 
     Raises:
         ConfigError: There is no such field, or the value is none for it.
         UsageError: The field is of the other kind of model.
     """
     path = Path(model)
-    kind = FileRequest if is_onnx(path) else FolderRequest
-    own, known = options_of(kind), options_of()
+    kind: type[A] | type[B] = kinds[is_onnx(path)]
+    own, known = options_of(kind), options_of(*kinds)
     for name in given:
         if name not in known:
             raise ConfigError(f"There is no option {name!r}. {did_you_mean(name, known)}")
@@ -237,15 +262,16 @@ def request_of(model: str | os.PathLike[str], given: Mapping[str, Any]) -> Folde
     allowed = own.keys() - ({*WITH_A_GOAL} if kind is FileRequest and "goal" not in said else {})
     for name in known:
         if name in said and name not in allowed:
-            raise _does_not_apply(known, name, path, kind)
-    return kind(model=path, said=frozenset(said), **said)
+            raise _does_not_apply(kinds, name, path)
+    return kind(model=path, said=frozenset(said), **said, **places)
 
 
-def _does_not_apply(known: Mapping[str, Field[Any]], name: str, path: Path, kind: type[JobRequest]) -> UsageError:
-    panel, mine = panel_of(name) or "", FOR_FILES if kind is FileRequest else FOR_FOLDERS
+def _does_not_apply(kinds: Kinds[Any, Any], name: str, path: Path) -> UsageError:
+    known, mine = options_of(*kinds), FOR_FILES if is_onnx(path) else FOR_FOLDERS
+    panel = panel_of(name, kinds) or ""
     return UsageError(
         f"{flag_of(known[name])} does not apply to {path}: it is {panel[0].lower()}{panel[1:]}. Possible here: "
-        f"{', '.join(flag_of(each) for each in known.values() if panel_of(each.name) == mine)}."
+        f"{', '.join(flag_of(each) for each in known.values() if panel_of(each.name, kinds) == mine)}."
     )
 
 

@@ -7,13 +7,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from quark.base.files import check_file
 from quark.base.log import logger
 from quark.errors import ConfigError, DamageError, NothingToQuantizeError, SlowerThanFloatError
-from quark.goals.efforts import FAST
-from quark.jobs.recovering import QUICK, Recovering, asked, recovery_of
+from quark.goals.efforts import BALANCED, FAST
 from quark.jobs.request import FileRequest
 from quark.jobs.resolve import FileJob
 from quark.jobs.words import onnx_algorithms
@@ -66,6 +65,58 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Recovering:
+    """How far to go; see `ModelQuantizer.recover`."""
+
+    budget: str
+    metric: str
+    target: float | None
+    quick: bool = False
+    allow_wider: bool = False
+
+    def run(
+        self,
+        quantizer: ModelQuantizer,
+        model: Path,
+        output: str,
+        reader: Any,
+        weights_alone: ModelQuantizer | None = None,
+        without_samples: ModelQuantizer | None = None,
+    ) -> tuple[str, Recovery]:
+        """Write the best that is found; return what it is in words, and the search."""
+        found = quantizer.recover(
+            model, output, reader,
+            budget=self.budget, metric=self.metric, target=self.target, quick=self.quick,
+            allow_wider=self.allow_wider, weights_alone=weights_alone, without_samples=without_samples,
+        )  # fmt: skip
+        types = [f"{count} {name} {kind}" for (name, kind), count in sorted(found.types.items())]
+        return ", ".join(types) or "no Q/DQ", found
+
+
+QUICK = Recovering("60s", "sqnr", None, quick=True)
+"""What a file gets for which no configuration is given: at most a minute."""
+
+
+def recovery_of(effort: str, has_data: bool) -> Recovering | None:
+    """What an effort of a goal means."""
+    if not has_data or effort == FAST:
+        return None
+    return QUICK if effort == BALANCED else Recovering("10m", "sqnr", None)
+
+
+def asked_recovery(request: FileRequest) -> Recovering | None:
+    """What a request asks for; None without --recover. Raises ConfigError for an option that then says nothing."""
+    if request.recover:
+        budget, metric = request.budget or "10m", request.metric or "sqnr"
+        return Recovering(budget, metric, request.reach, allow_wider=request.allow_wider)
+    given = {"--budget": request.budget, "--metric": request.metric, "--reach": request.reach}
+    for flag, value in (given | {"--allow-wider": request.allow_wider or None}).items():
+        if value is not None:
+            raise ConfigError(f"{flag} goes with --recover.")
+    return None
+
+
+@dataclass(frozen=True)
 class FileResult:
     """What was made of an ONNX file.
 
@@ -95,11 +146,8 @@ def run_file(job: FileJob) -> FileResult:
     Raises:
         QuarkError: What is asked for does not go together, or does not fit the model; what the flow raises.
     """
-    request = job.request
-    reader = job.data if job.data is not None else calibration_reader(
-        request.model, request.calib, request.batch_size, request.mean, request.std
-    )  # fmt: skip
-    recovery = asked(request)
+    request, reader = job.request, _calibration_data(job)
+    recovery = asked_recovery(request)
     if job.choice is not None:
         recovery = recovery or recovery_of(job.choice.effort, reader is not None)
     timing = Timing(request.measure, request.profile)
@@ -247,16 +295,43 @@ def named_config(name: str) -> Any:
     return QROWS[name].make(QConfig) if name in QROWS else Config(get_default_config(name))
 
 
-def calibration_reader(
-    model: Path, data: Path | None, batch_size: int | None, mean: str | None, std: str | None
-) -> PathDataReader | None:
-    """The samples of a folder or file; None without one. Raises ConfigError for options that then say nothing."""
-    if data is None:
-        for flag, value in (("--batch-size", batch_size), ("--mean", mean), ("--std", std)):
-            if value is not None:
-                raise ConfigError(f"{flag} describes the data, and there are none.")
-        return None
-    return PathDataReader(model, data, batch_size=batch_size, mean=numbers("--mean", mean), std=numbers("--std", std))
+class DescribesData(Protocol):
+    """A request that says how the data of an ONNX file are read."""
+
+    @property
+    def model(self) -> Path:
+        """The file."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of the data in a sample."""
+
+    @property
+    def mean(self) -> str | None:
+        """Of images, as it was written."""
+
+    @property
+    def std(self) -> str | None:
+        """Of images, as it was written."""
+
+
+def reader_of(request: DescribesData, data: Path) -> PathDataReader:
+    """The samples of a folder or file."""
+    mean, std = numbers("--mean", request.mean), numbers("--std", request.std)
+    return PathDataReader(request.model, data, batch_size=request.batch_size, mean=mean, std=std)
+
+
+def _calibration_data(job: FileJob) -> Any:
+    """The data of a job, or their reader; None without any. Raises ConfigError for options that then say nothing."""
+    request = job.request
+    if job.data is not None:
+        return job.data
+    if request.calib is not None:
+        return reader_of(request, request.calib)
+    for flag, value in (("--batch-size", request.batch_size), ("--mean", request.mean), ("--std", request.std)):
+        if value is not None:
+            raise ConfigError(f"{flag} describes the data, and there are none.")
+    return None
 
 
 def numbers(flag: str, text: str | None) -> list[float] | None:

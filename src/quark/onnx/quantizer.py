@@ -29,7 +29,7 @@ from quark.onnx.config.presets import get_default_config
 from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
 from quark.onnx.evaluation.cpu_price import cpu_price
-from quark.onnx.flow import finish
+from quark.onnx.flow.flow import finish
 from quark.onnx.graph.model_file import checked_proto, load, read
 from quark.onnx.graph.sessions import require_loads
 from quark.onnx.qdq.short_names import shorten_where_larger

@@ -131,7 +131,7 @@ def test_one_scale_a_weight_is_corrected_by_itself_where_there_are_samples_enoug
 
 @pytest.mark.slow
 def test_too_few_samples_are_refused_before_the_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quark.onnx.flow.decide", None)
+    monkeypatch.setattr("quark.onnx.flow.flow.decide", None)
     with pytest.raises(CalibrationError, match="at least 16 examples to tell errors from noise, got 15"):
         named("A8W8", 15, BiasCorrection=True)
     with pytest.raises(CalibrationError, match="got 12"):

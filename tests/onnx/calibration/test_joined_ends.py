@@ -11,7 +11,7 @@ import pytest
 from quark.onnx import ModelQuantizer
 from quark.onnx.evaluation.compare_models import compare_models
 from quark.onnx.graph.model_file import load
-from quark.onnx.parts.output_parts import output_parts
+from quark.onnx.graph.output_parts import output_parts
 from tests.models.onnx_zoo import Array, Builder, run
 
 

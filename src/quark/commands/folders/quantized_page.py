@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.commands.results.quantized import write_quantized_page
 from quark.errors import ConfigError
+from quark.jobs import FolderRequest
+from quark.jobs.evaluate import EvaluateFolders, evaluate_folders
 from quark.report.figures import MOST_BARS
 from quark.report.page import Figure, PageTable, Section
 
 if TYPE_CHECKING:
+    from quark.jobs.run_folder import FolderResult
     from quark.torch.algorithms.base import BlockErrors
     from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
 
@@ -23,33 +26,29 @@ BUDGETS = 24
 """Points on the line of what budgets give."""
 
 
-def page_of_folder(
-    page: Path | None,
-    model: Path,
-    output: Path,
-    calib: Path | None,
-    load: Mapping[str, Any],
-    words: str,
-    budget: tuple[SensitivityTable, BudgetChoice] | None,
-    errors: Sequence[BlockErrors] = (),
-) -> None:
+def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
     """Write the page of a folder that was made of another, and figures into its model card; nothing without a page."""
-    if page is None or calib is None:
+    if request.report is None or request.calib is None:
         return
-    from quark.commands.folders.measure import measure_folders
     from quark.commands.folders.report import folder_sections
-    from quark.jobs.folders.models import inputs_of, load_model
     from quark.torch.writers.model_card import add_figures
 
-    before, after = load_model(model, dequantize=True, **load), load_model(output, **load)
-    inputs = inputs_of(model, before)
-    found = measure_folders(model, output, before, after, inputs.read(calib, WINDOWS, LENGTH))
-    sections = folder_sections(model, output, found, inputs, f"{words}\nMeasured on the calibration data.")
-    if errors:
-        sections.insert(2, errors_section(errors))
-    if budget is not None:
-        sections.insert(2, budget_section(*budget))
-    write_quantized_page(page, output, model, sections)
+    output = Path(request.output)
+    found = evaluate_folders(
+        EvaluateFolders(
+            model=request.model, quantized=output, data=request.calib, windows=WINDOWS, length=LENGTH,
+            device=request.device, dtype=request.dtype, trust_remote_code=request.trust_remote_code,
+            keep_unexpected=request.keep_unexpected,
+        )
+    )  # fmt: skip
+    names = [each if isinstance(each, str) else each.name for each in result.configured.algorithms]
+    words = f"Quantized by {', with '.join([result.configured.title, *names])}."
+    sections = folder_sections(found, f"{words}\nMeasured on the calibration data.")
+    if result.errors:
+        sections.insert(2, errors_section(result.errors))
+    if result.budget is not None:
+        sections.insert(2, budget_section(*result.budget))
+    write_quantized_page(request.report, output, request.model, sections)
     add_figures(output, _figures(found))
 
 

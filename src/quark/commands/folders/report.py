@@ -8,15 +8,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
-from quark.commands.folders.measure import WHY_SLOW, MeasuredFolders
 from quark.commands.results.counted import counted
 from quark.core.granularity import PerTensor
 from quark.core.quantize import fake_quantize
+from quark.jobs.folders.measure import WHY_SLOW, MeasuredFolders
 from quark.report.figures import MOST_BARS, ClippedHistogram, bars, histogram, token_divergence
 from quark.report.page import Figure, PageTable, Section
 from quark.torch.layers.base import ROLES, QuantLayer
@@ -24,47 +23,40 @@ from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.batches import forward_batch, input_device
 
-if TYPE_CHECKING:
-    from quark.jobs.folders.model_inputs import ModelInputs
-
 MOST_HISTOGRAMS, MOST_TOKENS, CONTEXT = 6, 20, 12
 HUGE = 1e30
 """A value beyond each range: what it is quantized to is an end of the range."""
 
 
-def folder_sections(
-    float_model: Path, quantized: Path, found: MeasuredFolders, inputs: ModelInputs, words: str = ""
-) -> list[Section]:
+def folder_sections(found: MeasuredFolders, words: str = "") -> list[Section]:
     """The page of two folders.
 
     Args:
-        float_model, quantized: What was compared.
         found: What was found.
-        inputs: What the model takes.
         words: What was done, where that is known.
     """
     return [
-        _what(float_model, quantized, found, words),
+        Section("What was done", words, [_what(found)]),
         _costs(found),
-        _tokens(found, inputs),
+        _tokens(found),
         damage_section(found.damage),
         _ranges(found),
     ]
 
 
-def _what(float_model: Path, quantized: Path, found: MeasuredFolders, words: str) -> Section:
-    gguf = quantized.is_file()  # has no config.json: that of the float model says what it is
-    config = json.loads(((float_model if gguf else quantized) / "config.json").read_text(encoding="utf-8"))
+def _what(found: MeasuredFolders) -> PageTable:
+    gguf = found.quantized.is_file()  # has no config.json: that of the float model says what it is
+    config = json.loads(((found.model if gguf else found.quantized) / "config.json").read_text(encoding="utf-8"))
     schemes = Counter(_scheme(layer) for layer in quantized_layers(found.after).values())
     rows = [
-        ("float model", str(float_model)),
-        ("quantized model", str(quantized)),
+        ("float model", str(found.model)),
+        ("quantized model", str(found.quantized)),
         ("model type", str(config.get("model_type"))),
         ("format", "gguf" if gguf else str((config.get("quantization_config") or {}).get("quant_method"))),
         *((counted(count, "layer"), scheme) for scheme, count in schemes.most_common()),
         ("measured on", counted(len(found.batches), "sample")),
     ]
-    return Section("What was done", words, [PageTable(("", ""), rows)])
+    return PageTable(("", ""), rows)
 
 
 def _scheme(layer: QuantLayer) -> str:
@@ -95,7 +87,7 @@ def _costs(found: MeasuredFolders) -> Section:
     return Section("Size, latency, outputs", WHY_SLOW, [PageTable(headers, rows), of_outputs])
 
 
-def _tokens(found: MeasuredFolders, inputs: ModelInputs) -> Section:
+def _tokens(found: MeasuredFolders) -> Section:
     """How far the next token's distribution moved, at each token, and where most."""
     if not found.comparison.divergence:
         return Section("KL divergence by token")
@@ -108,7 +100,7 @@ def _tokens(found: MeasuredFolders, inputs: ModelInputs) -> Section:
     for place in values.nan_to_num(math.inf).argsort(descending=True)[:MOST_TOKENS].tolist():
         index = next(i for i, start in enumerate(starts) if start > place) - 1
         at = place - starts[index]
-        read = inputs.words(windows[index][max(0, at - CONTEXT + 1) : at + 1])
+        read = found.inputs.words(windows[index][max(0, at - CONTEXT + 1) : at + 1])
         rows.append((f"{float(values[place]):.4g}", str(index), str(at), "".join(read[:-1]) + f"[{read[-1]}]"))
     table = PageTable(("KL, nats", "window", "token", "what was read"), rows, f"The {len(rows)} tokens that moved most")
     shares = [f"{float(values.quantile(q)):.3g} at {q:.0%}" for q in (0.5, 0.9, 0.99)]

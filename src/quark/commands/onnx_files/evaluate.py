@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from rich.table import Table
 
@@ -11,37 +10,26 @@ from quark.base.command_line import new_table, results
 from quark.commands.onnx_files.report import onnx_sections
 from quark.commands.results.counted import counted
 from quark.core.metrics import Comparison
-from quark.onnx.calibration.data.inputs import file_bytes
-from quark.onnx.calibration.data.path_reader import PathDataReader
-from quark.onnx.evaluation.compare_models import ComparedLayer, compare_models
+from quark.jobs.evaluate import MeasuredFiles
+from quark.onnx.evaluation.compare_models import ComparedLayer
 from quark.report.page import write_page
 
 
-def evaluate_onnx(
-    float_model: Path,
-    quantized: Path,
-    reader: PathDataReader,
-    samples: int | None,
-    layers: int,
-    threads: int,
-    page: Path | None = None,
-) -> None:
-    """Run both on the data, print the tables, and write the page."""
-    report = compare_models(float_model, quantized, reader, samples, threads)
-    sizes = (file_bytes(float_model), file_bytes(quantized))
-    console = results()
-    console.print(_summary(sizes, report.latency, threads))
+def show_files(measured: MeasuredFiles) -> None:
+    """Print what was measured, and write the page that is asked for."""
+    request, report, reader, console = measured.request, measured.report, measured.reader, results()
+    console.print(_summary(measured.sizes, report.latency, request.threads))
     console.print(_outputs(report.outputs, f"{counted(report.samples, 'sample')} of {reader.path.name}"))
     if report.unlike:
         console.print(f"Not compared, as their shapes differ: {', '.join(report.unlike)}.", highlight=False)
-    console.print(_worst_layers(report.layers[:layers]))
-    if page is not None:
+    console.print(_worst_layers(report.layers[: request.layers]))
+    if request.report is not None:
         reader.rewind()
-        sections = onnx_sections(float_model, quantized, report, reader, threads)
-        console.print(f"Report: {write_page(page, f'{quantized.name} against {float_model.name}', sections)}")
+        title = f"{request.quantized.name} against {request.model.name}"
+        console.print(f"Report: {write_page(request.report, title, onnx_sections(measured))}")
 
 
-def _summary(sizes: tuple[int, int], latency: tuple[float, float], threads: int) -> Table:
+def _summary(sizes: Sequence[int], latency: tuple[float, float], threads: int) -> Table:
     words = f"{threads} thread" + ("s" if threads > 1 else "")
     table = new_table("", "size MB", f"latency ms ({words})", title="Float against quantized")
     for name, size, seconds in zip(("float", "quantized"), sizes, latency, strict=True):

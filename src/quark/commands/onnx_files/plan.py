@@ -20,16 +20,16 @@ from quark.core.spec import TensorSpec
 from quark.errors import NothingToQuantizeError
 from quark.jobs.run_file import CPU_TARGET, default_config, named_config
 from quark.onnx import ModelQuantizer
-from quark.onnx.bodies.body_model import as_model, bodies_of
 from quark.onnx.calibration.data.inputs import file_bytes
 from quark.onnx.config.serialized import as_scope
 from quark.onnx.config.settings import Settings
+from quark.onnx.flow.body_model import as_model, bodies_of
+from quark.onnx.flow.prepare import prepare, prepare_body
 from quark.onnx.graph.model_file import constant, load
 from quark.onnx.graph.scopes import nodes_of
 from quark.onnx.passes.store_float16 import LEAST_SIZE, store_float16
 from quark.onnx.placement.place import place
 from quark.onnx.placement.placement import Placement
-from quark.onnx.prepare import prepare, prepare_body
 
 SCALE = 4
 """Bytes of a scale."""

@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quark.commands.results.quantized import write_quantized_page
+from quark.jobs import FileRequest
+from quark.jobs.evaluate import EvaluateFiles, measure_files
 from quark.report.page import Figure, PageTable, Section
 
 if TYPE_CHECKING:
-    from quark.onnx.calibration.data.path_reader import PathDataReader
+    from quark.jobs.run_file import FileResult
     from quark.onnx.search.recovery.search import Recovery
 
 
-def page_of_file(
-    page: Path,
-    model: Path,
-    output: Path,
-    reader: PathDataReader,
-    samples: int | None,
-    words: str,
-    recovery: Recovery | None,
-) -> None:
-    """Write the page of an ONNX file that was made of another; it replaces a page that is there."""
+def page_of_file(request: FileRequest, result: FileResult) -> None:
+    """Write the page of an ONNX file that was made of another, if one is asked for and there are data."""
+    if request.report is None or result.reader is None:
+        return
     from quark.commands.onnx_files.report import onnx_sections
-    from quark.onnx.evaluation.compare_models import compare_models
 
-    reader.rewind()
-    report = compare_models(model, output, reader, samples)
-    reader.rewind()
-    sections = onnx_sections(model, output, report, reader, 1, f"{words}\nMeasured on the calibration data.")
-    if recovery is not None:
-        sections.insert(2, _recovery(recovery))
-    write_quantized_page(page, output, model, sections)
+    result.reader.rewind()
+    evaluation = EvaluateFiles(model=request.model, quantized=result.made, samples=request.samples)
+    found = measure_files(evaluation, result.reader)
+    result.reader.rewind()
+    words = f"Quantized by {result.name}{result.written}.\nMeasured on the calibration data."
+    sections = onnx_sections(found, words)
+    if result.recovery is not None:
+        sections.insert(2, _recovery(result.recovery))
+    write_quantized_page(request.report, result.made, request.model, sections)
 
 
 def _recovery(found: Recovery) -> Section:

@@ -7,13 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from quark.commands.results.counted import counted
-from quark.onnx.calibration.data.inputs import Feed, file_bytes, model_inputs
+from quark.jobs.evaluate import MeasuredFiles
+from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.padding import without_padding
 from quark.onnx.calibration.data.readers import samples
-from quark.onnx.evaluation.compare_models import ComparedLayer, Report
+from quark.onnx.evaluation.compare_models import ComparedLayer
 from quark.onnx.evaluation.kernel_graph import KINDS, kernel_graph
 from quark.onnx.evaluation.layer_weights import LayerWeights
 from quark.onnx.evaluation.ort_fusion import Fusion, inspect_fusion
@@ -28,49 +28,43 @@ MOST_NODES = 2500
 """Nodes of a graph that is drawn: a browser takes long for more, and nobody finds anything."""
 
 
-def onnx_sections(
-    float_model: Path, quantized: Path, report: Report, reader: Any, threads: int, words: str = ""
-) -> list[Section]:
+def onnx_sections(found: MeasuredFiles, words: str = "") -> list[Section]:
     """The page of two files.
 
     Args:
-        float_model, quantized: What was compared.
-        report: What was found.
-        reader: The data, at their beginning.
-        threads: With which latency was measured.
+        found: What was found, its reader at the beginning.
         words: What was done, where that is known.
     """
-    weights = LayerWeights(float_model, quantized)
-    header = read_header(float_model)
-    feeds = list(itertools.islice(samples(without_padding(reader, header), model_inputs(header)), HISTOGRAM_SAMPLES))
-    fusion = inspect_fusion(quantized)
+    model, quantized = found.request.model, found.request.quantized
+    weights = LayerWeights(model, quantized)
     return [
-        _what(float_model, quantized, report, words),
-        _costs(float_model, quantized, report, threads),
-        damage_section(float_model, report.layers, weights),
-        _ranges(float_model, quantized, report.layers, feeds, weights),
-        _kernels(quantized, fusion),
+        Section("What was done", words, [_what(found)]),
+        _costs(found),
+        damage_section(model, found.report.layers, weights),
+        _ranges(found, weights),
+        _kernels(quantized, inspect_fusion(quantized)),
     ]
 
 
-def _what(float_model: Path, quantized: Path, report: Report, words: str) -> Section:
+def _what(found: MeasuredFiles) -> PageTable:
     import onnx_ir as ir  # behind quark.onnx, which says what brings a package that is missing
 
-    proto = read_header(quantized)
+    proto = read_header(found.request.quantized)
     types = element_types(ir.from_proto(proto))
     opsets = ", ".join(f"{entry.domain or 'ai.onnx'} {entry.version}" for entry in proto.opset_import)
     rows = [
-        ("float model", str(float_model)),
-        ("quantized model", str(quantized)),
+        ("float model", str(found.request.model)),
+        ("quantized model", str(found.request.quantized)),
         *(("element type", f"{name}: {count} {kind}") for (name, kind), count in sorted(types.items())),
         ("operators", opsets),
-        ("measured on", counted(report.samples, "sample")),
+        ("measured on", counted(found.report.samples, "sample")),
     ]
-    return Section("What was done", words, [PageTable(("", ""), rows)])
+    return PageTable(("", ""), rows)
 
 
-def _costs(float_model: Path, quantized: Path, report: Report, threads: int) -> Section:
-    sizes, seconds = [file_bytes(path) / 1e6 for path in (float_model, quantized)], report.latency
+def _costs(measured: MeasuredFiles) -> Section:
+    report, threads = measured.report, measured.request.threads
+    sizes, seconds = [size / 1e6 for size in measured.sizes], report.latency
     rows = [
         ("float", f"{sizes[0]:.2f}", "", f"{seconds[0] * 1e3:.3f}", ""),
         ("quantized", f"{sizes[1]:.2f}", f"{sizes[1] / sizes[0]:.1%}", f"{seconds[1] * 1e3:.3f}",
@@ -119,11 +113,12 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _ranges(
-    float_model: Path, quantized: Path, layers: Sequence[ComparedLayer], feeds: Sequence[Feed], weights: LayerWeights
-) -> Section:
-    found = value_ranges(float_model, quantized, layers, feeds, weights)
-    figures = [Figure(histogram(each), each.caption) for each in found]
+def _ranges(found: MeasuredFiles, weights: LayerWeights) -> Section:
+    request, header = found.request, read_header(found.request.model)
+    inputs = model_inputs(header)
+    feeds = list(itertools.islice(samples(without_padding(found.reader, header), inputs), HISTOGRAM_SAMPLES))
+    ranges = value_ranges(request.model, request.quantized, found.report.layers, feeds, weights)
+    figures = [Figure(histogram(each), each.caption) for each in ranges]
     words = f"Float values over {len(feeds)} samples, worst output first; lines where the codes end."
     return Section("Ranges of the worst layers", words if figures else "", figures=figures)
 

@@ -4,54 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from quark.base.command_line import new_table, results
+from quark.jobs.compare import ComparedSchemes, ComparisonJob, SchemeResult
 from quark.report.figures import scatter
 from quark.report.page import Figure, PageTable, Section, write_page
 
 
-@dataclass(frozen=True)
-class SchemeResult:
-    """What one scheme gives.
-
-    Attributes:
-        name: Of the scheme or preset.
-        size: Bytes of the weights, or of the file.
-        sqnr: Of the worst output, in dB.
-        kl: Mean KL divergence of the next token in nats; None for other models.
-        perplexity: None for other models.
-        seconds: Latency; None where it is not measured.
-        reason: Why there is no result; "" where there is one.
-    """
-
-    name: str
-    size: int = 0
-    sqnr: float = math.nan
-    kl: float | None = None
-    perplexity: float | None = None
-    seconds: float | None = None
-    reason: str = ""
-
-
-def show(model: Path, float_row: SchemeResult, rows: Sequence[SchemeResult], words: str, page: Path | None) -> None:
-    """Print the table, and write the page.
-
-    Args:
-        model: What was quantized.
-        float_row: The float model.
-        rows: Of the schemes, as they were asked for.
-        words: What it was measured on.
-        page: Where the page goes; None: there is none.
-    """
-    headers, cells = _cells(float_row, rows)
-    table = new_table(*headers, title=f"Schemes of {model.name}, {words}")
+def show(job: ComparisonJob, compared: ComparedSchemes) -> None:
+    """Print the table, and write the page that is asked for."""
+    request, rows = job.request, compared.schemes
+    headers, cells = _cells(compared.float_model, rows)
+    table = new_table(*headers, title=f"Schemes of {request.model.name}, {job.words}")
     for row in cells:
         table.add_row(*row)
     console = results()
     console.print(table)
-    if page is None:
+    if request.report is None:
         return
     done = [row for row in rows if not row.reason]
     if any(row.kl is not None for row in done):
@@ -60,8 +29,10 @@ def show(model: Path, float_row: SchemeResult, rows: Sequence[SchemeResult], wor
     else:
         points = [(row.name, row.size / 1e6, row.sqnr) for row in done]
         drawn = scatter(points, "size, MB", "SQNR of the worst output, dB; higher is better", log=False)
-    section = Section("Size against accuracy", f"{model}: {words}.", [PageTable(headers, cells)], [Figure(drawn)])
-    console.print(f"Report: {write_page(page, f'Schemes of {model.name}', [section])}")
+    section = Section(
+        "Size against accuracy", f"{request.model}: {job.words}.", [PageTable(headers, cells)], [Figure(drawn)]
+    )
+    console.print(f"Report: {write_page(request.report, f'Schemes of {request.model.name}', [section])}")
 
 
 def _cells(float_row: SchemeResult, rows: Sequence[SchemeResult]) -> tuple[list[str], list[list[str]]]:

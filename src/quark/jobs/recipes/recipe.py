@@ -20,7 +20,7 @@ from quark.base.files import atomic_file, check_apart, check_file, digest_of, re
 from quark.base.yaml_objects import write_yaml
 from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.jobs.options import key_of, option_of
-from quark.jobs.request import JobRequest, options_of
+from quark.jobs.request import QUANTIZE, JobRequest, Kinds, options_of
 from quark.jobs.words import split_algorithm
 
 RECIPE = "quark_recipe.yaml"
@@ -143,13 +143,17 @@ def _plain(name: str, value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def said_by(options: Mapping[str, Any]) -> dict[str, Any]:
+def said_by(options: Mapping[str, Any], kinds: Kinds[Any, Any] = QUANTIZE) -> dict[str, Any]:
     """The values of a recipe as fields of a request: paths, and words of layers and of algorithms.
+
+    Args:
+        options: Name of a field -> its value in the recipe.
+        kinds: Of which requests they are.
 
     Raises:
         ConfigError: Parameters of an algorithm that its word cannot say.
     """
-    known = options_of()
+    known = options_of(*kinds)
     return {name: _as_field(name, known[name], value) for name, value in options.items()}
 
 

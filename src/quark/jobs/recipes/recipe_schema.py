@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Union
@@ -12,15 +11,14 @@ from typing import Annotated, Any, Union
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from quark.errors import ConfigError, did_you_mean
+from quark.jobs.evaluate import EVALUATE
 from quark.jobs.options import key_of, option_of
 from quark.jobs.recipes.recipe import FORMAT
-from quark.jobs.request import FileRequest, FolderRequest, options_of
+from quark.jobs.request import QUANTIZE, Kinds, options_of
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 NUMBERS_TOO = ("mean", "std")
 """Texts of the command line that look like numbers in YAML."""
-NOT_OF_EVALUATE = ("context", "trust_remote_code", "float_model", "quantized", "text")
-"""What of `quark evaluate` is no key: what is evaluated, code that is run, and the second name of the data."""
 SECTIONS = {
     "data": "Calibration data, and how samples are taken.",
     "output": "What is written.",
@@ -30,19 +28,13 @@ SECTIONS = {
 
 
 @cache
-def recipe_model(evaluate: Callable[..., Any]) -> type[BaseModel]:
-    """The class of a recipe.
-
-    Args:
-        evaluate: The command that measures what was made.
-    """
+def recipe_model() -> type[BaseModel]:
+    """The class of a recipe."""
     fields: dict[str, dict[str, Any]] = {section: {} for section in ("", *SECTIONS)}
-    hints = typing.get_type_hints(FileRequest) | typing.get_type_hints(FolderRequest)
-    for name, each in options_of().items():
-        if (place := key_of(each)) is not None:
-            section, _, key = place.rpartition(".")
-            fields[section][key] = _field(name, hints[name], option_of(each).help, option_of(each).least)
-    fields["evaluation"] = _fields(evaluate, NOT_OF_EVALUATE)
+    for place, each in _places(QUANTIZE).items():
+        section, _, key = place.rpartition(".")
+        fields[section][key] = each
+    fields["evaluation"] = _places(EVALUATE)
     fields["made_with"] = {
         key: (str | None, Field(None, description=text))
         for key, text in {
@@ -59,11 +51,15 @@ def recipe_model(evaluate: Callable[..., Any]) -> type[BaseModel]:
     return create_model("Recipe", __config__=STRICT, **top)
 
 
-def _fields(command: Callable[..., Any], without: tuple[str, ...]) -> dict[str, Any]:
-    """A field of pydantic for each parameter of a command."""
-    hints = typing.get_type_hints(command, include_extras=True)
-    parts = {name: typing.get_args(hint) for name, hint in hints.items() if name not in (*without, "return")}
-    return {name: _field(name, kind, option.help, option.min) for name, (kind, option) in parts.items()}
+def _places(kinds: Kinds[Any, Any]) -> dict[str, Any]:
+    """Key of a recipe -> a field of pydantic, for each option of requests that a recipe may say."""
+    of_folders, of_files = map(typing.get_type_hints, kinds)
+    hints = of_files | of_folders
+    return {
+        key: _field(name, hints[name], option_of(each).help, option_of(each).least)
+        for name, each in options_of(*kinds).items()
+        if (key := key_of(each)) is not None
+    }
 
 
 def _field(name: str, kind: Any, meaning: str | None, least: float | None) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.padding import Padding, without_padding
 from quark.onnx.calibration.data.readers import samples
 from quark.onnx.graph.model_file import read
+from quark.onnx.graph.output_parts import OutputPart, output_parts, parts_of
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import open_session, run_sample
-from quark.onnx.parts.output_parts import OutputPart, output_parts, parts_of
 
 DECODED = "_DequantizeLinear_Output"
 OUTPUT = "_QuantizeLinear_Input"
@@ -90,7 +90,7 @@ class Report:
 
     Attributes:
         samples: How many samples were read.
-        outputs: An output of the model, or a part of it (`parts/output_parts.py`), as text -> its comparison.
+        outputs: An output of the model, or a part of it (`graph/output_parts.py`), as text -> its comparison.
         layers: Worst first.
         latency: Seconds for the first sample, median: of the float and of the quantized model.
         unlike: Outputs that cannot be compared: their shapes follow from the values (NonMaxSuppression), and differ.
@@ -123,42 +123,64 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
     """
     models = (read_header(float_model), read_header(quantized))
     names = _common_outputs(*models)
-    layers = match_layers(*(model.graph for model in models))
     plain = [open_session(path, threads=threads) for path in (float_model, quantized)]
-    tensors = ([a for a, _, _ in layers], [b for _, b, _ in layers])
-    places = (float_model.parent, quantized.parent)
-    inner = [instrumented(*each, threads) for each in zip(models, places, tensors, strict=True)]
+    layers = _Layers(models, (float_model.parent, quantized.parent), threads)
     whole = read(float_model)
     padding = Padding.of(whole)
-    parts = parts_of(names, output_parts(whole))
-    outputs, found = {part: Comparison() for part in parts}, [layer for _, _, layer in layers]
-    count, latency = 0, (0.0, 0.0)
-    unlike: set[int] = set()
+    outputs = {part: Comparison() for part in parts_of(names, output_parts(whole))}
+    count, latency, unlike = 0, (0.0, 0.0), set[int]()
     for feed in progress(samples(without_padding(data, whole), model_inputs(models[0]), limit), "evaluation"):
         latency = latency if count else _latency(plain, feed)
         runs = [padding.at_real(feed, run_sample(session, names, feed)) for session in plain]
         arrays = [dict(zip(names, each, strict=True)) for each in runs]
-        _update(outputs.values(), *([_of(part, each) for part in parts] for each in arrays), unlike=unlike)
-        if layers:
-            _update(
-                found,
-                *(padding.at_real(feed, run_sample(*s, feed)) for s in zip(inner, tensors, strict=True)),
-                unlike=unlike,
-            )
+        _update(outputs.values(), *([_of(part, each) for part in outputs] for each in arrays), unlike=unlike)
+        layers.update(feed, padding)
         count += 1
     if not count:
         raise CalibrationError("There is no data: at least one sample is needed.")
-    seen = [layer for layer in found if layer.damage.count and math.isfinite(layer.damage.signal)]
-    seen = [layer for layer in seen if id(layer) not in unlike]
-    others = tuple(dict.fromkeys(part.tensor for part, found in outputs.items() if id(found) in unlike))
-    alike = {str(part): found for part, found in outputs.items() if part.tensor not in others}
+    seen = [layer for layer in layers.alike if layer.damage.count and math.isfinite(layer.damage.signal)]
+    alike, others = _apart(outputs, unlike)
     return Report(count, alike, sorted(seen, key=lambda layer: layer.sqnr), latency, others)
+
+
+def _apart(outputs: Mapping[OutputPart, Comparison], unlike: set[int]) -> tuple[dict[str, Comparison], tuple[str, ...]]:
+    """The parts of outputs that can be compared, and the outputs that cannot."""
+    others = tuple(dict.fromkeys(part.tensor for part, found in outputs.items() if id(found) in unlike))
+    return {str(part): found for part, found in outputs.items() if part.tensor not in others}, others
 
 
 def _of(part: OutputPart, arrays: Mapping[str, Any]) -> Any:
     """A part of an output; what is no array, or has fewer axes, as it is."""
     array = arrays[part.tensor]
     return part.of(array) if isinstance(array, np.ndarray) and array.ndim > (part.axis or 0) else array
+
+
+class _Layers:
+    """The layers of a float and a quantized model, in sessions that give every tensor.
+
+    Args:
+        models: Both; they get more outputs.
+        folders: Where their weights lie.
+        threads: Threads of each session.
+    """
+
+    def __init__(self, models: Sequence[onnx.ModelProto], folders: Sequence[Path | None], threads: int) -> None:
+        matched = match_layers(*(model.graph for model in models))
+        self._layers, self._unlike = [layer for _, _, layer in matched], set[int]()
+        self._tensors = ([a for a, _, _ in matched], [b for _, b, _ in matched])
+        self._sessions = [instrumented(*each, threads) for each in zip(models, folders, self._tensors, strict=True)]
+
+    def update(self, feed: Feed, padding: Padding | None = None) -> None:
+        """Compare the layers on a sample, at its real positions."""
+        if self._layers:
+            runs = [run_sample(*each, feed) for each in zip(self._sessions, self._tensors, strict=True)]
+            runs = runs if padding is None else [padding.at_real(feed, run) for run in runs]
+            _update(self._layers, *runs, unlike=self._unlike)
+
+    @property
+    def alike(self) -> list[ComparedLayer]:
+        """Those whose tensors had one shape in both models."""
+        return [layer for layer in self._layers if id(layer) not in self._unlike]
 
 
 def damaged_layers(
@@ -171,29 +193,29 @@ def damaged_layers(
         feeds: Samples.
     """
     protos = [read_header(each) if isinstance(each, Path) else each for each in (model, quantized)]
-    matched = match_layers(*(proto.graph for proto in protos))
-    constants = {tensor.name for tensor in protos[0].graph.initializer}
-    constants |= {name for node in protos[0].graph.node if node.op_type == "Constant" for name in node.output}
-    given = {value.name for value in protos[0].graph.input}
-    reads = {name: set(node.input) - constants - {""} for node in protos[0].graph.node for name in node.output}
-    layers, tensors = [layer for _, _, layer in matched], ([a for a, _, _ in matched], [b for _, b, _ in matched])
-    places = [each.parent if isinstance(each, Path) else None for each in (model, quantized)]
-    inner = [instrumented(*each, 1) for each in zip(protos, places, tensors, strict=True)]
-    unlike: set[int] = set()
+    layers = _Layers(protos, [each.parent if isinstance(each, Path) else None for each in (model, quantized)], 1)
+    reads, given = _reads(protos[0].graph), {value.name for value in protos[0].graph.input}
     for feed in feeds:
-        _update(layers, *(run_sample(*each, feed) for each in zip(inner, tensors, strict=True)), unlike=unlike)
-    known = {layer.tensor: layer for layer in layers if layer.damage.signal and id(layer) not in unlike}
+        layers.update(feed)
+    known = {layer.tensor: layer for layer in layers.alike if layer.damage.signal}
     lost = []
     for name, layer in known.items():
         if reads[name] and reads[name] <= known.keys() | given:
             before = min((known[read].sqnr for read in reads[name] - given), default=LOSSLESS)
-            if layer.sqnr < min(before, LOSSLESS):
-                lost.append((layer, min(before, LOSSLESS)))
+            lost.append((layer, min(before, LOSSLESS)))
     worst: dict[str, tuple[ComparedLayer, float]] = {}
     for layer, before in sorted(lost, key=lambda each: each[0].sqnr - each[1]):
         # Of several outputs of a node the one that loses most.
-        worst.setdefault(layer.node, (layer, before))
+        if layer.sqnr < before:
+            worst.setdefault(layer.node, (layer, before))
     return list(worst.values())
+
+
+def _reads(graph: onnx.GraphProto) -> dict[str, set[str]]:
+    """Tensor -> what the node that makes it reads, constants left out."""
+    constants = {tensor.name for tensor in graph.initializer}
+    constants |= {name for node in graph.node if node.op_type == "Constant" for name in node.output}
+    return {name: set(node.input) - constants - {""} for node in graph.node for name in node.output}
 
 
 def _common_outputs(before: onnx.ModelProto, after: onnx.ModelProto) -> list[str]:
@@ -216,24 +238,26 @@ def match_layers(before: onnx.GraphProto, after: onnx.GraphProto) -> list[tuple[
     effect, the decoded tensor is that after the Relu.
     """
     made = {name: node for node in after.node for name in node.output}
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in before.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
     decoded = {source_of(name, made): name for name, node in made.items() if node.name.endswith(PAIR)}
+    dropped = _dropped_activations(before, {*made, *decoded})
     found = []
-    for node in before.node:
-        for name in filter(None, node.output):
-            there = name + DECODED if name + DECODED in made else decoded.get(name, name)
-            if there not in made or node.op_type == "Constant":
-                continue
-            alone = readers.get(name, [])
-            follower = alone[0] if len(alone) == 1 and alone[0].op_type in ("Relu", "Clip") else None
-            gone = follower is not None and not {follower.output[0], follower.output[0] + DECODED} & {*made, *decoded}
-            tensor = follower.output[0] if follower is not None and gone else name
-            maker = _maker(there, made)
+    for name in (name for node in before.node if node.op_type != "Constant" for name in node.output if name):
+        there = name + DECODED if name + DECODED in made else decoded.get(name, name)
+        if there in made:
+            tensor, maker = dropped.get(name, name), _maker(there, made)
             found.append((tensor, there, ComparedLayer(maker.name or maker.op_type, maker.op_type, tensor)))
     return found
+
+
+def _dropped_activations(graph: onnx.GraphProto, present: Container[str]) -> dict[str, str]:
+    """Tensor that a Relu or Clip alone reads, which the quantized graph lacks -> what that gives."""
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    alone = {name: nodes[0] for name, nodes in readers.items() if len(nodes) == 1}
+    after = {name: node.output[0] for name, node in alone.items() if node.op_type in ("Relu", "Clip")}
+    return {name: given for name, given in after.items() if given not in present and given + DECODED not in present}
 
 
 def _maker(name: str, made: dict[str, onnx.NodeProto]) -> onnx.NodeProto:

@@ -135,27 +135,34 @@ class QuantizedNode:
     @property
     def bias(self) -> str:
         """What is wrong with the bias; "" where nothing is."""
-        index = 2
-        owner: QuantizedNode = self
-        if self.op == "MatMul" and self.follower is not None and self.follower.op_type == "Add":
-            owner = QuantizedNode(self.follower, self.graph)
-            index = 1 - list(self.follower.input).index(self.node.output[0])
-        elif self.op not in ("Conv", "Gemm") or len(self.node.input) < 3:
+        found = self._bias_operand
+        if found is None:
             return ""
+        owner, index = found
         decoder = owner.stored.get(index)
         if decoder is None:
             # A float bias of a Conv the runtime quantizes itself.
             return "is in float" if self.op != "Conv" and owner.node.input[index] in self.graph.constants else ""
         if self.graph.kind(decoder) != TensorProto.INT32:
             return "is not int32"
-        scales = [
-            self.graph.array(d.input[1]) for d in (decoder, *self.decoders[:1], self.stored.get(1)) if d is not None
-        ]
-        if len(scales) < 3 or any(scale is None for scale in scales):
-            return ""
-        own, data, weight = (np.asarray(scale, np.float64) for scale in scales)
-        wrong = np.max(np.abs(own / (data * weight) - 1)) if own.shape in ((), weight.shape) else 0
+        wrong = self._bias_scale_error(decoder)
         return f"has a scale {wrong:.0%} off input scale * weight scale" if wrong > BIAS_TOLERANCE else ""
+
+    @property
+    def _bias_operand(self) -> tuple[QuantizedNode, int] | None:
+        """The node that adds a bias, this one or the Add behind it, and the position of the bias there."""
+        if self.op == "MatMul" and self.follower is not None and self.follower.op_type == "Add":
+            return QuantizedNode(self.follower, self.graph), 1 - list(self.follower.input).index(self.node.output[0])
+        return (self, 2) if self.op in ("Conv", "Gemm") and len(self.node.input) > 2 else None
+
+    def _bias_scale_error(self, decoder: onnx.NodeProto) -> float:
+        """How far the scale of a bias is off that of the input times that of the weight, as a share; 0 if unknown."""
+        decoders = [decoder, *self.decoders[:1], self.stored.get(1)]
+        scales = [None if each is None else self.graph.array(each.input[1]) for each in decoders]
+        if len(scales) < 3 or any(scale is None for scale in scales):
+            return 0.0
+        own, data, weight = (np.asarray(scale, np.float64) for scale in scales)
+        return float(np.max(np.abs(own / (data * weight) - 1))) if own.shape in ((), weight.shape) else 0.0
 
     @property
     def mixed(self) -> bool:

@@ -16,9 +16,8 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from quark.errors import ConfigError, FormatError, NotSupportedError
-from quark.onnx.graph.check import check_graph, sort_nodes
 from quark.onnx.graph.check_proto import fill_in, has_parts
-from quark.onnx.graph.check_tensors import LinkedTensor
+from quark.onnx.graph.check_tensors import LinkedTensor, quoted
 from quark.onnx.graph.proto_file import check_message, read_header, reason
 from quark.onnx.graph.sessions import require_loads
 from quark.onnx_ops.graph_writer import free_name
@@ -46,6 +45,54 @@ def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
     refuse_invalid(model, _name(source))
     correct_shapes(model)
     return model
+
+
+def _check_graph(model: ir.Model, name: str) -> None:
+    """Raise FormatError for a graph that no runtime runs."""
+    if not model.opset_imports or len(model.graph) == 0:
+        raise FormatError(f"{name} is not an ONNX model: it has no operators.")
+    if not model.graph.outputs:
+        raise FormatError(f"{name} has no outputs.")
+    _check_versions(model, name)
+    _check_names(model, name)
+
+
+def _sort_nodes(model: ir.Model, name: str) -> None:
+    """Put nodes that are out of order into one. Raises FormatError where none exists."""
+    try:
+        model.graph.sort()
+    except ValueError as error:
+        raise FormatError(f"{name} is not an ONNX model: {str(error).rstrip('.')}.") from None
+
+
+def _check_versions(model: ir.Model, name: str) -> None:
+    given = {"opset": model.opset_imports.get("", 0), "IR version": model.ir_version}
+    newest = {"opset": onnx.defs.onnx_opset_version(), "IR version": onnx.IR_VERSION}
+    for what, version in given.items():
+        if version > newest[what]:
+            raise FormatError(
+                f"{name} has {what} {version}; the newest that onnx {onnx.__version__} knows is {newest[what]}."
+            )
+
+
+def _is_given(value: ir.Value) -> bool:
+    return value.producer() is not None or value.is_graph_input() or value.is_initializer()
+
+
+def _check_names(model: ir.Model, name: str) -> None:
+    for node in model.graph.all_nodes():
+        values = [value for value in (*node.inputs, *node.outputs) if value is not None]
+        # What is no UTF-8 is read as bytes.
+        if any(isinstance(text, bytes) for text in (node.name, node.op_type, *(value.name for value in values))):
+            raise FormatError(f"{name} is damaged: a name at the node {node.name!r} is no text.")
+        for value in values:
+            if not _is_given(value):
+                raise FormatError(
+                    f"{name} is not an ONNX model: {node.name} reads {quoted(value.name or '')}, which nothing gives."
+                )
+    for value in model.graph.outputs:
+        if not _is_given(value):
+            raise FormatError(f"{name} is not an ONNX model: nothing gives its output {quoted(value.name or '')}.")
 
 
 def refuse_quantized(model: ir.Model) -> None:
@@ -119,8 +166,8 @@ def _read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
     for key, array in arrays.items():
         model.graph.initializers[key].const_value = ir.Tensor(array, name=key)
     _map_files(model, folder)
-    check_graph(model, name)
-    sort_nodes(model, name)
+    _check_graph(model, name)
+    _sort_nodes(model, name)
     name_nodes(model)
     name_omitted(model)
     free_open_sizes(model)

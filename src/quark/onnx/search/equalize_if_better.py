@@ -25,7 +25,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.search.score import Scorer
 
 Convert = Callable[..., ir.Model]
-"""`quark.onnx.flow.convert`."""
+"""`quark.onnx.flow.flow.convert`."""
 SAMPLES = 32
 """Most samples that the two models are judged by, spread over all."""
 

@@ -15,7 +15,7 @@ from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.config.settings import Settings
-from quark.onnx.parts.output_parts import SILENT, OutputPart, output_parts
+from quark.onnx.graph.output_parts import SILENT, OutputPart, output_parts
 
 FLOATS = ("FLOAT", "FLOAT16", "DOUBLE")
 LOST, SCORES_LOST = 25.0, 30.0
@@ -54,7 +54,7 @@ class Scorer:
     Args:
         reference: The float model, run once.
         data: The samples.
-        metric: Of each part of a float output (`parts/output_parts.py`) over all samples; the worst counts.
+        metric: Of each part of a float output (`graph/output_parts.py`) over all samples; the worst counts.
         settings: The execution providers.
         by_scores: Judge a part that is a distribution, or of probabilities, by its scores: see `core/metrics.py`.
 

@@ -24,9 +24,9 @@ from quark.onnx.calibration.joined_ends import leave_joined_ends
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.algo_configs import AutoMixprecisionConfig
 from quark.onnx.config.settings import Settings
-from quark.onnx.flow import FloatForm
-from quark.onnx.flow import convert as convert_as_chosen
-from quark.onnx.prepare import prepare
+from quark.onnx.flow.flow import FloatForm
+from quark.onnx.flow.flow import convert as convert_as_chosen
+from quark.onnx.flow.prepare import prepare
 from quark.onnx.search.equalize_if_better import equalize_if_better
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.mixed_precision.auto_mixprecision import mix_precision

@@ -42,6 +42,33 @@ def folder_of(
         everywhere: Also name layers as other classes that load the folder call them: for readers that know the names
             of the model alone that they build.
     """
+    specs, cache = _without_caches(config, plan)
+    specs |= plan.beside
+    known = _KnownNames(model, everywhere)
+    fused = (layer for name, leaves in fused_blocks(model).items() for layer in layer_names(model, name, leaves))
+    heads = output_head(model)
+    embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    return Folder(
+        specs,
+        _ignored(model, plan, known, beside),
+        config,
+        record_branches(record_rotations(config.to_dict(), model), model),
+        rotated_inputs(model),
+        tuple(name for name, _ in branches(model)),
+        cache,
+        {name: known.forms(name) for name in (*specs, *cache)},
+        _experts(model),
+        tuple(map(known.publish, fused)),
+        tuple(name for name in specs if name in heads),
+        tuple(name for name in embeddings if name in specs),
+        tuple(form for name in embeddings if name not in specs for form in known.forms(name)),
+        pack_method,
+        weight_format,
+    )
+
+
+def _without_caches(config: QConfig, plan: Plan) -> tuple[dict[str, LayerSpec], dict[str, LayerSpec]]:
+    """The specs of the layers without outputs that are the KV cache, and these outputs."""
     specs, cache = {}, {}
     for name, spec in plan.layers.items():
         if spec.output is not None and feeds_cache(config, name):
@@ -49,37 +76,35 @@ def folder_of(
             spec = replace(spec, output=None)
         if spec != LayerSpec():
             specs[name] = spec
-    specs |= plan.beside
-    publish = layers_published(model)
-    elsewhere = names_elsewhere(model) if everywhere else lambda layer: ()
+    return specs, cache
 
-    def forms(name: str) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((name, publish(name), *elsewhere(publish(name)))))
 
-    # Readers take classes derived from Linear for quantized too (the output projection of torch's own attention).
+class _KnownNames:
+    """How readers know the layers of a model.
+
+    Args:
+        model: The model.
+        everywhere: Also as other classes that load the folder call them.
+    """
+
+    def __init__(self, model: nn.Module, everywhere: bool) -> None:
+        self.publish = layers_published(model)
+        self.elsewhere = names_elsewhere(model) if everywhere else lambda layer: ()
+
+    def forms(self, name: str) -> tuple[str, ...]:
+        """All names of a layer, the module's first."""
+        published = self.publish(name)
+        return tuple(dict.fromkeys((name, published, *self.elsewhere(published))))
+
+
+def _ignored(model: nn.Module, plan: Plan, known: _KnownNames, beside: Iterable[str]) -> list[str]:
+    """The names of what stays in float, and of what readers would take for quantized."""
+    # Such are classes derived from Linear, too (the output projection of torch's own attention).
     linear = (name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in plan.layers)
-    unnamed = dict.fromkeys((*plan.to_exclude, *linear))
-    beside = [form for name in _layers_of(beside) if name not in plan.beside for form in (name, *elsewhere(name))]
-    fused = (layer for name, leaves in fused_blocks(model).items() for layer in layer_names(model, name, leaves))
-    heads = output_head(model)
-    embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    return Folder(
-        specs,
-        list(dict.fromkeys((*(form for name in unnamed for form in forms(name)), *beside))),
-        config,
-        record_branches(record_rotations(config.to_dict(), model), model),
-        rotated_inputs(model),
-        tuple(name for name, _ in branches(model)),
-        cache,
-        {name: forms(name) for name in (*specs, *cache)},
-        _experts(model),
-        tuple(map(publish, fused)),
-        tuple(name for name in specs if name in heads),
-        tuple(name for name in embeddings if name in specs),
-        tuple(form for name in embeddings if name not in specs for form in forms(name)),
-        pack_method,
-        weight_format,
-    )
+    inside = [form for name in dict.fromkeys((*plan.to_exclude, *linear)) for form in known.forms(name)]
+    layers = [name for name in _layers_of(beside) if name not in plan.beside]
+    outside = [form for name in layers for form in (name, *known.elsewhere(name))]
+    return list(dict.fromkeys((*inside, *outside)))
 
 
 def _experts(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -7,9 +7,11 @@ memory holds one shard beside the model.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ Entry = tuple[str, Callable[[], Tensors], Tensors]
 """Name of a source tensor, how to make its stored tensors, and what they will be (on the meta device)."""
 Plain = Callable[[str, torch.Tensor], Entry]
 """Makes the entry of a tensor of the model that is not quantized."""
+MakeLayout = Callable[[TensorSpec, LayerSpec, torch.dtype], Layout]
+"""How a format stores a weight of a layer of such a spec, in a model of such a dtype."""
 Naming = Callable[[str, str], str]
 """Name in the file of a source tensor and a suffix."""
 
@@ -68,45 +72,44 @@ def entries(
         only: Names of the source tensors to make entries for, where not all are wanted.
         plain: Makes the entries of tensors that are not quantized; default: of the model's values.
     """
-    layers = quantized_layers(model)
-    inside = attention_quantizers(model)
-    quantizer_names = tuple(f"{name}.{role}_quantizer." for name in layers for role in ROLES)
-    quantizer_names += tuple(f"{name}_quantizer." for name in inside)
-    seen: dict[Any, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if name.startswith(quantizer_names) or (only is not None and name not in only):
-            continue
+    layers, inside, plain = quantized_layers(model), attention_quantizers(model), plain or plain_entry
+    seen = set[Any]()
+    for name, tensor in _outside_quantizers(model, (*layers, *inside), only):
         parent, _, leaf = name.rpartition(".")
-        layer = layers.get(parent)
-        quantizer = layer.quantizer(leaf) if layer is not None and leaf in ("weight", "bias") else None
-        if isinstance(quantizer, FakeQuantize) and layer is not None:
-            layout = form.make_layout(quantizer.spec, layer.spec, tensor.dtype, pack_method, real)
-            yield _quantized_entry(name, tensor.detach(), quantizer, layout)
-            continue
-        if isinstance(quantizer, StoredTensor) and layer is not None:
-            layout = form.make_layout(quantizer.spec, layer.spec, quantizer.layout.model_dtype, pack_method, real)
-            yield _stored_entry(name, tensor.detach(), quantizer, layer.extras(leaf), layout)
-            continue
-        if layer is not None and leaf in EXTRAS:
-            continue  # of a loaded layer: stored with the tensor that it belongs to
-        key = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.shape, tensor.stride())
-        if layer is None and tensor.numel():
-            if key in seen:
-                continue
-            seen[key] = name
-        # A bias of a quantized layer is written, shared or not: such a head's config no longer says that it shares.
-        yield (plain or plain_entry)(name, tensor.detach())
-    for name, layer in layers.items():
-        for entry in _activation_entries(name, layer, form):
-            if only is None or entry[0] in only:
-                yield entry
-    for name, quantizer in inside.items():
-        if only is None or name in only:
-            layout = form.make_layout(quantizer.spec, LayerSpec(), torch.float32, "reorder", True)
-            params = quantizer.params
-            yield _entry(name, empty_scale(layout) if params is None else layout.store_params(params))
+        if parent not in layers:
+            if not _is_shared(tensor, seen):
+                yield plain(name, tensor.detach())
+        elif leaf not in EXTRAS:  # of a loaded layer: stored with the tensor that it belongs to
+            entry = _coded_entry(
+                name, tensor, layers[parent], partial(form.make_layout, pack_method=pack_method, real=real)
+            )
+            # A float bias is written, shared or not: such a head's config no longer says that it shares.
+            yield plain(name, tensor.detach()) if entry is None else entry
+    activations = (entry for name, layer in layers.items() for entry in _activation_entries(name, layer, form))
+    for entry in itertools.chain(activations, _probability_entries(inside, form)):
+        if only is None or entry[0] in only:
+            yield entry
     for name, rotation in input_rotations(model) if only is None else ():
         yield _rotation_entry(f"{name}.{BUFFER}", rotation)
+
+
+def _outside_quantizers(
+    model: nn.Module, quantized: Iterable[str], only: Container[str] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that are asked for, but for those of quantizers, which are stored with what these quantize."""
+    roles = ("", *(f".{role}" for role in ROLES))
+    held = tuple(f"{name}{role}_quantizer." for name in quantized for role in roles)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not name.startswith(held) and (only is None or name in only):
+            yield name, tensor
+
+
+def _is_shared(tensor: torch.Tensor, seen: set[Any]) -> bool:
+    """Whether a tensor is one that was seen before; else it is from now on."""
+    key = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.shape, tensor.stride())
+    is_shared = tensor.numel() > 0 and key in seen
+    seen.add(key)
+    return is_shared
 
 
 def plain_entry(name: str, tensor: torch.Tensor) -> Entry:
@@ -116,6 +119,18 @@ def plain_entry(name: str, tensor: torch.Tensor) -> Entry:
 
 def _entry(name: str, tensors: Tensors) -> Entry:
     return name, lambda: tensors, {suffix: tensor.to("meta") for suffix, tensor in tensors.items()}
+
+
+def _coded_entry(name: str, tensor: torch.Tensor, layer: QuantLayer, make_layout: MakeLayout) -> Entry | None:
+    """The weight or bias of a layer, where it is quantized, or is stored in codes already."""
+    role, x = name.rpartition(".")[2], tensor.detach()
+    quantizer = layer.quantizer(role) if role in ("weight", "bias") else None
+    if isinstance(quantizer, FakeQuantize):
+        return _quantized_entry(name, x, quantizer, make_layout(quantizer.spec, layer.spec, tensor.dtype))
+    if isinstance(quantizer, StoredTensor):
+        layout = make_layout(quantizer.spec, layer.spec, quantizer.layout.model_dtype)
+        return _stored_entry(name, x, quantizer, layer.extras(role), layout)
+    return None
 
 
 def _quantized_entry(name: str, x: torch.Tensor, quantizer: FakeQuantize, layout: Layout) -> Entry:
@@ -143,6 +158,14 @@ def _stored_entry(name: str, x: torch.Tensor, quantizer: StoredTensor, extras: E
         return stored
 
     return name, make, stored_like(layout, quantizer.spec, quantizer.float_like)
+
+
+def _probability_entries(quantizers: Mapping[str, FakeQuantize], form: Format) -> Iterator[Entry]:
+    """The scales of what attention computes inside, in no layer."""
+    for name, quantizer in quantizers.items():
+        layout = form.make_layout(quantizer.spec, LayerSpec(), torch.float32, "reorder", True)
+        params = quantizer.params
+        yield _entry(name, empty_scale(layout) if params is None else layout.store_params(params))
 
 
 def _rotation_entry(name: str, rotation: Rotation) -> Entry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -130,10 +131,7 @@ def lost_experts(model: nn.Module, made: Plan, form: str) -> str | None:
     unread = unread_experts(kind, map(publish, experts))
     if unread:
         return f"has no place for the experts of {kind} in the folder ({unread[0]}). Possible: the quark format."
-    kinds = {weight.dtype.name: name for name in experts if (weight := made.layers[name].weight) is not None}
-    other = next(
-        (name for kind, name in kinds.items() if form == "quark" and row.quark and kind not in row.quark), None
-    )
+    other = _of_other_type(made, experts, row.quark) if form == "quark" and row.quark else None
     if other is None:
         return None
     return (
@@ -141,6 +139,12 @@ def lost_experts(model: nn.Module, made: Plan, form: str) -> str | None:
         f"their weights are {' or '.join(row.quark)}. Possible: such a scheme, or to leave them in float (--exclude "
         "'*experts*')."
     )
+
+
+def _of_other_type(made: Plan, layers: list[str], types: Collection[str]) -> str | None:
+    """One of these layers whose weight is of none of some types."""
+    found = {weight.dtype.name: name for name in layers if (weight := made.layers[name].weight) is not None}
+    return next((name for kind, name in found.items() if kind not in types), None)
 
 
 def split_said(model: nn.Module, made: Plan, program: str) -> str | None:

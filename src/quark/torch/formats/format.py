@@ -71,6 +71,10 @@ class Folder:
     pack_method: str = "reorder"
     weight_format: str = "real_quantized"
 
+    def forms(self, layers: Iterable[str]) -> list[str]:
+        """All names by which readers know these layers."""
+        return [form for layer in layers for form in self.names.get(layer, (layer,))]
+
     @property
     def ignored_layers(self) -> list[str]:
         """The names in `ignored` that are no patterns."""

@@ -62,8 +62,8 @@ def check_readers(
         return undecoded
     twin = empty_twin(model)
     publish = published_names(twin)
-    of_float = [publish(name) for name in first_names(twin)]
-    twin = twin if form.own_loader else _as_loaded(twin)
+    of_float = [*map(publish, first_names(twin))]
+    twin = _as_loaded(twin, form)
     names = [name for name in set(model.state_dict()).intersection(tensors) if not name.endswith(BUFFER)]
     if reader == VLLM and (blocks := _of_vllm(model, form)):
         inside = tuple(f"{block}." for block in blocks)
@@ -74,7 +74,7 @@ def check_readers(
         _check_building(twin, form, folder.specs)
     for other in other_twins(model):
         if not found_by(other, of_float).missing:
-            _check_other(model, other if form.own_loader else _as_loaded(other), form, names)
+            _check_other(model, _as_loaded(other, form), form, names)
     return undecoded
 
 
@@ -91,8 +91,10 @@ def _of_vllm(model: Any, form: FolderFormat) -> list[str]:
     return [block for block, each in _apart(model).items() if row.finds(publish(f"{block}.0.{each.names[2]}"))]
 
 
-def _as_loaded(twin: Any) -> Any:
+def _as_loaded(twin: Any, form: FolderFormat) -> Any:
     """The model with experts that transformers itself takes apart before it loads a quantized folder (Llama 4)."""
+    if form.own_loader:
+        return twin
     base = sys.modules.get("transformers.quantizers.base")
     patches = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
     for name, module in list(twin.named_modules()):

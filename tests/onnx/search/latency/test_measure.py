@@ -19,8 +19,8 @@ from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.config import QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
+from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
-from quark.onnx.prepare import prepare
 from quark.onnx.search.latency.conversions import Line, fit
 from quark.onnx.search.latency.kernels import ProfiledModel, typical
 from quark.onnx.search.latency.measure import Measured, leave_slower_in_float, measure

@@ -14,8 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 from quark.errors import SlowerThanFloatError
 from quark.onnx import ModelQuantizer
 from quark.onnx.decide import decide, write
+from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load, to_proto
-from quark.onnx.prepare import prepare
 from quark.onnx.search.latency.kernels import ProfiledModel, Timer
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.latency.noise_sample import noise_sample

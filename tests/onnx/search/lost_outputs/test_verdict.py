@@ -12,7 +12,7 @@ import pytest
 from quark.errors import DamageError
 from quark.onnx import ModelQuantizer, QConfig, QLayerConfig
 from quark.onnx.config.tensor_specs import Int8Spec
-from quark.onnx.parts.output_parts import OutputPart
+from quark.onnx.graph.output_parts import OutputPart
 from quark.onnx.search.lost_outputs.verdict import LEAST, Damage, judge
 from tests.models.onnx_events import KINDS, EventCase, event_case
 from tests.models.onnx_zoo import Array, run

@@ -17,8 +17,8 @@ from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide, write
+from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load, to_proto
-from quark.onnx.prepare import prepare
 from quark.onnx.search.mixed_precision import trials as trials_module
 from quark.onnx.search.mixed_precision.trials import Trials, mean_distance
 from tests.models.onnx_zoo import cnn, images

@@ -35,8 +35,8 @@ from quark.onnx.algorithms.rounding.worst_layers import WorstLayers
 from quark.onnx.calibration import calibrate as calibrate_module
 from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import CalibrationSettings, QDQSettings, Settings, SpecSettings
+from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load, to_proto
-from quark.onnx.prepare import prepare
 from quark.onnx.search.noise.float_nodes import FloatNodes
 from quark.onnx.search.noise.tensor_ranges import TensorRanges
 from quark.onnx.search.recovery.changes import (

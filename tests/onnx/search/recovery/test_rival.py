@@ -12,8 +12,8 @@ from quark.core.metrics import Metric, sqnr
 from quark.onnx import ModelQuantizer
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
-from quark.onnx.prepare import prepare
 from quark.onnx.search.recovery import rival as module
 from quark.onnx.search.recovery.rival import Rival, ScoredModel
 from quark.onnx.search.recovery.search import recover

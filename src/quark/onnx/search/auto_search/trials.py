@@ -21,9 +21,9 @@ from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.config import Config, QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
-from quark.onnx.flow import finish
+from quark.onnx.flow.flow import finish
+from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
-from quark.onnx.prepare import prepare
 from quark.onnx.search.auto_search.distances import Distance
 from quark.onnx.search.settle import check_algorithms, convert
 from quark.onnx_ops.saving import save

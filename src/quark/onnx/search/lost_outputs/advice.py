@@ -111,15 +111,20 @@ def _makers(model: ir.Model, tensors: Iterable[str]) -> dict[str, str]:
     return {value.name: node.name or "" for node in model.graph for value in node.outputs if value.name in wanted}
 
 
+def _around(model: ir.Model, tensors: Sequence[str]) -> set[str]:
+    """The nodes that make some tensors, and all that make or read these and what those nodes read."""
+    made = [value for node in model.graph for value in node.outputs if value.name in tensors]
+    read = [value for each in made for value in _inputs(each) if value is not None and not is_constant(value)]
+    nodes = set[ir.Node]().union(*(_neighbours(value) for value in (*made, *read)))
+    return {node.name or "" for node in nodes if node.graph is model.graph}
+
+
 def _inputs(value: ir.Value) -> Sequence[ir.Value | None]:
     node = value.producer()
     return () if node is None else node.inputs
 
 
-def _around(model: ir.Model, tensors: Sequence[str]) -> set[str]:
-    """The nodes that make some tensors, and all that make or read these and what those nodes read."""
-    made = [value for node in model.graph for value in node.outputs if value.name in set(tensors)]
-    read = (value for each in made for value in _inputs(each))
-    values = dict.fromkeys([*made, *(value for value in read if value is not None and not is_constant(value))])
-    nodes = {node for value in values for node in (value.producer(), *(use.node for use in value.uses()))}
-    return {node.name or "" for node in nodes if node is not None and node.graph is model.graph}
+def _neighbours(value: ir.Value) -> set[ir.Node]:
+    """The node that makes a tensor, and those that read it."""
+    producer = value.producer()
+    return {use.node for use in value.uses()} | ({producer} if producer is not None else set())

@@ -2,7 +2,7 @@
 
     sqnr = 10 log10( sum(x^2) / sum((x - y)^2) )      x: an output of the float model, y: the same of the quantized one
 
-over samples and finite x, of each part that a Concat joins for itself (`parts/output_parts.py`), beside the share of
+over samples and finite x, of each part that a Concat joins for itself (`graph/output_parts.py`), beside the share of
 the decisions that are kept (`verdict.py`); the worst part counts. A few samples spread over all are run, more where the
 model is small, twice as many where these differ, and up to all that were kept while these hold no event, or tell that
 the outputs are lost.
@@ -24,17 +24,17 @@ import onnx_ir as ir
 from quark.base.log import logger
 from quark.core.array import NumpyArray
 from quark.errors import DamageError, FormatError, QuarkError
-from quark.onnx.bodies.body_model import bodies_of
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.padding import Padding, without_padding
 from quark.onnx.calibration.data.readers import as_reader
 from quark.onnx.calibration.data.samples import Store
 from quark.onnx.config.settings import Settings
+from quark.onnx.flow.body_model import bodies_of
 from quark.onnx.graph.edit import is_op
+from quark.onnx.graph.output_parts import OutputPart, judged_parts
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import open_session, run_sample
-from quark.onnx.parts.output_parts import OutputPart, judged_parts
 from quark.onnx.search.lost_outputs.advice import Advice, Retry, exclusion_that_helps
 from quark.onnx.search.lost_outputs.verdict import LEAST, Damage, Pair, Verdict, judge
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
@@ -124,12 +124,7 @@ def damage(
     Raises:
         FormatError: ONNX Runtime does not load the quantized model.
     """
-    if isinstance(quantized, onnx.ModelProto) and quantized.ByteSize() > PROTOBUF_LIMIT:
-        return None  # no session takes it from memory
-    after = read_header(quantized) if isinstance(quantized, Path) else quantized
-    names = [value.name or "" for value in model.graph.outputs]
-    alike = list(map(str, model_inputs(model).values())) == list(map(str, model_inputs(after).values()))
-    if not feeds or not alike or names != [value.name for value in after.graph.output]:
+    if not feeds or not _are_alike(model, quantized):
         return None
     looked = _Looked(judged_parts(model), Padding.of(model))
     if not looked.parts:
@@ -149,6 +144,16 @@ def damage(
     sqnr = math.nan if worst.sqnr is None else worst.sqnr
     silent = all(each.silent for each in found)
     return Damage(sqnr, str(worst.part), looked.count, worst.decisions, worst.lost(least), silent)
+
+
+def _are_alike(model: ir.Model, quantized: Model) -> bool:
+    """Whether a session takes the quantized model, and both have the same inputs and outputs."""
+    if isinstance(quantized, onnx.ModelProto) and quantized.ByteSize() > PROTOBUF_LIMIT:
+        return False  # no session takes it from memory
+    after = read_header(quantized) if isinstance(quantized, Path) else quantized
+    inputs = [list(map(str, model_inputs(each).values())) for each in (model, after)]
+    names = [value.name or "" for value in model.graph.outputs]
+    return inputs[0] == inputs[1] and names == [value.name for value in after.graph.output]
 
 
 def _enough(model: ir.Model, feeds: Sequence[Feed]) -> int:

@@ -25,8 +25,8 @@ from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, QuarkError
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.graph.model_file import split_weights
+from quark.onnx.graph.output_parts import judged_parts
 from quark.onnx.graph.sessions import open_session, run_sample
-from quark.onnx.parts.output_parts import judged_parts
 from quark.onnx.search.latency.noise_sample import noise_sample
 from quark.onnx.search.lost_outputs.verdict import LEAST, Verdict, judge
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes

@@ -14,9 +14,9 @@ from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
-from quark.onnx.flow import finish
+from quark.onnx.flow.flow import finish
+from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import checked_proto, load
-from quark.onnx.prepare import prepare
 from quark.onnx.search.lost_outputs.damage import damage
 from quark.onnx.search.lost_outputs.verdict import Damage
 from quark.onnx.search.settle import convert

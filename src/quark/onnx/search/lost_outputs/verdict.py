@@ -19,7 +19,7 @@ import numpy as np
 
 from quark.core.array import NumpyArray
 from quark.core.metrics import decibel
-from quark.onnx.parts.output_parts import SILENT, OutputPart
+from quark.onnx.graph.output_parts import SILENT, OutputPart
 
 LEAST = 10.0
 """dB: below it, the noise has a third of the size of the output."""
@@ -73,6 +73,14 @@ class _Sums:
     peak: float = 0.0
     other_peak: float = 0.0
 
+    @classmethod
+    def of(cls, pairs: Iterable[Pair]) -> _Sums:
+        """The sums over some samples."""
+        sums = cls()
+        for x, y in pairs:
+            sums.update(x, y)
+        return sums
+
     def update(self, x: NumpyArray, y: NumpyArray) -> None:
         finite = np.isfinite(x)
         x, y = x[finite].astype(np.float64), y[finite].astype(np.float64)
@@ -104,19 +112,21 @@ def judge(part: OutputPart, pairs: Iterable[Pair]) -> Verdict | None:
         None where there is no value, or no signal, to judge by.
     """
     pairs = [(x, y) for x, y in pairs if x.size or x.shape != y.shape]
-    if not pairs or any(x.shape != y.shape for x, y in pairs):
+    if not pairs or not _same_shapes(pairs):
         return None
     if pairs[0][0].dtype.kind in "biu":
         return Verdict(part, None, _labels(pairs))
-    sums = _Sums()
-    for x, y in pairs:
-        sums.update(x, y)
+    sums = _Sums.of(pairs)
     if not sum(sums.signal):
         return None
     if part.bounded and sums.peak < SILENT and sums.other_peak < 2 * SILENT:
         return Verdict(part, sums.sqnr, None, silent=True, unclear=True)
     found = Verdict(part, sums.sqnr, _events(pairs, sums.peak) if len(pairs) > 1 else None)
     return found if not (found.lost() or sums.disagree) else Verdict(part, found.sqnr, found.decisions, unclear=True)
+
+
+def _same_shapes(pairs: Iterable[Pair]) -> bool:
+    return all(x.shape == y.shape for x, y in pairs)
 
 
 def _events(pairs: list[Pair], peak: float) -> float | None:

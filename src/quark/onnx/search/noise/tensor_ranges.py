@@ -25,7 +25,7 @@ from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import Decision, decide
-from quark.onnx.parts.output_parts import output_parts
+from quark.onnx.graph.output_parts import output_parts
 from quark.onnx.placement.dual_pairs import source_name
 from quark.onnx.search.noise.sensitivity import Probe, halved
 from quark.onnx.search.noise.sources import NoiseModel, NoiseSource

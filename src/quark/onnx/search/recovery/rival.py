@@ -27,10 +27,10 @@ from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.own_time import own_time
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.settings import Settings
-from quark.onnx.flow import finish
+from quark.onnx.flow.flow import finish
+from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import to_proto
-from quark.onnx.parts.output_parts import OutputPart
-from quark.onnx.prepare import prepare
+from quark.onnx.graph.output_parts import OutputPart
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.latency.whole_file import time_ratio
 from quark.onnx.search.lost_outputs.verdict import LEAST

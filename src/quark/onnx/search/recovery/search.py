@@ -30,7 +30,7 @@ from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.joined_ends import leave_joined_ends
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
-from quark.onnx.prepare import prepare
+from quark.onnx.flow.prepare import prepare
 from quark.onnx.search.equalize_if_better import equalize_if_better
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.noise.float_nodes import Measured
@@ -84,7 +84,7 @@ class Recovery:
 
     Attributes:
         model: The best model; None where it was written to a file.
-        settings: What `quark.onnx.flow.convert` makes it with, of the float model after its passes.
+        settings: What `quark.onnx.flow.flow.convert` makes it with, of the float model after its passes.
         metric: What was measured, on the held-out samples.
         target: The value that ends the search; None for none.
         plain, score: The metric of the plain config, and of the best model.
@@ -162,21 +162,11 @@ def recover(
     """
     clock = own_time if quick else time.monotonic  # a result that nobody set a time for does not depend on the load
     start = clock()
-    if target is not None and not (isinstance(target, Real) and not math.isnan(target)):
-        raise ConfigError(f"The target {target!r} is no number; possible: a value of {metric.name}, or None.")
-    if settings.calibration.statistics is not None:
-        raise ConfigError("Recovery keeps its statistics in memory: leave out Statistics (--statistics).")
-    check_algorithms(settings.algorithms)
+    _check(settings, metric, target)
     settings = prepare(model, settings)
     data = repeatable(reader, model, settings)
     fit, held_out = (data, data) if quick and data is not None and 0 < len(data) < EVERY else split(data)
-    settings, _ = leave_joined_ends(model, settings, fit)
-    if settings.measurement.enabled:  # once: what steps change has no effect on which kernels there are
-        settings = leave_slower_in_float(model, settings, fit)
-        settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
-        give_back_memory()
-    if settings.equalize_if_better:  # once too
-        settings, _ = equalize_if_better(model, settings, fit, convert)
+    settings = _settled(model, settings, fit)
     scorer = Scorer(model, held_out, metric, settings, by_scores=quick and target is None)
     fit.clock = clock
     search = _Search(model, fit, scorer, target, None if budget is None else start + budget)
@@ -193,6 +183,27 @@ def recover(
         bool(scorer.scored), search.lost, element_types(best.model),
     )  # fmt: skip
     return found, best.model
+
+
+def _check(settings: Settings, metric: Metric, target: float | None) -> None:
+    """Raise ConfigError or NotSupportedError for what no recovery can do."""
+    if target is not None and not (isinstance(target, Real) and not math.isnan(target)):
+        raise ConfigError(f"The target {target!r} is no number; possible: a value of {metric.name}, or None.")
+    if settings.calibration.statistics is not None:
+        raise ConfigError("Recovery keeps its statistics in memory: leave out Statistics (--statistics).")
+    check_algorithms(settings.algorithms)
+
+
+def _settled(model: ir.Model, settings: Settings, fit: Samples) -> Settings:
+    """What is decided once: steps have no effect on which kernels there are, nor on which layers are equalized."""
+    settings, _ = leave_joined_ends(model, settings, fit)
+    if settings.measurement.enabled:
+        settings = leave_slower_in_float(model, settings, fit)
+        settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
+        give_back_memory()
+    if settings.equalize_if_better:
+        settings, _ = equalize_if_better(model, settings, fit, convert)
+    return settings
 
 
 def split(data: Samples | None) -> tuple[Samples, Samples]:

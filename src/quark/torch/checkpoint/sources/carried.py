@@ -6,7 +6,7 @@ Layers of it that a config names are rounded to nearest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,11 @@ from torch import nn
 from quark.base.log import logger
 from quark.core.checks import naming
 from quark.core.patterns import first_match, matches
-from quark.core.spec import LayerSpec, TensorSpec
+from quark.core.spec import LayerSpec
 from quark.errors import ConfigError, FormatError
 from quark.torch.calibration.calibrate import qparams_under, sharing_scales, tensor_qparams
 from quark.torch.checkpoint.loading import stored_like
-from quark.torch.checkpoint.shards import Entry
+from quark.torch.checkpoint.shards import Entry, MakeLayout
 from quark.torch.checkpoint.sources.methods import readable_quantization
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
@@ -43,12 +43,12 @@ class CarriedLayers:
 
     Attributes:
         specs: By their full names.
-        make_layout: How a format stores a weight of a layer of such a spec, in a model of such a dtype.
+        make_layout: Of the format.
         groups: Last names of siblings that share a second-level scale.
     """
 
     specs: Mapping[str, LayerSpec] = field(default_factory=dict)
-    make_layout: Callable[[TensorSpec, LayerSpec, torch.dtype], Layout] | None = None
+    make_layout: MakeLayout | None = None
     groups: Sequence[Sequence[str]] = ()
 
 
@@ -91,23 +91,29 @@ def carried_layers(model: nn.Module, source: Source, names: Iterable[str]) -> di
 
     Matrices, but for tables as large as the model's embeddings (and heads) and what is named as its routers are.
     """
-    heads = output_head(model)
-    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    linear -= {name.rpartition(".")[2] for name in heads}
+    linear = _leaves(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    linear -= _leaves(output_head(model))
     tables = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Embedding)}
-    apart = {name.rpartition(".")[2] for name in routers(model)} | {
-        name.rpartition(".")[2] for name, m in model.named_modules() if type(m).__name__.endswith("Router")
-    }
+    apart = _leaves(routers(model))
+    apart |= _leaves(name for name, module in model.named_modules() if type(module).__name__.endswith("Router"))
+    found = dict[str, tuple[int, ...]]()
+    for layer, shape in _weights(source, names).items():
+        leaf = layer.rpartition(".")[2]
+        if len(shape) == 2 and leaf not in apart and (shape not in tables or leaf in linear):
+            found[layer] = shape
+    return found
+
+
+def _weights(source: Source, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Name of a layer -> shape of its weight."""
     # Codes of a folder in a form that is not read as float are no weights here; see writers/carried.py.
-    weights = [name for name in names if name.endswith(".weight") and (source.is_coded(name) or source.is_wide(name))]
-    shapes = {name.removesuffix(".weight"): source.shape(name) for name in weights}
-    return {
-        name: shape
-        for name, shape in shapes.items()
-        if len(shape) == 2
-        and (leaf := name.rpartition(".")[2]) not in apart
-        and (shape not in tables or leaf in linear)
-    }
+    found = [name for name in names if name.endswith(".weight") and (source.is_coded(name) or source.is_wide(name))]
+    return {name.removesuffix(".weight"): source.shape(name) for name in found}
+
+
+def _leaves(names: Iterable[str]) -> set[str]:
+    """The last parts of names."""
+    return {name.rpartition(".")[2] for name in names}
 
 
 def plan_carried(config: QConfig, model: nn.Module, plan: Plan, carried: Mapping[str, tuple[int, ...]]) -> Plan:
@@ -129,11 +135,7 @@ def plan_carried(config: QConfig, model: nn.Module, plan: Plan, carried: Mapping
         spec = lower_layer(None if choice.excludes(name) else first_match(name, own), per_token=True)
         if spec == LayerSpec():
             continue
-        if spec.needs_data or spec.output is not None or spec.weight is None:
-            raise ConfigError(
-                f"{name} is not built by the model's class, so that no calibration data run through it. Possible: a "
-                "scheme of weights, or one with dynamic activations."
-            )
+        _refuse_data(name, spec)
         check_shapes(name, "Linear", shape, shape[1], spec)
         found[name] = replace(spec, bias=None)
     if found and config.algo_config:
@@ -143,6 +145,15 @@ def plan_carried(config: QConfig, model: nn.Module, plan: Plan, carried: Mapping
             "%d layers are rounded to nearest, as no data run through them for %s: %s.", len(found), names, first
         )
     return replace(plan, beside=found) if found else plan
+
+
+def _refuse_data(name: str, spec: LayerSpec) -> None:
+    """Raise ConfigError for what a carried layer cannot have."""
+    if spec.needs_data or spec.output is not None or spec.weight is None:
+        raise ConfigError(
+            f"{name} is not built by the model's class, so that no calibration data run through it. Possible: a "
+            "scheme of weights, or one with dynamic activations."
+        )
 
 
 def carried_entries(

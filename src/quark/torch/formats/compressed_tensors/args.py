@@ -34,13 +34,18 @@ def refuse_args(spec: TensorSpec, role: str) -> str | None:
         return None if dtype.bits <= 8 and spec.scale_type in NUMBERS and _splits(split, role) else f"{spec}"
     if dtype.name not in FLOATS.values():
         return f"the type {dtype}"
-    if dtype.bits == 8 and spec.scale_type in NUMBERS and not spec.scale_spec:
-        return None if _splits(split, role) else f"a {role} in {spec}"
-    grouped = isinstance(split, PerGroup) and split.axis in (-1, 1)
-    nv = spec.scale_spec is not None and spec.scale_spec.dtype.name == "fp8_e4m3" and dtype.bits == 4
-    mx = spec.scale_type is E8M0 and (role == "weight" or spec.scale_rule is ScaleRule.even)
-    size = getattr(split, "size", 0)
-    return None if grouped and ((nv and size == 16) or (mx and size == 32)) else f"a {role} in {spec}"
+    has_numbers = dtype.bits == 8 and spec.scale_type in NUMBERS and not spec.scale_spec
+    return None if (_splits(split, role) if has_numbers else _is_microscaled(spec, role)) else f"a {role} in {spec}"
+
+
+def _is_microscaled(spec: TensorSpec, role: str) -> bool:
+    """Whether a spec is that of NVFP4, or of an MX format."""
+    split, scales = spec.granularity, spec.scale_spec
+    if not isinstance(split, PerGroup) or split.axis not in (-1, 1):
+        return False
+    if split.size == 16:
+        return scales is not None and scales.dtype.name == "fp8_e4m3" and spec.dtype.bits == 4
+    return split.size == 32 and spec.scale_type is E8M0 and (role == "weight" or spec.scale_rule is ScaleRule.even)
 
 
 def _splits(split: Granularity, role: str) -> bool:
@@ -94,22 +99,13 @@ def read_args(args: dict[str, Any], where: str) -> TensorSpec:
         raise FormatError(f"{where}: {bits}-bit {kind} codes (actorder {args.get('actorder')}) cannot be imported.")
     assert name is not None
     split = _read_split(args, where)
-    two_level = args.get("strategy") == "tensor_group"
-    mx = (
-        not two_level
-        and kind == "float"
-        and isinstance(split, PerGroup)
-        and (bits < 8 or "uint8" in str(args.get("scale_dtype")))
-    )
-    return make_spec(
-        name,
-        PerGroup(-1, split.size, pad=True) if mx and isinstance(split, PerGroup) else split,
-        symmetric=bool(args.get("symmetric", True)),
-        dynamic=bool(args.get("dynamic", False)),
-        scale_type=E8M0 if mx else ScaleType.float32,
-        observer="block" if mx or two_level else "min_max",
-        scale_spec=make_spec("fp8_e4m3") if two_level else None,
-    )
+    said = {"symmetric": bool(args.get("symmetric", True)), "dynamic": bool(args.get("dynamic", False))}
+    if args.get("strategy") == "tensor_group":
+        return make_spec(name, split, observer="block", scale_spec=make_spec("fp8_e4m3"), **said)
+    exponents = kind == "float" and (bits < 8 or "uint8" in str(args.get("scale_dtype")))
+    if exponents and isinstance(split, PerGroup):
+        return make_spec(name, PerGroup(-1, split.size, pad=True), scale_type=E8M0, observer="block", **said)
+    return make_spec(name, split, **said)
 
 
 def _read_split(args: dict[str, Any], where: str) -> Granularity:

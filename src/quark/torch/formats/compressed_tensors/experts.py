@@ -70,13 +70,12 @@ def group_targets(names: list[str], folder: Folder) -> list[str]:
         folder: What is quantized.
     """
     experts = {layer for layers in folder.experts.values() for layer in layers if layer in folder.specs}
-    forms = [form for name in names for form in folder.names.get(name, (name,))]
+    forms = folder.forms(names)
     if not experts or not experts <= set(names):
         return forms
-    inside = {form for name in experts for form in folder.names.get(name, (name,))}
+    inside = {*folder.forms(experts)}
     pattern = _pattern(inside)
-    every = {form for name in folder.specs for form in folder.names.get(name, (name,))}
-    if pattern is None or {name for name in every if matches(name, pattern)} != inside:
+    if pattern is None or {name for name in folder.forms(folder.specs) if matches(name, pattern)} != inside:
         return forms
     return [pattern, *(form for form in forms if form not in inside)]
 

@@ -191,7 +191,7 @@ class CompressedTensorsFormat(FolderFormat):
 
 def _every_layer(folder: Folder) -> list[str]:
     """The targets of the only group. vLLM does not take an output head for a Linear."""
-    return ["Linear", *(form for name in folder.heads for form in folder.names.get(name, (name,)))]
+    return ["Linear", *folder.forms(folder.heads)]
 
 
 def _compression(spec: LayerSpec) -> str | None:

@@ -10,7 +10,7 @@ what was folded into weights, and need nothing. "R4" is what llm-compressor call
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -69,20 +69,16 @@ def read_transforms(stored: Mapping[str, Any], layers: Mapping[str, nn.Module]) 
     Raises:
         FormatError: It asks for a transform that this version does not apply.
     """
-    groups = (stored.get("transform_config") or {}).get("config_groups") or {}
     names: list[str] = []
     size: int | None = None
-    for key, group in groups.items():
-        for applied in group.get("apply") or []:
-            if applied["location"] in FOLDED:
-                continue
-            if key != GROUP or applied["location"] != "input" or group["type"] != "hadamard" or group.get("randomize"):
-                raise FormatError(
-                    f"transform_config: {key} ({group['type']}, {applied['location']}) cannot be imported. Possible: "
-                    f"a group {GROUP!r} of type hadamard, not randomized, that transforms inputs."
-                )
-            size = group.get("head_dim")
-            names += _targets(applied, layers)
+    for key, group, applied in _transforms(stored):
+        if key != GROUP or applied["location"] != "input" or group["type"] != "hadamard" or group.get("randomize"):
+            raise FormatError(
+                f"transform_config: {key} ({group['type']}, {applied['location']}) cannot be imported. Possible: "
+                f"a group {GROUP!r} of type hadamard, not randomized, that transforms inputs."
+            )
+        size = group.get("head_dim")
+        names += _targets(applied, layers)
     if not names:
         return None
     wrong = [name for name in names if not is_sylvester(size or layers[name].in_features)]  # type: ignore[arg-type]
@@ -90,6 +86,13 @@ def read_transforms(stored: Mapping[str, Any], layers: Mapping[str, nn.Module]) 
         raise FormatError(f"transform_config: {wrong[0]} is rotated by a matrix whose size is no power of two.")
     online = OnlineRotationConfig(shared_parallel=False, online_rotation_layers=names)
     return RotationConfig(r1=False, r4=True, rotation_size=size, online_config=online)
+
+
+def _transforms(stored: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """What a `quantization_config` asks to be applied, with its group and the name of that; nothing that is folded."""
+    groups = (stored.get("transform_config") or {}).get("config_groups") or {}
+    for key, group in groups.items():
+        yield from ((key, group, applied) for applied in group.get("apply") or [] if applied["location"] not in FOLDED)
 
 
 def _targets(applied: Mapping[str, Any], layers: Mapping[str, nn.Module]) -> Iterable[str]:

@@ -136,12 +136,7 @@ def _sides(named: Mapping[str, Any], has_decoder: bool) -> list[PaddedAxis]:
     sides = [side for prefix in prefixes if (side := _attended(tensors, prefix, prefixes, has_decoder))]
     if has_decoder and DECODER not in prefixes and getattr(tensors.get("labels"), "ndim", 0) == 2:
         sides.append(_labelled(tensors))
-    sides += [*_of_images(tensors), *_of_keys(tensors)]
-    features, mask = tensors.get("input_features"), tensors.get("input_features_mask")
-    if features is not None and mask is not None and mask.ndim == 2 and features.shape[:2] == mask.shape:
-        name = "input_features"
-        sides.append(PaddedAxis(f"{name}_mask", _real(mask), {f"{name}_mask": (1,), name: (1,)}, is_main=False))
-    return sides
+    return [*sides, *_of_images(tensors), *_of_keys(tensors), *_of_features(tensors)]
 
 
 def _real(mask: torch.Tensor) -> torch.Tensor:
@@ -167,16 +162,8 @@ def _attended(
     real = _real(mask)
     if text is not None and len(real) == 1:  # one mask for all samples
         real = real.expand(len(tensors[text]), -1)
-    if prefix:
-        own = {
-            key: x for key, x in tensors.items() if key.startswith(prefix) or (prefix == DECODER and key == "labels")
-        }
-    else:
-        others = (*filter(None, prefixes), DECODER, "encoder_", *(OTHER_INPUTS if "input_ids" in tensors else ()))
-        own = {
-            key: x for key, x in tensors.items() if not key.startswith(others) and not (has_decoder and key == "labels")
-        }
-    axes = {key: found for key, x in own.items() if key != name and (found := _axes(key, x, real))}
+    own = _of_part(tensors, prefix, prefixes, has_decoder)
+    axes = {key: found for key in own if key != name and (found := _axes(key, tensors[key], real))}
     if text is not None and text not in axes and not real.all():
         raise CalibrationError(
             f"{name} is {tuple(mask.shape)} and {text} {tuple(tensors[text].shape)}, so it cannot be seen which tokens "
@@ -184,9 +171,24 @@ def _attended(
         )
     if not axes:
         return None
-    length = real.shape[1]
-    axes[name] = (1,) if mask.ndim == 2 else tuple(a for a in (mask.ndim - 2, mask.ndim - 1) if mask.shape[a] == length)
+    axes[name] = _own_axes(mask, real.shape[1])
     return PaddedAxis(name, real, axes, prefix in ("", DECODER), f"{prefix}position_ids")
+
+
+def _of_part(tensors: Mapping[str, torch.Tensor], prefix: str, prefixes: Sequence[str], has_decoder: bool) -> list[str]:
+    """The tensors of the part of a model that a prefix stands for: without one, all that are of no other part."""
+    if prefix:
+        others: tuple[str, ...] = ()
+    else:
+        others = (*filter(None, prefixes), DECODER, "encoder_", *(OTHER_INPUTS if "input_ids" in tensors else ()))
+    own = [key for key in tensors if key != "labels" and key.startswith(prefix) and not key.startswith(others)]
+    has_labels = "labels" in tensors and prefix == (DECODER if has_decoder else "")
+    return [*own, "labels"] if has_labels else own
+
+
+def _own_axes(mask: torch.Tensor, length: int) -> tuple[int, ...]:
+    """The axes of a mask along which the positions lie that it says something of: of queries and keys, both."""
+    return (1,) if mask.ndim == 2 else tuple(a for a in (mask.ndim - 2, mask.ndim - 1) if mask.shape[a] == length)
 
 
 def _axes(name: str, x: torch.Tensor, real: torch.Tensor) -> tuple[int, ...]:
@@ -238,6 +240,14 @@ def _of_images(tensors: Mapping[str, torch.Tensor]) -> list[PaddedAxis]:
             sides.append(PaddedAxis(name, real.amax(others), {name: (axis,), "pixel_values": (place,)}, is_main=False))
         return sides
     return []
+
+
+def _of_features(tensors: Mapping[str, torch.Tensor]) -> Iterator[PaddedAxis]:
+    """The side of features of sounds that are padded to the longest."""
+    name = "input_features"
+    features, mask = tensors.get(name), tensors.get(f"{name}_mask")
+    if features is not None and mask is not None and mask.ndim == 2 and features.shape[:2] == mask.shape:
+        yield PaddedAxis(f"{name}_mask", _real(mask), {f"{name}_mask": (1,), name: (1,)}, is_main=False)
 
 
 def _refuse_gaps(named: Mapping[str, Any], sides: Iterable[PaddedAxis]) -> None:
@@ -299,20 +309,25 @@ def _rows(
         CalibrationError: A tensor has no row for each of them.
     """
     cut = {name for side in sides for name in side.axes}
-    apart: dict[str, Sequence[Any]] = dict(items_of_rows(named, count, arguments.placeholders))
-    for name, value in named.items():
-        if name in apart:
-            continue
-        apart[name] = [value] * count
-        if isinstance(value, torch.Tensor) and value.ndim:
-            axis = 1 if name in cut and name.endswith("position_ids") and value.ndim == 3 else 0
-            if value.shape[axis] == count:
-                apart[name] = [value.narrow(axis, row, 1) for row in range(count)]
-            elif name not in cut or (value.ndim > 1 and value.shape[axis] != 1):  # else it is shared
-                raise CalibrationError(
-                    f"The samples of a batch are of unequal length, and {name} {tuple(value.shape)} has no row for "
-                    f"each of its {count}, so they cannot be told apart. Possible: batches of one sample."
-                )
-        elif isinstance(value, (list, tuple)) and len(value) == count:
-            apart[name] = [type(value)([item]) for item in value]
-    return {name: apart[name] for name in named}
+    of_items = dict(items_of_rows(named, count, arguments.placeholders))
+    return {
+        name: of_items[name] if name in of_items else _rows_of(name, value, count, name in cut)
+        for name, value in named.items()
+    }
+
+
+def _rows_of(name: str, value: Any, count: int, is_cut: bool) -> Sequence[Any]:
+    """The rows of an argument, one for each sample; for each the whole of it, where samples share it."""
+    if isinstance(value, (list, tuple)) and len(value) == count:
+        return [type(value)([item]) for item in value]
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return [value] * count
+    axis = 1 if is_cut and name.endswith("position_ids") and value.ndim == 3 else 0
+    if value.shape[axis] == count:
+        return [value.narrow(axis, row, 1) for row in range(count)]
+    if is_cut and (value.ndim == 1 or value.shape[axis] == 1):
+        return [value] * count
+    raise CalibrationError(
+        f"The samples of a batch are of unequal length, and {name} {tuple(value.shape)} has no row for "
+        f"each of its {count}, so they cannot be told apart. Possible: batches of one sample."
+    )

@@ -17,13 +17,13 @@ from quark.errors import NothingToQuantizeError
 from quark.onnx.algorithms import check_data, run_after, run_before
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.algorithms.rescaling.bias_correction import correct_where_certain, learning_starts_corrected
-from quark.onnx.bodies.float_bodies import FloatBodies
 from quark.onnx.calibration.calibrate import repeatable, run_random
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.joined_ends import leave_joined_ends
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide
+from quark.onnx.flow.float_bodies import FloatBodies
 from quark.onnx.npu.averaged_sizes import measure_sizes, needs_samples
 from quark.onnx.npu.simulation import simulate
 from quark.onnx.passes import run_passes

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from quark.onnx.bodies.body_model import as_model, bodies_of, captured_reads, put_back
+from quark.onnx.flow.body_model import as_model, bodies_of, captured_reads, put_back
 from quark.onnx.graph.model_file import load, to_proto
 from tests.models.onnx_bodies import in_branches, rows, sums
 from tests.models.onnx_zoo import branches, mlp, run

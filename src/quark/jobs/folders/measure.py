@@ -9,11 +9,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from quark.base.progress import progress
 from quark.core.metrics import Comparison, kl_by_row
 from quark.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quark.jobs.folders.model_inputs import ModelInputs
 
 ALL = 1 << 62
 """More samples than there are."""
@@ -64,7 +67,9 @@ class MeasuredFolders:
     """Two models and what was measured of them.
 
     Attributes:
+        model, quantized: Their places.
         before, after: The float and the quantized model.
+        inputs: What they take.
         batches: What ran.
         comparison: Of the outputs.
         sizes: Bytes of each.
@@ -72,29 +77,37 @@ class MeasuredFolders:
         damage: Layer -> SQNR in dB of its weight and of its output; see `layer_damage`.
     """
 
+    model: Path
+    quantized: Path
     before: Any
     after: Any
+    inputs: ModelInputs
     batches: Sequence[Any]
     comparison: FolderComparison
     sizes: Sequence[int]
     seconds: Sequence[float]
     damage: Mapping[str, tuple[float, float]]
 
+    @property
+    def outputs(self) -> Mapping[str, Comparison]:
+        """How near each output is."""
+        return {name: output.comparison for name, output in self.comparison.outputs.items()}
+
 
 def measure_folders(
-    float_model: Path, quantized: Path, before: Any, after: Any, batches: Sequence[Any]
+    model: Path, quantized: Path, loaded: tuple[Any, Any], inputs: ModelInputs, batches: Sequence[Any]
 ) -> MeasuredFolders:
     """Run the models of two folders on the batches. Raises ConfigError where their outputs have other shapes."""
     from quark.jobs.folders.models import folder_bytes  # imports torch and transformers: after --help
 
-    found = compare(before, after, batches)
-    size = quantized.stat().st_size if quantized.is_file() else folder_bytes(quantized)
-    sizes = [folder_bytes(float_model), size]
-    seconds = [latency(model, batches[0]) for model in (before, after)]
-    return MeasuredFolders(before, after, batches, found, sizes, seconds, layer_damage(before, after, batches[0]))
+    comparison = compare_outputs(*loaded, batches)
+    sizes = [folder_bytes(model), quantized.stat().st_size if quantized.is_file() else folder_bytes(quantized)]
+    seconds = [latency(each, batches[0]) for each in loaded]
+    damage = layer_damage(*loaded, batches[0])
+    return MeasuredFolders(model, quantized, *loaded, inputs, batches, comparison, sizes, seconds, damage)
 
 
-def compare(before: Any, after: Any, batches: Sequence[Any]) -> FolderComparison:
+def compare_outputs(before: Any, after: Any, batches: Sequence[Any]) -> FolderComparison:
     """Run both models on the batches, of one sample each."""
     import torch
 

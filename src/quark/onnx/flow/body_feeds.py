@@ -14,10 +14,10 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
-from quark.onnx.bodies.body_model import Body, as_model
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.config.settings import Settings
+from quark.onnx.flow.body_model import Body, as_model
 from quark.onnx.graph.model_file import constant
 from quark.onnx.graph.sessions import run_sample
 

@@ -10,9 +10,9 @@ import onnxruntime
 import pytest
 
 from quark.core.spec import LayerSpec
-from quark.onnx.bodies.body_feeds import BodyFeeds
-from quark.onnx.bodies.body_model import bodies_of
 from quark.onnx.config.settings import Settings, SpecSettings
+from quark.onnx.flow.body_feeds import BodyFeeds
+from quark.onnx.flow.body_model import bodies_of
 from quark.onnx.graph.model_file import load
 from tests.models.onnx_bodies import rows, sums
 from tests.models.onnx_zoo import Array, branches

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from quark.onnx.graph.model_file import load
-from quark.onnx.parts.output_parts import output_parts
+from quark.onnx.graph.output_parts import output_parts
 from tests.models.onnx_zoo import Builder
 
 

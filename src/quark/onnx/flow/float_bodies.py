@@ -16,14 +16,14 @@ import onnx_ir as ir
 
 from quark.base.log import logger
 from quark.errors import CalibrationError, NothingToQuantizeError, QuarkError
-from quark.onnx.bodies.body_feeds import BodyFeeds
-from quark.onnx.bodies.body_model import Body, as_model, bodies_of, put_back
 from quark.onnx.calibration.data.readers import is_alive
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
+from quark.onnx.flow.body_feeds import BodyFeeds
+from quark.onnx.flow.body_model import Body, as_model, bodies_of, put_back
+from quark.onnx.flow.prepare import prepare_body
 from quark.onnx.graph.scopes import nodes_of
-from quark.onnx.prepare import prepare_body
 
 Convert = Callable[[ir.Model, Settings, Any, str, dict[str, Statistics] | None], ir.Model]
 """Quantizes a prepared model: `flow.convert`, which calls this."""

@@ -1,0 +1,226 @@
+"""Compare: what several schemes would make of a model, in size and accuracy. No model is written."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quark.base.log import severity
+from quark.base.progress import progress
+from quark.errors import QuarkError, UsageError, one_line
+from quark.jobs.evaluate import MeasureFiles, MeasureFolders
+from quark.jobs.options import option, same_as
+from quark.jobs.request import JobRequest, Kinds
+from quark.jobs.words import check_words, members, scheme_names
+
+if TYPE_CHECKING:
+    from quark.jobs.folders.measure import FolderComparison
+
+MEASURED_ON = "Held-out data to measure on. Default: --calib."
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareFolders(MeasureFolders):
+    """What may be asked for of a model folder."""
+
+    schemes: tuple[str, ...] = option(
+        (),
+        "Schemes, mixes of GGUF, or named configurations of an ONNX file, and families of them (int4); with commas "
+        "between them, or repeated.",
+        required=True,
+    )
+    calib: Path | None = same_as(JobRequest, "calib", help="Calibration data, as of `quark quantize`.")
+    data: Path | None = same_as(MeasureFolders, "data", help=MEASURED_ON)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareFiles(MeasureFiles):
+    """What may be asked for of an ONNX file."""
+
+    schemes: tuple[str, ...] = same_as(CompareFolders, "schemes")
+    calib: Path | None = same_as(CompareFolders, "calib")
+    data: Path | None = same_as(MeasureFiles, "data", help=MEASURED_ON)
+
+
+COMPARE: Kinds[CompareFolders, CompareFiles] = (CompareFolders, CompareFiles)
+
+
+@dataclass(frozen=True)
+class ComparisonJob:
+    """What is compared.
+
+    Attributes:
+        request: What was asked for.
+        names: The schemes, each once; of an ONNX file families are not looked up yet.
+        data: What is measured on.
+    """
+
+    request: CompareFolders | CompareFiles
+    names: Sequence[str]
+    data: Path
+
+    @property
+    def words(self) -> str:
+        """What is said of the data."""
+        return f"measured on {self.data}" + ("" if self.request.data else ", the calibration data")
+
+
+@dataclass(frozen=True)
+class SchemeResult:
+    """What one scheme gives.
+
+    Attributes:
+        name: Of the scheme or preset.
+        size: Bytes of the weights, or of the file.
+        sqnr: Of the worst output, in dB.
+        kl: Mean KL divergence of the next token in nats; None for other models.
+        perplexity: None for other models.
+        seconds: Latency; None where it is not measured.
+        reason: Why there is no result; "" where there is one.
+    """
+
+    name: str
+    size: int = 0
+    sqnr: float = math.nan
+    kl: float | None = None
+    perplexity: float | None = None
+    seconds: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ComparedSchemes:
+    """What a comparison gave.
+
+    Attributes:
+        float_model: The row of the float model.
+        schemes: A row of each scheme, as they were asked for.
+    """
+
+    float_model: SchemeResult
+    schemes: Sequence[SchemeResult]
+
+
+def resolve_comparison(request: CompareFolders | CompareFiles) -> ComparisonJob:
+    """What is compared. Raises UsageError, or ConfigError for a word that there is not."""
+    names = list(dict.fromkeys(name.strip() for item in request.schemes for name in item.split(",") if name.strip()))
+    if not names:
+        raise UsageError("--schemes names none. Possible: several with commas between them, as in int8_wo,mxfp4.")
+    if isinstance(request, CompareFolders):
+        names = members(names, scheme_names())
+        check_words(names)
+    data = request.data or request.calib
+    if data is None:
+        raise UsageError(f"Missing option --calib or --data, which {request.model} needs.")
+    return ComparisonJob(request, names, data)
+
+
+def run_comparison(job: ComparisonJob) -> ComparedSchemes:
+    """Quantize by each scheme, and measure what it gives.
+
+    Raises:
+        ConfigError: There is no such configuration.
+        QuarkError: None of the schemes can be used; says why of the last.
+    """
+    if isinstance(job.request, CompareFolders):
+        return _of_folder(job.request, job)
+    return _of_file(job.request, job)
+
+
+def _of_folder(request: CompareFolders, job: ComparisonJob) -> ComparedSchemes:
+    # The flow imports torch: when it runs, so that --help is instant.
+    from quark.gguf import MIXES
+    from quark.jobs.folders.calibration import Calibration
+    from quark.jobs.folders.measure import ALL, compare_outputs
+    from quark.jobs.folders.models import inputs_of, load_meta_model, load_model
+    from quark.jobs.folders.schemes import config_of
+    from quark.jobs.words import GGUF
+    from quark.torch import ModelQuantizer
+    from quark.torch.flows.predicted_size import float_bytes, planned
+
+    model, load, trusted = request.model, request.load, request.trust_remote_code
+    before = load_model(model, dequantize=True, **load)
+    inputs = inputs_of(model, before)
+    batches = inputs.read(job.data, request.windows or ALL, request.length)
+    samples = Calibration(request.calib).read(inputs)
+    perplexity: list[float] = []
+
+    def measure(name: str) -> SchemeResult:
+        form = GGUF if name in MIXES else "quark"
+        config = config_of(model, name, form, trust_remote_code=trusted)
+        quantizer = ModelQuantizer(config)
+        after = quantizer.freeze(quantizer.quantize_model(load_model(model, dequantize=True, **load), samples))
+        comparison = compare_outputs(before, after, batches)
+        perplexity.extend((comparison.perplexity or ())[:1])
+        return _row(name, planned(load_meta_model(model, trusted), config, form)[1], comparison)
+
+    rows = _measured(job.names, "schemes", measure)
+    size = float_bytes(load_meta_model(model, trusted))
+    return ComparedSchemes(SchemeResult("float", size, perplexity=next(iter(perplexity), None)), rows)
+
+
+def _of_file(request: CompareFiles, job: ComparisonJob) -> ComparedSchemes:
+    # The flow imports onnx: when it runs, so that --help is instant.
+    from quark.jobs.run_file import named_config, reader_of
+    from quark.onnx import ModelQuantizer
+    from quark.onnx.calibration.data.inputs import file_bytes
+    from quark.onnx.config.preset_rows import QROWS, ROWS
+    from quark.onnx.evaluation.compare_models import compare_models
+
+    model, data = request.model, reader_of(request, job.data)
+    calib = None if request.calib is None else reader_of(request, request.calib)
+    # What is unknown is said before the first is tried.
+    names = members(job.names, [*ROWS, *QROWS])
+    quantizers = {name: ModelQuantizer(named_config(name)) for name in names}
+    latency: list[float] = []
+
+    def measure(name: str) -> SchemeResult:
+        quantizer = quantizers[name]
+        quantizer.settings = replace(quantizer.settings, least_sqnr=None)  # how bad it is, is what is asked
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "quantized.onnx"
+            for reader in filter(None, (calib, data)):
+                reader.rewind()
+            quantizer.quantize_model(model, file, calib)
+            data.rewind()
+            report = compare_models(model, file, data, request.samples, request.threads)
+            before, seconds = report.latency
+            latency.append(before)
+            sqnr = min((output.sqnr for output in report.outputs.values()), default=math.nan)
+            return SchemeResult(name, file_bytes(file), sqnr, seconds=seconds)
+
+    rows = _measured(names, "configurations", measure)
+    return ComparedSchemes(SchemeResult("float", file_bytes(model), seconds=latency[-1]), rows)
+
+
+def _measured(names: Sequence[str], what: str, measure: Callable[[str], SchemeResult]) -> list[SchemeResult]:
+    """A row of each; why not of those that cannot be used. Raises QuarkError where that is so of all."""
+    rows: list[SchemeResult] = []
+    failure: QuarkError | None = None
+    for name in progress(names, what, len(names), name=str):
+        try:
+            with severity(2):
+                rows.append(measure(name))
+        except QuarkError as error:
+            failure = error
+            rows.append(SchemeResult(name, reason=one_line(error).rstrip(".")))
+    if failure is not None and all(row.reason for row in rows):
+        raise failure
+    return rows
+
+
+def _row(name: str, size: int, comparison: FolderComparison) -> SchemeResult:
+    sqnr = min((output.comparison.sqnr for output in comparison.outputs.values()), default=math.nan)
+    if comparison.perplexity is None:
+        return SchemeResult(name, size, sqnr)
+    return SchemeResult(name, size, sqnr, _mean(comparison.divergence), comparison.perplexity[1])
+
+
+def _mean(divergence: Iterable[Any]) -> float:
+    import torch
+
+    return float(torch.cat(list(divergence)).mean())

@@ -1,0 +1,109 @@
+"""Convert: a quantized folder or GGUF file in another format, its codes as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quark.base.files import require_config, require_regular, temporary_folder
+from quark.errors import CalibrationError, ConfigError
+from quark.jobs.evaluate import GGUF_SUFFIX
+from quark.jobs.folders.export import Export
+from quark.jobs.options import option, same_as
+from quark.jobs.processes import refuse_processes
+from quark.jobs.request import JobRequest, Kinds, ModelRequest
+from quark.jobs.words import ONNX
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertRequest(ModelRequest):
+    """What may be asked for of a quantized model; see the help texts."""
+
+    output: Path = option(Path(), "Folder or GGUF file to make.", "--output", "-o", metavar="PATH", required=True)
+    format: str = option(
+        "", "quark, awq, gptq, fp8, compressed-tensors or gguf.", "--format", "--export-format", required=True
+    )
+    requantize: str | None = option(
+        None, "Scheme, or mix of GGUF, to round the values to anew: where the codes have no place."
+    )
+    log_file: Path | None = same_as(JobRequest, "log_file")
+
+
+CONVERT: Kinds[ConvertRequest, ConvertRequest] = (ConvertRequest, ConvertRequest)
+
+
+@dataclass(frozen=True)
+class ConversionJob:
+    """What is converted.
+
+    Attributes:
+        request: What was asked for.
+        export: Where and how it is written.
+    """
+
+    request: ConvertRequest
+    export: Export
+
+
+def require_quantized_model(model: Path) -> None:
+    """Raise FormatError for a path where neither a GGUF file nor a folder of a model can be."""
+    (require_regular if model.suffix == GGUF_SUFFIX else require_config)(model)
+
+
+def resolve_conversion(request: ConvertRequest) -> ConversionJob:
+    """What is converted. Raises QuarkError where it cannot be, or may not be written."""
+    refuse_processes("quark convert")
+    if request.format == ONNX:
+        raise ConfigError("--format onnx: quark.torch.export_onnx writes the ONNX file of a loaded model.")
+    export = Export(request.output, request.format, "real_quantized", "reorder", "5GB", force=False)
+    export.check(request.model, [], of_folder=False)
+    export.check_output(request.model, None)
+    return ConversionJob(request, export)
+
+
+def run_conversion(job: ConversionJob) -> tuple[Path, int]:
+    """Write the model in the other format; return what a program opens, and the bytes of its weights on disk.
+
+    Raises:
+        QuarkError: It cannot be read, or the format has no place for it.
+    """
+    request = job.request
+    with temporary_folder(request.output.absolute()) as scratch:
+        loaded, source = _load(request.model, scratch)
+        if request.requantize is not None:
+            loaded = _requantized(loaded, request.requantize, request.format)
+        size = job.export.write(loaded, source)
+        return job.export.made(source), size
+
+
+def _load(model: Path, scratch: Path) -> tuple[Any, Path]:
+    """The model, and the folder with its tokenizer."""
+    from quark.jobs.folders.models import load_model
+    from quark.torch.model.model_folder import read_config
+    from quark.torch.writers.gguf.model_of_file import model_of_gguf
+
+    if model.suffix == GGUF_SUFFIX:
+        companions = scratch / model.stem
+        return model_of_gguf(model, companions), companions
+    if not read_config(model).get("quantization_config"):
+        raise ConfigError(f"{model} is a float model. Possible: quark quantize, which takes a scheme.")
+    return load_model(model), model
+
+
+def _requantized(model: Any, scheme: str, form: str) -> Any:
+    """The model with its values rounded to another scheme; what was float before stays so, unless a mix has a type."""
+    from quark.core.schemes import scheme_of
+    from quark.jobs.folders.schemes import is_mix, scheme_config
+    from quark.torch import ModelQuantizer, gguf_config
+    from quark.torch.checkpoint.dequantize import dequantize_layers
+
+    mixed = is_mix(scheme, form)
+    if not mixed and scheme_of(scheme).needs_data:
+        raise CalibrationError(
+            f"--requantize {scheme} has static activation scales, which need calibration data, and convert has none. "
+            "Possible: a scheme of weights alone, or with dynamic inputs."
+        )
+    model = dequantize_layers(model)
+    quantizer = ModelQuantizer(gguf_config(model, scheme) if mixed else scheme_config(scheme, None, None))
+    return quantizer.freeze(quantizer.quantize_model(model))

@@ -1,0 +1,175 @@
+"""Evaluate: a float and a quantized model side by side, on held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quark.base.files import require_regular
+from quark.errors import ConfigError, UsageError
+from quark.jobs.options import option, same_as
+from quark.jobs.request import FileRequest, FolderRequest, JobRequest, Kinds, ModelRequest
+
+if TYPE_CHECKING:
+    from quark.core.metrics import Comparison
+    from quark.jobs.folders.measure import MeasuredFolders
+    from quark.onnx import PathDataReader
+    from quark.onnx.evaluation.compare_models import Report
+
+GGUF_SUFFIX = ".gguf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureRequest(ModelRequest):
+    """What may be said of a measurement of either kind of model."""
+
+    report: Path | None = same_as(JobRequest, "report", key="")
+    log_file: Path | None = same_as(JobRequest, "log_file")
+    data: Path | None = option(None, "Held-out data: text, a folder of images, audio or arrays, .npz, .npy (ONNX).")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureFolders(MeasureRequest):
+    """What may be said of a measurement of model folders."""
+
+    length: int = option(256, "Tokens in a window.", least=2)
+    windows: int = option(64, "Most windows or other samples; 0: all.", least=0)
+    device: str = same_as(FolderRequest, "device")
+    dtype: str = same_as(FolderRequest, "dtype")
+    trust_remote_code: bool = same_as(FolderRequest, "trust_remote_code")
+    keep_unexpected: bool = same_as(FolderRequest, "keep_unexpected")
+
+    @property
+    def load(self) -> dict[str, Any]:
+        """The options of `load_model`."""
+        return {name: getattr(self, name) for name in ("device", "dtype", "trust_remote_code", "keep_unexpected")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureFiles(MeasureRequest):
+    """What may be said of a measurement of ONNX files."""
+
+    samples: int | None = option(None, "Most samples; all by default.", least=1)
+    batch_size: int | None = same_as(FileRequest, "batch_size", key="")
+    mean: str | None = same_as(FileRequest, "mean", key="")
+    std: str | None = same_as(FileRequest, "std", key="")
+    threads: int = option(1, "Threads of ONNX Runtime.", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateFolders(MeasureFolders):
+    """What may be asked of two folders. `quantized` may be a GGUF file, too."""
+
+    quantized: Path
+    layers: int = option(10, "How many of the worst layers to show.", least=0)
+    text: Path | None = option(None, "Held-out text file: the same as --data.", key=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateFiles(MeasureFiles):
+    """What may be asked of two ONNX files."""
+
+    quantized: Path
+    layers: int = same_as(EvaluateFolders, "layers")
+
+
+@dataclass(frozen=True)
+class MeasuredFiles:
+    """Two ONNX files and what was measured of them.
+
+    Attributes:
+        request: What was asked for.
+        report: What running both on the samples showed.
+        reader: The samples.
+        sizes: Bytes of each.
+    """
+
+    request: EvaluateFiles
+    report: Report
+    reader: PathDataReader
+    sizes: Sequence[int]
+
+    @property
+    def outputs(self) -> Mapping[str, Comparison]:
+        """How near each output is."""
+        return self.report.outputs
+
+    @property
+    def seconds(self) -> Sequence[float]:
+        """Latency of each for the first sample."""
+        return self.report.latency
+
+
+EVALUATE: Kinds[EvaluateFolders, EvaluateFiles] = (EvaluateFolders, EvaluateFiles)
+
+
+def held_out(request: EvaluateFolders | EvaluateFiles) -> Path:
+    """The data that are measured on.
+
+    Raises:
+        UsageError: There are none.
+        ConfigError: They were given twice.
+    """
+    text = request.text if isinstance(request, EvaluateFolders) else None
+    if request.data is not None and text is not None:
+        raise ConfigError("--data and --text are the same option; give one of them.")
+    data = request.data or text
+    if data is None:
+        flags = "--data or --text" if isinstance(request, EvaluateFolders) else "--data"
+        raise UsageError(f"Missing option {flags}, which {request.model} needs.")
+    return data
+
+
+def evaluate_files(request: EvaluateFiles) -> MeasuredFiles:
+    """Run both ONNX files on the data. Raises QuarkError where these cannot be read, or are not of each other."""
+    from quark.jobs.run_file import reader_of  # imports onnx: when it runs, so that --help is instant
+
+    return measure_files(request, reader_of(request, held_out(request)))
+
+
+def measure_files(request: EvaluateFiles, reader: PathDataReader) -> MeasuredFiles:
+    """Run both ONNX files on the samples of a reader, from where it is."""
+    from quark.onnx.calibration.data.inputs import file_bytes
+    from quark.onnx.evaluation.compare_models import compare_models
+
+    report = compare_models(request.model, request.quantized, reader, request.samples, request.threads)
+    return MeasuredFiles(request, report, reader, [file_bytes(file) for file in (request.model, request.quantized)])
+
+
+def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
+    """Run the models of both folders on the data. Raises QuarkError as `evaluate_files` does."""
+    # The flow imports torch: when it runs, so that --help is instant.
+    from quark.jobs.folders.measure import ALL, measure_folders
+    from quark.jobs.folders.models import inputs_of, load_model
+    from quark.torch.layers.replace import quantized_layers
+    from quark.torch.model.model_folder import read_config
+
+    model, quantized, data = request.model, request.quantized, held_out(request)
+    if quantized.suffix == GGUF_SUFFIX:
+        from quark.torch import import_model_from_gguf
+
+        require_regular(quantized)
+        before, after = (load_model(model, dequantize=True, **request.load) for _ in range(2))
+        import_model_from_gguf(after, quantized)
+    else:
+        _require_same_architecture(read_config(model), read_config(quantized))
+        before = load_model(model, dequantize=True, **request.load)
+        after = load_model(quantized, **request.load)
+    if not quantized_layers(after):
+        raise ConfigError(f"{quantized} holds no quantized layer; it is a float model.")
+    inputs = inputs_of(model, before)
+    batches = inputs.read(data, request.windows or ALL, request.length)
+    return measure_folders(model, quantized, (before, after), inputs, batches)
+
+
+def _require_same_architecture(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raise ConfigError when two configs describe models whose layers cannot be compared."""
+    for key in ("model_type", "architectures", "hidden_size", "num_hidden_layers", "vocab_size"):
+        named = before.get(key) is not None or key != "architectures"  # which a float model may leave out
+        if named and before.get(key) != after.get(key):
+            raise ConfigError(
+                f"The two models differ in {key}: {before.get(key)} (float) and {after.get(key)} (quantized). "
+                "Compare a quantized model with the float model that it was made from."
+            )

@@ -1,1 +1,0 @@
-"""Bodies of If, Loop and Scan: each a model of its own, its calibration data, and the way back."""
