@@ -245,3 +245,16 @@ def test_a_published_name_that_scales_cannot_follow_is_refused(monkeypatch: pyte
     with pytest.raises(NotSupportedError, match=f"{LAYER}.weight is {LAYER} in checkpoints.*--exclude {LAYER}"):
         export_safetensors(frozen("int8_wo", BF16), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_parameter_that_is_called_like_a_scale_is_loaded_into_the_model(tmp_path: Path) -> None:
+    """As those of softmax_scaling in Mistral Large 4."""
+    model = tiny_llama()
+    quantizer = ModelQuantizer(QConfig(global_quant_config=config_of_layer(LayerSpec(weight=spec("int8")))))
+    model.model.norm.scale = torch.nn.Parameter(torch.tensor([1.5, 2.5]))
+    model.model.norm.zero_point = torch.nn.Parameter(torch.tensor([3.5]))
+    folder = export_safetensors(quantizer.freeze(quantizer.quantize_model(model)), tmp_path / "out")
+    other = tiny_llama()
+    other.model.norm.scale, other.model.norm.zero_point = (torch.nn.Parameter(torch.zeros(n)) for n in (2, 1))
+    import_model_from_safetensors(other, folder)
+    assert other.model.norm.scale.tolist() == [1.5, 2.5] and other.model.norm.zero_point.tolist() == [3.5]

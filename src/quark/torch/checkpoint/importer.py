@@ -177,7 +177,7 @@ def _assign(module: nn.Module, leaf: str, tensor: torch.Tensor, quantized: bool)
     )
     if leaf in module._parameters and (present.is_meta or quantized or fixed):
         module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
-    elif present.is_meta or fixed or leaf in ("scale", "zero_point"):
+    elif leaf in module._buffers and (present.is_meta or fixed or leaf in ("scale", "zero_point")):
         module._buffers[leaf] = tensor
     else:
         # In place, so that a tied weight stays tied.
