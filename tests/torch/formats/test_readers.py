@@ -120,6 +120,29 @@ def test_a_class_that_reads_a_weight_as_it_is_built_is_refused_where_there_is_no
     assert planned_refusal(t5(), "int8", "compressed-tensors") == ""
 
 
+def test_codes_of_a_weight_that_the_class_shares_are_refused() -> None:
+    from transformers import LukeConfig, LukeForMaskedLM
+
+    sizes = {"vocab_size": 64, "entity_vocab_size": 32, "hidden_size": 32, "entity_emb_size": 32}
+    model = LukeForMaskedLM(LukeConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64))
+    for form, scheme in SCHEMES.items():
+        assert "give entity_predictions.decoder.weight the values of" in planned_refusal(model, scheme, form)
+        assert planned_refusal(model, scheme, form, ["entity_predictions.decoder"]) == ""
+    assert planned_refusal(model, "int4_wo_32", "quark") == ""
+
+
+def test_a_class_for_which_one_tensor_of_files_is_parted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Qianfan OCR, whose tower has one matrix in files: transformers raises ValueError on loading its folders."""
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    tower = WeightConverter(["tower.qkv.weight"], ["tower.q.weight", "tower.k.weight"], [Chunk(dim=0)])
+    monkeypatch.setattr(readers, "conversions", lambda _: [tower])
+    model = family("llama")
+    assert "it parts tower.qkv.weight of files into" in planned_refusal(model, "int4_wo_32", "compressed-tensors")
+    for form, reader in (("compressed-tensors", "vllm"), ("quark", "transformers"), ("gptq", "transformers")):
+        assert planned_refusal(model, "int4_wo_32", form, reader=reader) == ""
+
+
 def test_what_algorithms_add_is_refused_on_the_plan() -> None:
     from quark.torch.config.algo_configs import SVDQuantConfig
 

@@ -22,6 +22,7 @@ from quark.torch.formats.format import Folder, FolderFormat
 from quark.torch.layers.online_rotation import BUFFER
 from quark.torch.model.meta_model import empty_twin
 from quark.torch.model.names import (
+    conversions,
     found_by,
     is_transformers_model,
     layers_published,
@@ -34,6 +35,7 @@ from quark.torch.model.tied_weights import first_names
 
 TRANSFORMERS, VLLM = READERS = ("transformers", "vllm")
 """Programs that a folder may be made for, where that decides what it may hold."""
+WEIGHT = ".weight"
 SHOWN = 3
 """How many names an error lists."""
 
@@ -70,8 +72,10 @@ def check_readers(
         _check_names(model, twin, form, [name for name in names if not name.startswith(inside)], inside)
         return undecoded
     _check_names(model, twin, form, names, tuple(f"{n}." for n in _apart(model)) if form.own_loader else ())
-    if reader != VLLM:  # whose classes are others
+    if reader != VLLM and not form.own_loader:  # whose classes are others
         _check_building(twin, form, folder.specs)
+        _check_ties(twin, form, folder)
+        _check_conversions(twin, form, folder.specs)
     for other in other_twins(model):
         if not found_by(other, of_float).missing:
             _check_other(model, _as_loaded(other, form), form, names)
@@ -162,7 +166,7 @@ def _check_building(twin: Any, form: FolderFormat, specs: Mapping[str, LayerSpec
     """Refuse layers whose codes have another name than `weight`, in a model whose class reads it as it is built."""
     quantized = ((name, form.stored_name(f"{name}.weight", "", spec)) for name, spec in specs.items() if spec.weight)
     hidden = [name for name, stored in quantized if not stored.endswith(".weight")]
-    if form.own_loader or not hidden:
+    if not hidden:
         return
     for tensor in twin.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
@@ -179,3 +183,36 @@ def _check_building(twin: Any, form: FolderFormat, specs: Mapping[str, LayerSpec
             "vllm (reader='vllm'), whose classes do not; for a linear layer, 8-bit weights with inputs, which are "
             "stored as `weight`."
         ) from error
+
+
+def _check_ties(twin: Any, form: FolderFormat, folder: Folder) -> None:
+    """Refuse layers with codes whose weights the class shares with others, as the config that is written says it to."""
+    if folder.heads or folder.embeddings:
+        return  # of which the config says that nothing is shared
+    for name, other in (getattr(twin, "all_tied_weights_keys", None) or {}).items():
+        layers = (each.removesuffix(WEIGHT) for each in (name, other))
+        if layer := next((each for each in layers if each in folder.specs), None):
+            raise NotSupportedError(
+                f"transformers would give {name} the values of {other} as it loads this {form.name} folder, where "
+                f"{layer} holds codes. Possible: the quark format; to leave the layer in float (--exclude '{layer}')."
+            )
+
+
+def _check_conversions(twin: Any, form: FolderFormat, specs: Mapping[str, LayerSpec]) -> None:
+    """Refuse where transformers parts one tensor of published files into several, and cannot for this format.
+
+    Its loaders of codes look for a scale beside each tensor that they convert (`serialized_names`), so of one source
+    they make several; a conversion has several sources or several results, and it refuses one that has both.
+    """
+    kinds = sys.modules["transformers.quantizers.auto"].AUTO_QUANTIZER_MAPPING
+    names = getattr(kinds.get(form.name), "serialized_names", {}).get("weight", ())
+    for conversion in conversions(twin) if len(names) > 1 else ():
+        sources, targets = conversion.source_patterns, conversion.target_patterns
+        if len(targets) < 2 or not all(source.endswith(WEIGHT) for source in sources):
+            continue
+        if not any(f"{name}{WEIGHT}".endswith(targets[0]) for name in specs):
+            raise NotSupportedError(
+                f"transformers cannot load {type(twin).__name__} in the {form.name} format: it parts {sources[0]} of "
+                f"files into {', '.join(targets)}, and cannot where there may be codes. Possible: the quark format; "
+                "--for vllm (reader='vllm')."
+            )
