@@ -48,7 +48,7 @@ def test_a_page_fetches_nothing_and_runs_nothing() -> None:
     page = hostile_page()
     seen = Seen(page)
     policy = dict(seen.attributes)["content"] or ""
-    assert "default-src 'none'; style-src 'unsafe-inline'" in page and policy
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in page and policy
     assert not [value for name, value in seen.attributes if name.startswith("on") or name == "src"]
     assert all((value or "").startswith("#") for name, value in seen.attributes if name == "href")
     assert "url(" not in page and "@import" not in page

@@ -185,6 +185,27 @@ def search_path(steps: Sequence[tuple[str, float, float, bool]], y: str, target:
         return _svg(figure, f"{y} over time")
 
 
+def pictures(rows: Sequence[tuple[str, Any, Any]]) -> str:
+    """Pictures beside those that they are compared with, and the difference.
+
+    Args:
+        rows: Name, and two arrays of one shape, (height, width) or (height, width, 3), of any range.
+    """
+    with _figure(WIDTH / 2, 0.3 + 1.55 * len(rows)) as (figure, axes):
+        axes.remove()
+        grid = figure.subplots(len(rows), 3, squeeze=False)
+        for line, (name, first, second) in zip(grid, rows, strict=True):
+            low, high = float(np.min(first)), float(np.max(first))
+            scale = (high - low) or 1.0
+            difference = np.abs(np.asarray(first, np.float64) - second)
+            shown = [*((np.asarray(x, np.float64) - low) / scale for x in (first, second)), difference / scale]
+            for place, image, title in zip(line, shown, (name, "quantized", "difference"), strict=True):
+                place.imshow(np.clip(image, 0, 1), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+                place.set_title(_short(title, 24), fontsize=7, color=INK)
+                place.axis("off")
+        return _svg(figure, f"Pictures of {len(rows)} prompts")
+
+
 def token_divergence(values: NumpyArray) -> str:
     """How many tokens have which KL divergence, on a logarithmic axis, with the median and the mean."""
     flat = np.maximum(np.asarray(values, np.float64).ravel(), 1e-9)

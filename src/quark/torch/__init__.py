@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.torch.config.tensor.observer_classes import *
     from quark.torch.config.tensor.shorthand_specs import *
     from quark.torch.config.tensor.tensor_config import *
+    from quark.torch.flows.denoiser_costs import compare_denoisers as compare_denoisers
     from quark.torch.kernels import RuntimeOptions as RuntimeOptions
     from quark.torch.kernels import accelerate as accelerate
     from quark.torch.kernels import disable_native_inference as disable_native_inference
@@ -51,6 +52,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "quark.torch.checkpoint.save_params": ("load_params", "save_params"),
     "quark.torch.config.llm_template": ("LLMTemplate",),
     "quark.torch.config.not_supported": ("ModelPruner",),
+    "quark.torch.flows.denoiser_costs": ("compare_denoisers",),
     "quark.torch.kernels": (
         "RuntimeOptions", "accelerate", "disable_native_inference", "enable_native_inference",
     ),

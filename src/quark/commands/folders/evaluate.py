@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
 
@@ -19,6 +20,8 @@ def show_folders(measured: MeasuredFolders, request: EvaluateFolders) -> None:
     console.print(_summary(measured.sizes, measured.comparison.perplexity, measured.seconds))
     console.print(WHY_SLOW, highlight=False, soft_wrap=True)
     console.print(_outputs(measured.comparison.outputs, f"{counted(len(measured.batches), 'sample')} of {data.name}"))
+    if measured.comparison.by_timestep:
+        console.print(_timesteps(measured.comparison.by_timestep.rows()))
     console.print(_worst_layers(measured.damage, request.layers))
     if request.report is not None:
         # They import torch and matplotlib: where a page is asked for.
@@ -47,6 +50,13 @@ def _outputs(outputs: Mapping[str, Output], words: str) -> Table:
     for name, output in outputs.items():
         agreement = f"{output.agreed / output.rows:.2%}" if output.rows else ""
         table.add_row(name, f"{output.comparison.sqnr:.2f}", f"{output.comparison.cosine:.6f}", agreement)
+    return table
+
+
+def _timesteps(rows: Sequence[tuple[Any, float]]) -> Table:
+    table = new_table("timesteps", "SQNR dB", title="Outputs by timestep")
+    for bucket, sqnr in rows:
+        table.add_row(str(bucket), f"{sqnr:.2f}")
     return table
 
 

@@ -18,6 +18,8 @@ from quark.core.quantize import fake_quantize
 from quark.jobs.folders.measure import WHY_SLOW, MeasuredFolders
 from quark.report.figures import MOST_BARS, ClippedHistogram, bars, histogram, token_divergence
 from quark.report.page import Figure, PageTable, Section
+from quark.torch.calibration.timesteps import ranges_by_timestep
+from quark.torch.flows.denoiser_costs import range_section, timestep_section
 from quark.torch.layers.base import ROLES, QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.layers.replace import quantized_layers
@@ -39,6 +41,7 @@ def folder_sections(found: MeasuredFolders, words: str = "") -> list[Section]:
         Section("What was done", words, [_what(found)]),
         _costs(found),
         _tokens(found),
+        *_timesteps(found),
         damage_section(found.damage),
         _ranges(found),
     ]
@@ -51,7 +54,7 @@ def _what(found: MeasuredFolders) -> PageTable:
     rows = [
         ("float model", str(found.model)),
         ("quantized model", str(found.quantized)),
-        ("model type", str(config.get("model_type"))),
+        ("model type", str(config.get("model_type") or config.get("_class_name"))),
         ("format", "gguf" if gguf else str((config.get("quantization_config") or {}).get("quant_method"))),
         *((counted(count, "layer"), scheme) for scheme, count in schemes.most_common()),
         ("measured on", counted(len(found.batches), "sample")),
@@ -109,6 +112,15 @@ def _tokens(found: MeasuredFolders) -> Section:
         f"Mean {float(values.mean()):.4g} nats; {', '.join(shares)} of the tokens."
     )
     return Section("KL divergence by token", words, [table], [Figure(token_divergence(values.numpy()))])
+
+
+def _timesteps(found: MeasuredFolders) -> list[Section]:
+    """Of a denoiser: its error by timestep, and the layers whose inputs differ most between timesteps."""
+    errors = found.comparison.by_timestep
+    if errors is None:
+        return []
+    ranges = ranges_by_timestep(found.before, [*found.damage], found.batches)
+    return [timestep_section(errors), range_section(ranges)]
 
 
 def damage_section(damage: Mapping[str, tuple[float, float]]) -> Section:

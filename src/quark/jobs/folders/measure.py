@@ -55,11 +55,13 @@ class FolderComparison:
         outputs: By name.
         divergence: Of each window of tokens, the KL divergence at each of its tokens in nats, (length,) in float64;
             of other models empty.
+        by_timestep: Of a denoiser, how near its first output is by timestep: `ErrorsByTimestep`; of others None.
     """
 
     perplexity: tuple[float, float] | None
     outputs: Mapping[str, Output]
     divergence: Sequence[Any] = ()
+    by_timestep: Any = None
 
 
 @dataclass(frozen=True)
@@ -107,16 +109,43 @@ def measure_folders(
     return MeasuredFolders(model, quantized, *loaded, inputs, batches, comparison, sizes, seconds, damage)
 
 
+class NextTokens:
+    """What two models of text give the next token: likelihoods of the real one, and the divergence between them."""
+
+    def __init__(self) -> None:
+        self.likelihoods, self.tokens = [0.0, 0.0], 0
+        self.divergence: list[Any] = []
+
+    def update(self, ids: Any, logits: Sequence[Any]) -> None:
+        """Add the logits of both models for token ids, (samples, length)."""
+        import torch
+
+        from quark.torch.llm.text import negative_log_likelihood
+
+        self.tokens += ids.numel() - len(ids)
+        rows = [values.flatten(0, -2) for values in logits]
+        size = max(1, LARGEST_PIECE // rows[0].shape[-1])
+        parts = zip(*(torch.split(x, size) for x in rows), strict=True)
+        self.divergence.append(torch.cat([kl_by_row(*part) for part in parts]).cpu())
+        for index, values in enumerate(logits):
+            self.likelihoods[index] += negative_log_likelihood(values, ids)
+
+    @property
+    def perplexity(self) -> tuple[float, float] | None:
+        """Of both; None without tokens."""
+        first, second = (math.exp(value / self.tokens) if self.tokens else math.nan for value in self.likelihoods)
+        return (first, second) if self.tokens else None
+
+
 def compare_outputs(before: Any, after: Any, batches: Sequence[Any]) -> FolderComparison:
     """Run both models on the batches, of one sample each."""
     import torch
 
-    from quark.torch.llm.text import negative_log_likelihood
+    from quark.torch.calibration.timesteps import ErrorsByTimestep
     from quark.torch.model.batches import forward_batch, input_device, named_outputs
 
-    device = input_device(before)
+    device, by_timestep, text = input_device(before), ErrorsByTimestep(), NextTokens()
     outputs: dict[str, Output] = {}
-    likelihoods, tokens, divergence = [0.0, 0.0], 0, []
     with torch.no_grad():
         for batch in progress(batches, "compare", total=len(batches)):
             pair = [dict(named_outputs(forward_batch(model, batch, device))) for model in (before, after)]
@@ -125,17 +154,11 @@ def compare_outputs(before: Any, after: Any, batches: Sequence[Any]) -> FolderCo
                 if found is None or found.shape != expected.shape:
                     raise ConfigError(f"The output {name!r} is of another shape, or missing, in the quantized model.")
                 outputs.setdefault(name, Output()).update(expected, found, "logits" in name)
+            if pair[0]:
+                by_timestep.update(batch, *(next(iter(each.values())) for each in pair))
             if isinstance(batch, torch.Tensor) and "logits" in pair[0]:
-                ids = batch.to(device)
-                tokens += ids.numel() - len(ids)
-                rows = [values["logits"].flatten(0, -2) for values in pair]
-                size = max(1, LARGEST_PIECE // rows[0].shape[-1])
-                parts = zip(*(torch.split(x, size) for x in rows), strict=True)
-                divergence.append(torch.cat([kl_by_row(*part) for part in parts]).cpu())
-                for index, values in enumerate(pair):
-                    likelihoods[index] += negative_log_likelihood(values["logits"], ids)
-    first, second = (math.exp(value / tokens) if tokens else math.nan for value in likelihoods)
-    return FolderComparison((first, second) if tokens else None, outputs, divergence)
+                text.update(batch.to(device), [values["logits"] for values in pair])
+    return FolderComparison(text.perplexity, outputs, text.divergence, by_timestep or None)
 
 
 def latency(model: Any, batch: Any) -> float:

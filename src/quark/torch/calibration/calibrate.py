@@ -25,6 +25,7 @@ from quark.errors import CalibrationError, NonFiniteError
 from quark.torch.calibration.distributed import merge_observers, part_of
 from quark.torch.calibration.experts import finish_expert_ranges
 from quark.torch.calibration.lent_tokens import ExpertCalibration, all_tokens_to_all_experts
+from quark.torch.calibration.timesteps import noting_ranges
 from quark.torch.config.config import QConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention.cache_rules import floor_cache_scales, share_cache_ranges
@@ -188,10 +189,15 @@ def calibrate_tensors(
             f"{len(quantizers)} activations ({next(iter(quantizers))}, ...) have static scales, which need "
             "calibration data: pass a dataloader to quantize_model, or choose a dynamic or weight-only scheme."
         )
-    with observing(everything, quantizers), expert_tokens(model, config):
+    with (
+        observing(everything, quantizers),
+        expert_tokens(model, config),
+        noting_ranges(model, quantizers) as by_timestep,
+    ):
         if run_batches(model, part_of(data)) == 0:
             raise CalibrationError("The calibration dataloader is empty: static scales need at least one batch.")
     finish_ranges(quantizers, config)
+    by_timestep.say()
 
 
 def expert_tokens(model: nn.Module, config: QConfig) -> AbstractContextManager[None]:

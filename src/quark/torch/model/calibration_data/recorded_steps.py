@@ -70,7 +70,7 @@ def record_steps(
         CalibrationError: The pipeline does not call it.
         OutputExistsError, OutputError: Of the folder.
     """
-    module = denoiser if denoiser is not None else _denoiser_of(pipeline)
+    module = denoiser if denoiser is not None else denoiser_of(pipeline)
     if not prompts or isinstance(prompts, (str, bytes)) or steps < 1:
         raise ConfigError(
             f"record_steps needs a list of prompts, and steps of 1 or more; got {prompts!r:.60}, {steps}."
@@ -164,7 +164,7 @@ def caught(module: nn.Module, take: Callable[[dict[str, Any]], None]) -> Iterato
         hook.remove()
 
 
-def _denoiser_of(pipeline: Any) -> nn.Module:
+def denoiser_of(pipeline: Any) -> nn.Module:
     """The denoiser of a pipeline. Raises ConfigError where there is none, or are several."""
     parts = {name: part for name, part in vars(pipeline).items() if isinstance(part, nn.Module)}
     found = [name for name in parts if name.rstrip("_0123456789") in DENOISERS]
