@@ -33,15 +33,16 @@ from quark.onnx.flow.flow import finish
 from quark.onnx.graph.model_file import checked_proto, load, read
 from quark.onnx.graph.sessions import require_loads
 from quark.onnx.qdq.short_names import shorten_where_larger
+from quark.onnx.search.evaluator import OutputMetrics, output_metrics
+from quark.onnx.search.history import duration
 from quark.onnx.search.latency.excluded_layers import in_integers_unasked
 from quark.onnx.search.latency.whole_file import refuse_slower
 from quark.onnx.search.lost_outputs.damage import MADE, SpreadSamples, damage, refuse_damage
 from quark.onnx.search.lost_outputs.on_noise import little_on_noise
 from quark.onnx.search.lost_outputs.retry import Retrying
 from quark.onnx.search.lost_outputs.verdict import Damage
-from quark.onnx.search.output_metrics import OutputMetrics, output_metrics
 from quark.onnx.search.recovery.rival import Rival
-from quark.onnx.search.recovery.search import Recovery, duration, recover
+from quark.onnx.search.recovery.search import Recovery, recover
 from quark.onnx.search.recovery.steps import QUICK_STEPS, STEPS
 from quark.onnx.search.recovery.weights_alone import or_weights_alone
 from quark.onnx.search.settle import check_algorithms, quantize

@@ -26,8 +26,8 @@ from quark.onnx.config.algo_configs import ALGO_CONFIGS, AutoMixprecisionConfig
 from quark.onnx.config.config import Config
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.evaluation.compare_models import compare_models
+from quark.onnx.search.evaluator import Scorer
 from quark.onnx.search.lost_outputs.damage import damage
-from quark.onnx.search.score import Scorer
 from tests.contracts.test_presets import NOW
 from tests.contracts.test_presets import config as preset
 from tests.models.onnx_zoo import Reader, run

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from quark.base.log import logger, severity
+from quark.base.log import logger
 from quark.core.metrics import Metric
 from quark.errors import NotSupportedError
 from quark.onnx.algorithms.rescaling.cle import equalize
@@ -22,7 +22,7 @@ from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.algo_configs import CLEConfig
 from quark.onnx.config.settings import Settings
-from quark.onnx.search.score import Scorer
+from quark.onnx.search.evaluator import Evaluator, Scorer
 
 Convert = Callable[..., ir.Model]
 """`quark.onnx.flow.flow.convert`."""
@@ -57,33 +57,21 @@ def equalize_if_better(
     if data is None or settings.calibration.files or not pairs:
         return plain, None
     try:
-        scorer = Scorer(model, _spread(data), Metric("sqnr"), settings)
-        found = [_trial(model, each, data, scorer, convert, known) for each in (plain, decided)]
+        evaluator = Evaluator(model, data, Scorer(model, _spread(data), Metric("sqnr"), settings), convert, "", known)
+        # What is said of the layers of one model is true of the other.
+        without, equalized = (
+            evaluator.evaluate(replace(each, algorithms=()), told=each is plain and not settings.algorithms)
+            for each in (plain, decided)
+        )
     except NotSupportedError as error:
         logger.info("Not equalized, as the outputs cannot be compared: %s", error)
         return plain, None
-    (before, without), (after, equalized) = found
+    before, after = without.score, equalized.score
     kept = after >= before and not math.isnan(after)
     what = "kept" if kept else "left out"
     logger.info("Cross-layer equalization of %d pairs: SQNR %.2f -> %.2f dB: %s.", pairs, before, after, what)
     chosen, quantized = (decided, equalized) if kept else (plain, without)
-    return chosen, None if settings.algorithms else quantized
-
-
-def _trial(
-    model: ir.Model,
-    settings: Settings,
-    data: Samples,
-    scorer: Scorer,
-    convert: Convert,
-    known: dict[str, Statistics] | None,
-) -> tuple[float, ir.Model]:
-    """The score of a model that is quantized without the algorithms, and that model."""
-    quiet = settings.equalization is not None or bool(settings.algorithms)
-    # What is said of the layers of one model is true of the other.
-    with severity(2 if quiet else None):
-        quantized = convert(model.clone(), replace(settings, algorithms=()), data, known=known)
-    return scorer.score(quantized)[0], quantized
+    return chosen, None if settings.algorithms else quantized.model
 
 
 def _spread(data: Samples) -> Samples:

@@ -10,9 +10,9 @@ import pytest
 from quark.errors import ConfigError
 from quark.onnx import QConfig, SearchSpace, generate_all_configs, get_auto_search_config
 from quark.onnx.config.enums import CalibMethod, CalibrationMethod
-from quark.onnx.search.auto_search.distances import MEANS, SUMS, ssim
 from quark.onnx.search.auto_search.qconfig_mapping import qconfig_of
 from quark.onnx.search.auto_search.samplers import RandomSampler, TPESampler
+from quark.onnx.search.evaluator import MEANS, SUMS, ssim
 
 FLAT: dict[str, Any] = {
     "activation": ["Int8Spec"],

@@ -19,8 +19,9 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide, write
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load, to_proto
+from quark.onnx.search.evaluator import mean_distance
 from quark.onnx.search.mixed_precision import trials as trials_module
-from quark.onnx.search.mixed_precision.trials import Trials, mean_distance
+from quark.onnx.search.mixed_precision.trials import Trials
 from tests.models.onnx_zoo import cnn, images
 from tests.onnx.search.mixed_precision.test_auto_mixprecision import batches, chain
 

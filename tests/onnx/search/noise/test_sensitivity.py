@@ -21,10 +21,10 @@ from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
+from quark.onnx.search.evaluator import Scorer
 from quark.onnx.search.noise.float_nodes import FloatNodes, Measured, leave_in_float
 from quark.onnx.search.noise.sensitivity import OutputNoise, sensitivity
 from quark.onnx.search.noise.sources import NoiseRun, NoiseSource
-from quark.onnx.search.score import Scorer
 from quark.onnx.search.settle import convert
 from tests.models.onnx_zoo import Builder, cnn, images, mlp, outputs, vectors
 

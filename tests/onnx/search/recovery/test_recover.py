@@ -37,6 +37,7 @@ from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import CalibrationSettings, QDQSettings, Settings, SpecSettings
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load, to_proto
+from quark.onnx.search.history import duration
 from quark.onnx.search.noise.float_nodes import FloatNodes
 from quark.onnx.search.noise.tensor_ranges import TensorRanges
 from quark.onnx.search.recovery.changes import (
@@ -51,7 +52,7 @@ from quark.onnx.search.recovery.changes import (
     tuning,
     with_plain_ranges,
 )
-from quark.onnx.search.recovery.search import Recovery, duration, recover
+from quark.onnx.search.recovery.search import Recovery, recover
 from quark.onnx.search.recovery.steps import STEPS, Step
 from quark.onnx.search.settle import convert, quantize
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, outputs, vectors

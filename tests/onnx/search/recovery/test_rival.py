@@ -14,11 +14,11 @@ from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
+from quark.onnx.search.evaluator import LOST, Scorer
 from quark.onnx.search.recovery import rival as module
 from quark.onnx.search.recovery.rival import Rival, ScoredModel
 from quark.onnx.search.recovery.search import recover
 from quark.onnx.search.recovery.steps import QUICK_STEPS
-from quark.onnx.search.score import LOST, Scorer
 from quark.onnx.search.settle import convert
 from tests.models.onnx_events import event_case
 from tests.models.onnx_zoo import cnn, images, outputs

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import math
 import random
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,13 @@ from quark.errors import ConfigError, NotSupportedError, QuarkError, did_you_mea
 from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.config.config import Config
 from quark.onnx.config.enums import CalibrationMethod, LayerWiseMethod, PowerOfTwoMethod, QuantType
-from quark.onnx.search.auto_search.distances import MEANS, distance
-from quark.onnx.search.auto_search.history import logged_to, text_of
 from quark.onnx.search.auto_search.qconfig_mapping import JOINT, joint
 from quark.onnx.search.auto_search.samplers import SAMPLERS, SEED
 from quark.onnx.search.auto_search.search_space import Config as Choice
 from quark.onnx.search.auto_search.search_space import SearchSpace
 from quark.onnx.search.auto_search.trials import SearchTrials
+from quark.onnx.search.evaluator import MEANS, distance
+from quark.onnx.search.history import TimeBudget, logged_to, text_of
 
 ALGORITHMS = ("grid_search", "random")
 CONDITIONS = ("find_n_candidates", "find_best_candidate", "iteration_limit", "time_limit")
@@ -211,15 +210,13 @@ class AutoSearch:
         return list(input_idxs)
 
     def _one_stage(self) -> list[dict[str, Any]]:
-        stop, start = (
-            {**dict.fromkeys(CONDITIONS, NONE), **self.auto_search_config.search_stop_condition},
-            time.monotonic(),
-        )
+        stop = {**dict.fromkeys(CONDITIONS, NONE), **self.auto_search_config.search_stop_condition}
+        budget = TimeBudget.of(None if stop["time_limit"] == NONE else stop["time_limit"])
         for number, choice in enumerate(self.sampler(self.all_configs)):
             if (
                 NONE != stop["find_n_candidates"] <= len(self.candidates)
                 or NONE != stop["iteration_limit"] <= number
-                or (number and NONE != stop["time_limit"] <= time.monotonic() - start)
+                or (number and budget.left() <= 0)
             ):
                 break
             self._try(choice)

@@ -24,7 +24,7 @@ from quark.onnx.config.lowering.lower import lower
 from quark.onnx.flow.flow import finish
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
-from quark.onnx.search.auto_search.distances import Distance
+from quark.onnx.search.evaluator import Distance
 from quark.onnx.search.settle import check_algorithms, convert
 from quark.onnx_ops.saving import save
 

@@ -11,7 +11,6 @@ that no operator keeps from 0 to 1: what a classifier makes of noise says little
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.graph.model_file import split_weights
 from quark.onnx.graph.output_parts import judged_parts
 from quark.onnx.graph.sessions import open_session, run_sample
+from quark.onnx.search.history import TimeBudget
 from quark.onnx.search.latency.noise_sample import noise_sample
 from quark.onnx.search.lost_outputs.verdict import LEAST, Verdict, judge
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
@@ -99,10 +99,10 @@ def _left(model: ir.Model, quantized: onnx.ModelProto | Path, sample: Feed, colo
     """What is left of each part of the outputs that says something, for each loudness."""
     proto, weights = split_weights(model)
     sessions = open_session(proto, weights=weights), open_session(quantized)
-    parts, end = judged_parts(model), time.monotonic() + SECONDS / 2
+    parts, budget = judged_parts(model), TimeBudget.of(SECONDS / 2)
     names = list(dict.fromkeys(part.tensor for part in parts))
     for loudness in LOUDNESSES:
-        if not parts or time.monotonic() > end:
+        if not parts or budget.left() < 0:
             return
         feed = {name: _noise(array, colour, loudness) for name, array in sample.items()}
         try:

@@ -30,9 +30,10 @@ from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.algo_configs import AutoMixprecisionConfig
 from quark.onnx.config.settings import Settings
+from quark.onnx.search.evaluator import distance_of
 from quark.onnx.search.mixed_precision.candidates import Candidate, Option, find_candidates, with_options
 from quark.onnx.search.mixed_precision.sensitivity import Cache, Sensitivity, analyse, cache_key, table
-from quark.onnx.search.mixed_precision.trials import Trials, distance_of, stored_bytes
+from quark.onnx.search.mixed_precision.trials import Trials, stored_bytes
 from quark.onnx_ops.saving import weight_bytes
 
 RANKED_SAMPLES = 2

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
@@ -22,7 +19,6 @@ import onnxruntime
 from quark.core.array import NumpyArray
 from quark.core.dtypes import MICRO_EXPONENT
 from quark.core.granularity import PerGroup
-from quark.core.metrics import Comparison, Metric, kl
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 from quark.onnx.calibration.data.samples import Samples
@@ -33,26 +29,9 @@ from quark.onnx.decide import Decision, decide, write
 from quark.onnx.graph.model_file import constant, to_proto
 from quark.onnx.graph.sessions import open_session
 from quark.onnx.placement.place import place
+from quark.onnx.search.evaluator import OutputDistance
 from quark.onnx.search.mixed_precision.switched import SwitchedModel, state_of, switchable
 from quark.onnx_ops.saving import weight_bytes
-
-Distance = Callable[[Iterable[tuple[NumpyArray, NumpyArray]]], float]
-"""(float output, quantized output) of each sample -> distance; less is better."""
-
-
-def mean_distance(name: str) -> Distance:
-    """The mean over samples of a distance by name; infinite where an output is not finite."""
-    distance = kl if name == "kl" else partial(_metric_distance, Metric(name))
-
-    def measure(outputs: Iterable[tuple[NumpyArray, NumpyArray]]) -> float:
-        distances = [distance(x, y) if np.isfinite(y).all() else math.inf for x, y in outputs]
-        return sum(distances) / len(distances)
-
-    return measure
-
-
-def _metric_distance(metric: Metric, x: NumpyArray, y: NumpyArray) -> float:
-    return metric.distance(metric.of(Comparison().update(x, y)))
 
 
 @dataclass
@@ -73,7 +52,7 @@ class Trials:
     data: Samples
     count: int
     output: str
-    distance: Distance
+    distance: OutputDistance
     statistics: Statistics = field(default_factory=lambda: Statistics(""))
     threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     _switched: SwitchedModel | None = None
@@ -155,23 +134,3 @@ def _bits(spec: TensorSpec) -> float:
     """Bits of a value, shared exponents included."""
     shared = 8 / spec.granularity.size if spec.is_block and isinstance(spec.granularity, PerGroup) else 0.0
     return spec.dtype.bits + shared + (0.5 if spec.dtype.name in MICRO_EXPONENT else 0.0)
-
-
-def distance_of(distance_fn: Any, evaluate_fn: Any, default: str) -> Distance:
-    """The distance that a config asks for.
-
-    Args:
-        distance_fn: (float outputs, quantized outputs) -> distance; each a list of samples, a sample a list of arrays.
-        evaluate_fn: Instead: outputs -> how good they are.
-        default: Instead: a name.
-    """
-    if distance_fn is None and evaluate_fn is None:
-        return mean_distance(default)
-
-    def measure(outputs: Iterable[tuple[NumpyArray, NumpyArray]]) -> float:
-        before, after = zip(*(([np.asarray(x)], [np.asarray(y)]) for x, y in outputs), strict=True)
-        if distance_fn is not None:
-            return distance_fn(list(before), list(after))
-        return evaluate_fn(list(before)) - evaluate_fn(list(after))
-
-    return measure

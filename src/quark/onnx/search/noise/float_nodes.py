@@ -12,8 +12,8 @@ from quark.errors import NothingQualifiesError
 from quark.onnx.calibration.data.samples import Samples, required
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
+from quark.onnx.search.evaluator import Judge
 from quark.onnx.search.noise.sensitivity import OutputNoise, sensitivity
-from quark.onnx.search.score import Judge
 
 
 @dataclass(frozen=True)

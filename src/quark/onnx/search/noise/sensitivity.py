@@ -5,7 +5,7 @@ With n_i the noise where tensor i stands (`sources.py`), and a group g of tensor
     power(g) = mean over samples of sum over float outputs o of |f_o(x + sum_(i in g) c_i n_i) - f_o(x)|^2 / |f_o(x)|^2
 
 An output that a Concat joins counts once for each of its parts (`graph/output_parts.py`). Where models are judged by
-the scores of probabilities (`score.py`), these take the place of f: what is searched is what is judged.
+the scores of probabilities (`search/evaluator.py`), these take the place of f: what is searched is what is judged.
 
 The signs keep noises that would cancel, or add up, from doing so: in the mean over signs the power of a group is the
 sum of those of its tensors, as far as f is linear. So loud tensors are found by halving: the loudest group is split, in
@@ -34,8 +34,8 @@ from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide
 from quark.onnx.graph.output_parts import OutputPart, output_parts
+from quark.onnx.search.evaluator import Judge
 from quark.onnx.search.noise.sources import Noise, NoiseModel, NoiseRun, NoiseSource
-from quark.onnx.search.score import Judge
 
 SIGNS_SEED = 0
 FIRST_GROUPS = 8

@@ -27,9 +27,9 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.decide import Decision, decide
 from quark.onnx.graph.output_parts import output_parts
 from quark.onnx.placement.dual_pairs import source_name
+from quark.onnx.search.evaluator import Judge
 from quark.onnx.search.noise.sensitivity import Probe, halved
 from quark.onnx.search.noise.sources import NoiseModel, NoiseSource
-from quark.onnx.search.score import Judge
 
 GAIN = 0.9
 """A range is changed where this share of its noise is not left: less is chance, with few samples."""

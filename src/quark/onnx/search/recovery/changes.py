@@ -33,9 +33,9 @@ from quark.onnx.config.algo_configs import (
 )
 from quark.onnx.config.settings import Settings
 from quark.onnx.operators.targets import TARGETS
+from quark.onnx.search.evaluator import Judge
 from quark.onnx.search.noise.float_nodes import FloatNodes, Measured, known_noise, leave_in_float
 from quark.onnx.search.noise.tensor_ranges import TensorRanges, choose_ranges
-from quark.onnx.search.score import Judge
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ anew.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 import onnx
@@ -30,11 +30,10 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.flow.flow import finish
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import to_proto
-from quark.onnx.graph.output_parts import OutputPart
+from quark.onnx.search.evaluator import ScoredModel, Scorer
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.latency.whole_file import time_ratio
 from quark.onnx.search.lost_outputs.verdict import LEAST
-from quark.onnx.search.score import Scorer
 from quark.onnx.search.settle import convert
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
 
@@ -45,25 +44,6 @@ A file whose integers are 0.07 to 0.1 faster here is 0 to 0.02 faster by another
 CLEAR = 0.1
 """How far from that share the first look has to be, to be the last."""
 LOOKS = 3
-
-
-@dataclass(frozen=True)
-class ScoredModel:
-    """A quantized model.
-
-    Attributes:
-        settings: What it was made by.
-        model: The model.
-        score: The metric of the worst part of its outputs.
-        output: That part.
-        seconds: What quantizing and measuring took.
-    """
-
-    settings: Settings
-    model: ir.Model
-    score: float
-    output: OutputPart
-    seconds: float
 
 
 class Rival:

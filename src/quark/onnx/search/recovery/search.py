@@ -8,7 +8,6 @@ settings alone, on statistics of one pass over the data; the same settings give 
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from quark.base.log import logger, severity
+from quark.base.log import logger
 from quark.base.memory_and_disk import give_back_memory
 from quark.base.progress import seconds_text, write_event
 from quark.core.metrics import Metric
@@ -32,13 +31,14 @@ from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.search.equalize_if_better import equalize_if_better
+from quark.onnx.search.evaluator import Evaluator, ScoredModel, Scorer
+from quark.onnx.search.history import TimeBudget, Trial
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.noise.float_nodes import Measured
 from quark.onnx.search.recovery.changes import Goal, Situation
-from quark.onnx.search.recovery.rival import Rival, ScoredModel
+from quark.onnx.search.recovery.rival import Rival
 from quark.onnx.search.recovery.steps import PLENTY, STEPS, Step
 from quark.onnx.search.recovery.types import element_types
-from quark.onnx.search.score import Scorer
 from quark.onnx.search.settle import check_algorithms, convert
 
 EVERY = 4
@@ -55,27 +55,6 @@ NO_HOPE = "left out: "
 
 RIVAL = "as without samples"
 """What the table calls a model that is made so."""
-
-SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What one step gave.
-
-    Attributes:
-        step: Its name.
-        before: The metric of the best model before it; None of the first trial, which is the plain config.
-        after: The metric with it; None where there was no model to measure.
-        seconds: What it took.
-        result: "kept", "no gain", or why it came to nothing.
-    """
-
-    step: str
-    before: float | None
-    after: float | None
-    seconds: float
-    result: str
 
 
 @dataclass
@@ -124,15 +103,6 @@ def measure_text(metric: Metric, by_scores: bool) -> str:
     return f"{metric.name}{' of scores before the softmax or sigmoid' if by_scores else ''}"
 
 
-def duration(text: str | float) -> float:
-    """Seconds of "90s", "10m" or "1h", or of a number. Raises ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip()) if isinstance(text, str) else None
-    seconds = float(found[1]) * SECONDS[found[2]] if found else text
-    if isinstance(seconds, (str, bool)) or not seconds > 0:
-        raise ConfigError(f"The budget {text!r} is no time. Possible: a number with its unit, as in 90s, 10m or 1h.")
-    return float(seconds)
-
-
 def recover(
     model: ir.Model,
     settings: Settings,
@@ -161,7 +131,7 @@ def recover(
         rival: What is made without samples, which the result has to be better than.
     """
     clock = own_time if quick else time.monotonic  # a result that nobody set a time for does not depend on the load
-    start = clock()
+    time_left = TimeBudget.of(budget, clock)
     _check(settings, metric, target)
     settings = prepare(model, settings)
     data = repeatable(reader, model, settings)
@@ -169,7 +139,7 @@ def recover(
     settings = _settled(model, settings, fit)
     scorer = Scorer(model, held_out, metric, settings, by_scores=quick and target is None)
     fit.clock = clock
-    search = _Search(model, fit, scorer, target, None if budget is None else start + budget)
+    search = _Search(Evaluator(model, fit, scorer, convert, fingerprint(model), {}), target, time_left)
     plain = search.start(settings)
     logger.info("Recovery: %s as it is: %s.", search.measure, metric.text(plain.score))
     # Where static integers win no time, no search makes them worth it.
@@ -221,13 +191,13 @@ def split(data: Samples | None) -> tuple[Samples, Samples]:
 class _Search:
     """The best so far, and what leads to the next."""
 
-    def __init__(self, model: ir.Model, fit: Samples, scorer: Scorer, target: float | None, end: float | None) -> None:
-        self.model, self.fit, self.scorer, self.target, self.end = model, fit, scorer, target, end
+    def __init__(self, evaluator: Evaluator, target: float | None, budget: TimeBudget) -> None:
+        self.evaluator, self.target, self.budget = evaluator, target, budget
+        self.fit, self.scorer = evaluator.data, evaluator.scorer
         self.trials: list[Trial] = []
+        self._known: dict[str, Statistics] = {} if evaluator.known is None else evaluator.known
         self._extra: dict[str, float] = {}
-        self._known: dict[str, Statistics] = {}
         self._noises: Measured = []
-        self._identity = fingerprint(model)
 
     @property
     def done(self) -> bool:
@@ -247,24 +217,16 @@ class _Search:
     def left(self, step: Step) -> float:
         """Seconds for a step. Where there is a target, no other step takes the time of the last resort."""
         kept = 0.0 if step.last_resort or self.target is None else RESERVE * self.best.seconds
-        return math.inf if self.end is None else self.end - kept - self.fit.clock()
-
-    def quantize(self, settings: Settings) -> ScoredModel:
-        """Quantize and measure. Raises TimeUpError where the budget ends before the weights are decided."""
-        start = self.fit.clock()
-        # What algorithms tell of every layer would drown the table.
-        with severity(2):
-            model = convert(self.model.clone(), settings, self.fit, self._identity, self._known)
-        return ScoredModel(settings, model, *self.scorer.score(model), self.fit.clock() - start)
+        return self.budget.left(kept)
 
     def quantize_plain(self, settings: Settings) -> ScoredModel:
         """The same for the config as it is. A step that finds nothing is told unless the config holds such a one."""
         try:
-            return self.quantize(replace(settings, allow_noop=False))
+            return self.evaluator.evaluate(replace(settings, allow_noop=False))
         except NothingQualifiesError:
             if not settings.allow_noop:
                 raise
-            return self.quantize(settings)
+            return self.evaluator.evaluate(settings)
 
     def start(self, settings: Settings) -> ScoredModel:
         """Begin with the plain config, and with the clock: it is quantized whatever it takes."""
@@ -325,7 +287,7 @@ class _Search:
     def _tell(self, trial: Trial) -> None:
         """Note a trial, and say what it gave. How long the search takes is known only where it has a budget."""
         self.trials.append(trial)
-        metric, left = self.scorer.metric, None if self.end is None else max(0.0, self.end - self.fit.clock())
+        metric, left = self.scorer.metric, self.budget.shown
         scores = "" if trial.before is None or trial.after is None else f"{metric.text(trial.after)}, "
         rest = "" if left is None else f", {seconds_text(left)} of the budget left"
         logger.info("Recovery: %s: %s%s, %s%s.", trial.step, scores, trial.result, seconds_text(trial.seconds), rest)
@@ -338,7 +300,7 @@ class _Search:
         """Quantize; keep what is better. Returns the metric, and what became of it."""
         present = set(self._known)
         try:
-            found = self.quantize(settings)
+            found = self.evaluator.evaluate(settings)
         except TimeUpError:
             result, found = "stopped: the budget ended", None
         except NothingQualifiesError:
@@ -389,10 +351,10 @@ class _Search:
     def _situation(self, step: Step) -> Situation:
         work, left = self._work(step), max(0.0, MARGIN * (self.left(step) - self.best.seconds))
         share = 1.0 if work <= left else left / work
-        outputs = [value.name for value in self.model.graph.outputs]
+        outputs = [value.name for value in self.evaluator.model.graph.outputs]
         goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), outputs.index(self.best.output.tensor))
         forward, seconds = self.scorer.expected.forward_seconds, self.left(step) - self.best.seconds
         return Situation(
-            self.plain.settings, share, goal, self.model, self._identity, self.fit, self._known, self.lost,
-            self._noises, self.scorer.judged, forward, seconds,
+            self.plain.settings, share, goal, self.evaluator.model, self.evaluator.identity, self.fit, self._known,
+            self.lost, self._noises, self.scorer.judged, forward, seconds,
         )  # fmt: skip

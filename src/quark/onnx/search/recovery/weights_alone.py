@@ -8,7 +8,8 @@ import onnx_ir as ir
 
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.settings import Settings
-from quark.onnx.search.recovery.search import Recovery, Trial, recover
+from quark.onnx.search.history import Trial
+from quark.onnx.search.recovery.search import Recovery, recover
 from quark.onnx.search.recovery.steps import WEIGHTS_STEPS
 
 STEP = "weights alone in integers"

@@ -1,4 +1,4 @@
-"""The trials of a search: what was tried, with what score; kept in a file, from which a search goes on."""
+"""The history of a search: what was tried, with what score, in which time; a file from which a search goes on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,63 @@ import onnx
 from quark.base.files import atomic_file, digest_of
 from quark.base.log import logger
 from quark.errors import ConfigError, FormatError
+
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def duration(text: str | float) -> float:
+    """Seconds of "90s", "10m" or "1h", or of a number. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip()) if isinstance(text, str) else None
+    seconds = float(found[1]) * SECONDS[found[2]] if found else text
+    if isinstance(seconds, (str, bool)) or not seconds > 0:
+        raise ConfigError(f"The budget {text!r} is no time. Possible: a number with its unit, as in 90s, 10m or 1h.")
+    return float(seconds)
+
+
+@dataclass(frozen=True)
+class TimeBudget:
+    """The time that a search has.
+
+    Attributes:
+        clock: What tells the time, in seconds.
+        end: When it is over; inf for as long as it takes.
+    """
+
+    clock: Callable[[], float]
+    end: float = math.inf
+
+    @classmethod
+    def of(cls, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> TimeBudget:
+        """Some seconds from now on, or None for as long as it takes."""
+        return cls(clock, math.inf if seconds is None else clock() + seconds)
+
+    def left(self, kept: float = 0.0) -> float:
+        """Seconds, without those that are kept for something else; below 0 behind the end."""
+        return self.end - kept - self.clock()
+
+    @property
+    def shown(self) -> float | None:
+        """What is left, as people are told; None without an end."""
+        return None if math.isinf(self.end) else max(0.0, self.left())
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one step of a search gave.
+
+    Attributes:
+        step: Its name.
+        before: The metric of the best model before it; None of the first trial, which is the plain config.
+        after: The metric with it; None where there was no model to measure.
+        seconds: What it took.
+        result: "kept", "no gain", or why it came to nothing.
+    """
+
+    step: str
+    before: float | None
+    after: float | None
+    seconds: float
+    result: str
 
 
 def text_of(config: Mapping[str, Any]) -> str:

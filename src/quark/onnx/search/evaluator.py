@@ -1,0 +1,343 @@
+"""evaluator: what quantized models give beside the float one, as one number of which searches make their choice.
+
+    Evaluator         settings -> a model quantized by them, its score by a Scorer, its seconds
+    Scorer            a metric over all samples, of the worst part of the outputs
+    OutputMetrics     cosine similarity and Euclidean (L2) distance of each float output, for EvalMetrics
+    distance          of the outputs of a sample, all as one vector x, y in float64, for automatic searches:
+
+          AutoSearchPro            AutoSearch
+L2        |x - y|                  mean (x - y)^2
+L1        sum |x - y|              mean |x - y|
+cos       1 - cosine               (1 - cosine) / 2
+psnr      -10 log10(255^2 / mean (x - y)^2)
+ssim      1 - (2 mx my + c1) (2 sx sy + c2) / ((mx^2 + my^2 + c1) (sx^2 + sy^2 + c2))     m: mean, s: deviation
+          c1 = (0.01 * 255)^2, c2 = (0.03 * 255)^2
+
+    OutputDistance    the mean over samples of a metric's distance, or of KL, for mixed precision
+
+The float model runs once (`calibration/float_outputs.py`), and any number of others are compared with what it gave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from quark.base.log import severity
+from quark.core.array import NumpyArray
+from quark.core.metrics import Comparison, Metric, cosine, decibel, is_distribution, kl, logits_of, scores_of
+from quark.errors import ConfigError, NonFiniteError, NotSupportedError, did_you_mean
+from quark.onnx.calibration.calibrate import model_session
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.float_outputs import FloatOutputs
+from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.output_parts import SILENT, OutputPart, output_parts
+
+FLOATS = ("FLOAT", "FLOAT16", "DOUBLE")
+LOST, SCORES_LOST = 25.0, 30.0
+"""dB: below it, tasks begin to suffer; where outputs are scores to decide by, earlier.
+
+A text recognizer reads 84 % of 96 lines as in float where its scores keep 24.5 dB, and 94 % at 30.7 dB.
+"""
+
+
+Judge = Callable[[OutputPart, NumpyArray, NumpyArray], tuple[NumpyArray, NumpyArray]]
+"""A part of the float output and the same of another model -> what both are compared by."""
+
+
+def float_outputs(model: ir.Model) -> list[str]:
+    """The names of the float outputs of a model. Raises NotSupportedError where there is none."""
+    names = [
+        value.name or "" for value in model.graph.outputs if value.dtype is not None and value.dtype.name in FLOATS
+    ]
+    if not names:
+        raise NotSupportedError("The model has no float output, so there is nothing to judge quantized models by.")
+    return names
+
+
+def same_shape(name: str, expected: NumpyArray, array: NumpyArray) -> None:
+    """Raise NotSupportedError where an output has another shape than that of the float model."""
+    if expected.shape != array.shape:
+        raise NotSupportedError(
+            f"The output {name} is {list(array.shape)} instead of {list(expected.shape)}: its shape follows from "
+            "values, so that quantized models cannot be judged by it."
+        )
+
+
+class Scorer:
+    """Scores models by what they give beside what the float model gives; each part of an output for itself.
+
+    Args:
+        reference: The float model, run once.
+        data: The samples.
+        metric: Of each part of a float output (`graph/output_parts.py`) over all samples; the worst counts.
+        settings: The execution providers.
+        by_scores: Judge a part that is a distribution, or of probabilities, by its scores: see `core/metrics.py`.
+
+    Attributes:
+        scored: Parts that were judged so.
+
+    Raises:
+        NotSupportedError: The model has no float output.
+    """
+
+    def __init__(
+        self, reference: ir.Model, data: Samples, metric: Metric, settings: Settings, by_scores: bool = False
+    ) -> None:
+        self.metric, self._by_scores, self.scored = metric, by_scores, set[OutputPart]()
+        names, parts = float_outputs(reference), output_parts(reference)
+        self._parts = [parts[name] for name in names]
+        self.expected = FloatOutputs(reference, names, data, lambda model: model_session(model, [], settings))
+        self._centers: dict[OutputPart, float] = {}
+
+    def score(self, model: ir.Model) -> tuple[float, OutputPart]:
+        """The metric and the worst part of an output.
+
+        Raises:
+            NotSupportedError: The shape of an output follows from values.
+        """
+        comparisons = {part: Comparison() for parts in self._parts for part in parts}
+        for outputs in self.expected.beside(model):
+            for parts, (expected, array) in zip(self._parts, outputs, strict=True):
+                same_shape(parts[0].tensor, expected, array)
+                for part in parts:
+                    with np.errstate(invalid="ignore", over="ignore"):
+                        comparisons[part].update(*self.judged(part, part.of(expected), part.of(array)))
+        values = {part: self.metric.of(comparison) for part, comparison in comparisons.items()}
+        worst = self.metric.worst_of(values)
+        return values[worst], worst
+
+    def is_lost(self, score: float, part: OutputPart) -> bool:
+        """Whether a score tells that the task suffers; only the SQNR in dB does."""
+        return self.metric.name == "sqnr" and score < (SCORES_LOST if part in self.scored else LOST)
+
+    @cached_property
+    def silent(self) -> bool:
+        """Whether a part that is judged as probabilities holds no event: what ranges do to one is then not known."""
+        parts = [part for parts in self._parts for part in parts if part.bounded]
+        return self._by_scores and self.metric.name == "sqnr" and any(self._peak(part) < SILENT for part in parts)
+
+    def _peak(self, part: OutputPart) -> float:
+        return max((float(part.of(array).max(initial=0)) for array in self.expected.arrays(part.tensor)), default=0.0)
+
+    def judged(self, part: OutputPart, expected: NumpyArray, array: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
+        """What a part of the float output and that of another model are compared by: themselves, or their scores."""
+        if not self._by_scores or not (part.bounded or is_distribution(expected)):
+            return expected, array
+        self.scored.add(part)
+        if is_distribution(expected):
+            return scores_of(expected, array)
+        center = self._center(part)
+        x, y = logits_of(expected, array)
+        return x - center, y - center
+
+    def _center(self, part: OutputPart) -> float:
+        """The mean score of a part over all samples; 0 where its scores are all alike, and nothing is left beside it.
+
+        How far the scores of silence lie from those of an event is no signal: it is the same in every sample.
+        """
+        if part not in self._centers:
+            arrays = (part.of(array) for array in self.expected.arrays(part.tensor))
+            scores = np.concatenate([logits_of(array, array)[0].ravel() for array in arrays])
+            self._centers[part] = float(scores.mean()) if np.ptp(scores) else 0.0
+        return self._centers[part]
+
+
+@dataclass(frozen=True)
+class ScoredModel:
+    """A quantized model.
+
+    Attributes:
+        settings: What it was made by.
+        model: The model.
+        score: The metric of the worst part of its outputs.
+        output: That part.
+        seconds: What quantizing and measuring took.
+    """
+
+    settings: Settings
+    model: ir.Model
+    score: float
+    output: OutputPart
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Quantizes one float model by any settings, on statistics of one pass over the data, and scores what that gives.
+
+    Attributes:
+        model: The float model, after `prepare`; not changed.
+        data: What is calibrated with; its clock counts.
+        scorer: What is scored by.
+        convert: `quark.onnx.search.settle.convert`.
+        identity: Fingerprint of the model, or "".
+        known: Statistics in memory by fingerprint, used and completed; None for those of each pass.
+    """
+
+    model: ir.Model
+    data: Samples
+    scorer: Scorer
+    convert: Callable[..., ir.Model]
+    identity: str = ""
+    known: dict[str, Statistics] | None = field(default_factory=dict)
+
+    def evaluate(self, settings: Settings, told: bool = False) -> ScoredModel:
+        """Quantize and score.
+
+        Args:
+            settings: What is quantized.
+            told: Whether algorithms may tell of every layer.
+
+        Raises:
+            TimeUpError: The time of the data ends before the weights are decided.
+            QuarkError: The settings do not fit the model.
+        """
+        start = self.data.clock()
+        with severity(None if told else 2):
+            model = self.convert(self.model.clone(), settings, self.data, self.identity, self.known)
+        return ScoredModel(settings, model, *self.scorer.score(model), self.data.clock() - start)
+
+
+# EvalMetrics ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OutputMetrics:
+    """What EvalMetrics found, over all samples and float outputs.
+
+    Attributes:
+        mean_cosine, min_cosine: Cosine similarity; 1 where both are alike.
+        mean_l2, max_l2: Euclidean distance, in the unit of the outputs.
+        samples: How many samples were run.
+    """
+
+    mean_cosine: float
+    min_cosine: float
+    mean_l2: float
+    max_l2: float
+    samples: int
+
+    def __str__(self) -> str:
+        return (
+            f"cosine similarity {self.mean_cosine:.6g} (worst {self.min_cosine:.6g}), "
+            f"L2 distance {self.mean_l2:.6g} (worst {self.max_l2:.6g}), over {self.samples} samples"
+        )
+
+
+def output_metrics(reference: ir.Model, model: ir.Model, data: Samples, settings: Settings) -> OutputMetrics:
+    """Run both models on the data.
+
+    Args:
+        reference: The float model.
+        model: What was made of it.
+        data: The samples.
+        settings: The execution providers.
+
+    Raises:
+        NotSupportedError: The model has no float output, or one whose shape follows from values.
+        NonFiniteError: An output of the quantized model holds NaN or Inf where that of the float model does not.
+    """
+    expected = FloatOutputs(reference, float_outputs(reference), data, lambda each: model_session(each, [], settings))
+    cosines, distances = [], []
+    for outputs in expected.beside(model):
+        for name, (x, y) in zip(expected.names, outputs, strict=True):
+            same_shape(name, x, y)
+            if not np.isfinite(y).all():
+                raise NonFiniteError(
+                    f"EvalMetrics: the output {name} holds NaN or Inf, which the float model's does not."
+                )
+            comparison = Comparison().update(x, y)
+            cosines.append(comparison.cosine)
+            distances.append(comparison.l2)
+    return OutputMetrics(
+        float(np.mean(cosines)), min(cosines), float(np.mean(distances)), max(distances), len(expected)
+    )
+
+
+# Distances -----------------------------------------------------------------------------------------------------------
+
+
+Distance = Callable[[NumpyArray, NumpyArray], float]
+PEAK = 255.0
+
+
+def _psnr(x: NumpyArray, y: NumpyArray) -> float:
+    return -decibel(PEAK**2, float(np.mean((x - y) ** 2)))
+
+
+def ssim(x: NumpyArray, y: NumpyArray) -> float:
+    """Structural similarity of two arrays as a whole, for values from 0 to 255; 1 where they are equal."""
+    c1, c2 = (0.01 * PEAK) ** 2, (0.03 * PEAK) ** 2
+    means, deviations = (x.mean(), y.mean()), (x.std(), y.std())
+    above = (2 * means[0] * means[1] + c1) * (2 * deviations[0] * deviations[1] + c2)
+    below = (means[0] ** 2 + means[1] ** 2 + c1) * (deviations[0] ** 2 + deviations[1] ** 2 + c2)
+    return float(above / below)
+
+
+SUMS: Mapping[str, Distance] = {
+    "L2": lambda x, y: float(np.linalg.norm(x - y)),
+    "L1": lambda x, y: float(abs(x - y).sum()),
+    "cos": lambda x, y: 1 - cosine(x, y),
+    "psnr": _psnr,
+    "ssim": lambda x, y: 1 - ssim(x, y),
+}
+MEANS: Mapping[str, Distance] = {
+    **SUMS,
+    "L2": lambda x, y: float(np.mean((x - y) ** 2)),
+    "L1": lambda x, y: float(abs(x - y).mean()),
+    "cos": lambda x, y: (1 - cosine(x, y)) / 2,
+}
+
+
+def distance(name: str, kinds: Mapping[str, Distance]) -> Distance:
+    """A distance by name. Raises ConfigError where there is none."""
+    if name not in kinds:
+        raise ConfigError(f"There is no search_metric {name!r}. {did_you_mean(name, kinds)}")
+    return kinds[name]
+
+
+OutputDistance = Callable[[Iterable[tuple[NumpyArray, NumpyArray]]], float]
+"""(float output, quantized output) of each sample -> distance; less is better."""
+
+
+def mean_distance(name: str) -> OutputDistance:
+    """The mean over samples of a distance by name; infinite where an output is not finite."""
+    distance = kl if name == "kl" else partial(_metric_distance, Metric(name))
+
+    def measure(outputs: Iterable[tuple[NumpyArray, NumpyArray]]) -> float:
+        distances = [distance(x, y) if np.isfinite(y).all() else math.inf for x, y in outputs]
+        return sum(distances) / len(distances)
+
+    return measure
+
+
+def _metric_distance(metric: Metric, x: NumpyArray, y: NumpyArray) -> float:
+    return metric.distance(metric.of(Comparison().update(x, y)))
+
+
+def distance_of(distance_fn: Any, evaluate_fn: Any, default: str) -> OutputDistance:
+    """The distance that a config asks for.
+
+    Args:
+        distance_fn: (float outputs, quantized outputs) -> distance; each a list of samples, a sample a list of arrays.
+        evaluate_fn: Instead: outputs -> how good they are.
+        default: Instead: a name.
+    """
+    if distance_fn is None and evaluate_fn is None:
+        return mean_distance(default)
+
+    def measure(outputs: Iterable[tuple[NumpyArray, NumpyArray]]) -> float:
+        before, after = zip(*(([np.asarray(x)], [np.asarray(y)]) for x, y in outputs), strict=True)
+        if distance_fn is not None:
+            return distance_fn(list(before), list(after))
+        return evaluate_fn(list(before)) - evaluate_fn(list(after))
+
+    return measure
