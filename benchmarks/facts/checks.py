@@ -19,6 +19,7 @@ from quark.goals.facts import ONNX_FILE
 from quark.onnx import ModelQuantizer as FileQuantizer
 from quark.onnx import PathDataReader, get_library_path
 from quark.torch import LLMTemplate, ModelQuantizer, export_onnx, export_safetensors
+from tests.models.denoisers import denoiser, output, step
 from tests.models.onnx_zoo import cnn, images, mlp, vectors
 from tests.models.torch_zoo import tiny_llama, token_batches
 
@@ -49,6 +50,20 @@ def in_transformers(scheme: str) -> str:
         if not torch.equal(loaded(tokens).logits, model(tokens).logits):
             raise DiffersError("logits differ from those of the frozen model")
     return "logits to the bit those of the frozen model"
+
+
+def in_diffusers(scheme: str) -> str:
+    """The same of a denoiser, loaded by diffusers."""
+    sizes = ("caption_projection_dim", "joint_attention_dim", "pooled_projection_dim")
+    model = denoiser("sd3", attention_head_dim=64, **dict.fromkeys(sizes, 256))
+    batch = {**step("sd3"), "encoder_hidden_states": torch.randn(1, 7, 256), "pooled_projections": torch.randn(1, 256)}
+    quantizer = ModelQuantizer(LLMTemplate.get("auto").get_config(scheme))
+    frozen = quantizer.freeze(quantizer.quantize_model(model, [batch]))
+    with tempfile.TemporaryDirectory() as folder:
+        export_safetensors(frozen, Path(folder) / "model")
+        if not torch.equal(output(type(model).from_pretrained(Path(folder) / "model"), batch), output(frozen, batch)):
+            raise DiffersError("outputs differ from those of the frozen model")
+    return "outputs to the bit those of the frozen model"
 
 
 def folder_in_onnx_runtime(scheme: str) -> str:
@@ -111,6 +126,7 @@ def _near(found: Any, expected: Any) -> str:
 
 CHECKS: dict[tuple[str, str], tuple[str, Callable[[str], str]]] = {
     ("transformers", "quark"): ("transformers", in_transformers),
+    ("diffusers", "quark"): ("diffusers", in_diffusers),
     ("ONNX Runtime", "onnx"): ("onnxruntime", folder_in_onnx_runtime),
     ("ONNX Runtime", ONNX_FILE): ("onnxruntime", file_in_onnx_runtime),
     ("OpenVINO", ONNX_FILE): ("openvino", file_in_openvino),

@@ -110,18 +110,18 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def denoiser(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The network of a row, from seed 0, in evaluation mode."""
+def denoiser(name: str, dtype: torch.dtype = torch.float32, **changed: Any) -> Any:
+    """The network of a row, from seed 0, in evaluation mode; with some fields of its config changed."""
     import diffusers
 
     kind, config, _ = ROWS[name]
     torch.manual_seed(0)
-    model = getattr(diffusers, kind)(**config).eval()
+    model = getattr(diffusers, kind)(**{**config, **changed}).eval()
     with torch.no_grad():  # some layers begin with zeros, behind which nothing is seen
         for parameter in model.parameters():
             if not parameter.any():
                 nn.init.normal_(parameter, std=0.02)
-    return model.to(dtype)
+    return nn.Module.to(model, dtype)  # that of diffusers warns
 
 
 def step(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class RuntimeGoal:
         fuses: Whether it makes one layer of several (`quark.goals.fused_layers`), which must have one scheme then.
         named_experts: Whether it looks for experts under the names of `quark.goals.expert_names`.
         float_layers: Whether layers are known that it builds in float (`quark.goals.float_layers`).
+        networks: Whether its folders are those of networks of diffusers, and not of transformers.
         heads: Forms in which it reads a quantized output head; None: all that it reads.
     """
 
@@ -78,6 +79,7 @@ class RuntimeGoal:
     fuses: bool = False
     named_experts: bool = False
     float_layers: bool = False
+    networks: bool = False
     heads: tuple[str, ...] | None = None
 
     @property

@@ -65,6 +65,17 @@ GOALS.register("transformers", RuntimeGoal(
     ),
     cache=("fp8", "int8", "fp8_per_head", "int8_per_head"),
 ))  # fmt: skip
+GOALS.register("diffusers", RuntimeGoal(
+    "diffusers", "diffusers",
+    folder=Offer(
+        ("quark", "int8_wo"),
+        {4: ("quark", "uint4_wo_128"), 8: ("quark", "int8_wo"), 16: ("quark", "bfloat16")},
+        "8-bit weights, which need no data: a denoiser runs its layers once a step, and errors add up",
+        "python -c \"import sys, quark, diffusers as d; print(d.AutoModel.from_pretrained(sys.argv[1]).dtype)\" {out}",
+    ),
+    extra=("diffusers",),
+    networks=True,
+))  # fmt: skip
 GOALS.register("llama.cpp", RuntimeGoal(
     "llama.cpp", "llama.cpp",
     folder=Offer(
@@ -85,6 +96,7 @@ GOALS.register("comfyui", RuntimeGoal(
         "FP8 weights, half the size, which every graphics card takes",
         "cp {out} ComfyUI/models/diffusion_models",
     ),
+    networks=True,
 ))  # fmt: skip
 GOALS.register("onnxruntime", RuntimeGoal(
     "onnxruntime", "ONNX Runtime",

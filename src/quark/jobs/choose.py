@@ -120,7 +120,7 @@ def fitted_choice(choice: GoalChoice, request: FolderRequest) -> GoalChoice:
         except QuarkError:  # which the work itself meets, or does not: of a checkpoint in FP8 there is no plan
             return True
 
-    choice = choice.for_type(read_config(model)["model_type"])
+    choice = choice.for_type(read_config(model).get("model_type", ""))
     found = choice.fitted(fits)
     if found is not choice:
         logger.info("%s in the place of %s: its groups divide this model.", found.scheme, choice.scheme)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quark.base.log import logger, severity
-from quark.errors import ConfigError, NotSupportedError, QuarkError, UsageError
+from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError, UsageError
 from quark.goals import GoalChoice
 from quark.goals.choice import fusing_programs
-from quark.goals.goal import RuntimeGoal
+from quark.goals.goal import GOALS, RuntimeGoal
 from quark.jobs.choose import fitted_choice
 from quark.jobs.folders.bit_budget import Budget, asked_budget
 from quark.jobs.folders.calibration import Calibration
@@ -27,6 +27,8 @@ from quark.jobs.words import GGUF, torch_algorithms
 if TYPE_CHECKING:
     from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
 
+RECORDED = "calls of the network that quark.torch.record_steps recorded, or arrays by name (.npz)"
+"""What a network of diffusers is calibrated with."""
 MIX_ALGORITHM = "qronos"
 """What rounds a mix of block types where there is calibration data, and neither a goal nor --algorithm."""
 
@@ -84,11 +86,10 @@ def configure(job: FolderJob) -> Configured:
         QuarkError: What is asked for does not go together, or does not fit the model.
     """
     request, choice, form = job.request, job.choice, job.form
+    network = _check_library(job)
     choice = fitted_choice(choice, request) if choice is not None else None
     budget = _budget_of(job, choice)
-    scheme = None if budget is not None else choice.scheme if choice is not None else request.scheme
-    if scheme is None and budget is None:
-        raise UsageError(f"Missing option --scheme or --for, which {request.model} needs.")
+    scheme = None if budget is not None else _scheme_of(request, choice)
     inside = [request.kv_cache, request.attention]
     if budget is not None:
         _refuse_beside_budget(budget, inside, request.load)
@@ -101,8 +102,56 @@ def configure(job: FolderJob) -> Configured:
     config = _calibrated(request, _config(job, scheme, budget, algorithms or None))
     if choice is not None and choice.goal.looks_at_layers:
         config = _loadable(job, choice.goal, config)
-    calibration = with_default(Calibration.of(request), scheme, request.layer, inside, config, budget)
+    data = (scheme, request.layer, inside, config)
+    calibration = Calibration.of(request)
+    calibration = _recorded(calibration, *data) if network else with_default(calibration, *data, budget)
     return Configured(job, choice, scheme, budget, algorithms, config, calibration)
+
+
+def _scheme_of(request: FolderRequest, choice: GoalChoice | None) -> str:
+    """The scheme that is asked for, by its name or by a goal. Raises UsageError without either."""
+    scheme = choice.scheme if choice is not None else request.scheme
+    if scheme is None:
+        raise UsageError(f"Missing option --scheme or --for, which {request.model} needs.")
+    return scheme
+
+
+def _recorded(
+    calibration: Calibration,
+    scheme: str | None,
+    layers: Sequence[str] | None,
+    inside: Sequence[str | None],
+    config: Any,
+) -> Calibration:
+    """The calibration data of a network of diffusers. Raises CalibrationError where some are needed and none given."""
+    why = _reason_for_data(scheme, layers, inside, config)
+    if calibration.path is None and why is not None:
+        raise CalibrationError(f"{why[0].upper()}{why[1:]} needs calibration data: pass --calib, {RECORDED}.")
+    return calibration
+
+
+def _check_library(job: FolderJob) -> bool:
+    """Whether the folder is that of a network of diffusers.
+
+    Raises ConfigError where it is of another library than the goal's, or the format's.
+    """
+    from quark.torch.diffusion.component import is_component
+    from quark.torch.model.model_folder import read_config
+
+    folder, goal = job.request.model, None if job.choice is None else job.choice.goal
+    network = is_component(read_config(folder))
+    if goal is not None and goal.networks != network:
+        others = [name for name, row in GOALS.items() if row.folder is not None and row.networks == network]
+        raise ConfigError(
+            f"{folder} is a {'network of diffusers' if network else 'model of transformers'}, which {goal.program} "
+            f"does not load by itself. Possible: --for {', '.join(others)}."
+        )
+    if network and job.form != "quark":
+        raise ConfigError(
+            f"--export-format {job.form}: {folder} is a network of diffusers, which loads the quark format. Possible: "
+            "--export-format quark."
+        )
+    return network
 
 
 def servers_say(configured: Configured, meta: Any, made: Any) -> str | None:
@@ -190,7 +239,7 @@ def _config(job: FolderJob, scheme: str | None, budget: Budget | None, algorithm
             request.model, scheme, request.exclude, request.layer, algorithms, request.trust_remote_code,
             request.imatrix,
         )  # fmt: skip
-    kind = stored["model_type"] if request.kv_cache or request.attention else "auto"
+    kind = stored.get("model_type", "auto") if request.kv_cache or request.attention else "auto"
     return scheme_config(scheme, request.exclude, request.layer, kind, request.kv_cache, request.attention, algorithms)
 
 

@@ -166,7 +166,7 @@ def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
 
 def _require_same_architecture(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raise ConfigError when two configs describe models whose layers cannot be compared."""
-    for key in ("model_type", "architectures", "hidden_size", "num_hidden_layers", "vocab_size"):
+    for key in ("_class_name", "model_type", "architectures", "hidden_size", "num_hidden_layers", "vocab_size"):
         named = before.get(key) is not None or key != "architectures"  # which a float model may leave out
         if named and before.get(key) != after.get(key):
             raise ConfigError(

@@ -95,7 +95,7 @@ def test_any_model_type() -> None:
     assert len(LLMTemplate.list_available()) == len(set(LLMTemplate.list_available())) >= 51
     made = LLMTemplate.get("a_model_of_next_year").get_config("fp8", ["awq", "gptq"])
     assert made == config("fp8", exclude_layers=list(SELECTORS), algorithm=[AWQConfig(), GPTQConfig()])
-    assert made.exclude == ["@output_head", "@router", "@non_text"]
+    assert made.exclude == ["@output_head", "@router", "@non_text", "@outside_blocks"]
 
 
 def test_a_tower_is_a_part_and_not_what_the_whole_model_is_called() -> None:

@@ -14,6 +14,7 @@ from quark.jobs.request import LENGTH, SAMPLES, FolderRequest
 
 if TYPE_CHECKING:
     from quark.jobs.folders.model_inputs import ModelInputs
+    from quark.jobs.folders.step_inputs import StepInputs
     from quark.torch.algorithms import Algorithm
 
 
@@ -61,14 +62,14 @@ class Calibration:
         )
         return replace(self, path=DEFAULT_TEXT)
 
-    def read(self, inputs: ModelInputs) -> list[Any] | None:
+    def read(self, inputs: ModelInputs | StepInputs) -> Sequence[Any] | None:
         """The samples; None without data. Raises as `ModelInputs.read` does."""
         samples = self.samples_of(inputs)
         if samples is not None:
             logger.info("Calibration data: %s.", self.described(samples))
         return samples
 
-    def samples_of(self, inputs: ModelInputs) -> list[Any] | None:
+    def samples_of(self, inputs: ModelInputs | StepInputs) -> Sequence[Any] | None:
         """As `read`, and nothing is logged."""
         if self.path is None:
             given = {
@@ -91,7 +92,7 @@ class Calibration:
             self.path, self.samples or SAMPLES, self.length or LENGTH, packing=self.packing, seed=self.seed
         )
 
-    def with_synthetic(self, model: Any, samples: list[Any] | None) -> list[Any] | None:
+    def with_synthetic(self, model: Any, samples: Sequence[Any] | None) -> Sequence[Any] | None:
         """The samples, and behind them what the float model writes; raises as `synthetic_batches` does."""
         if self.synthetic is None or samples is None:
             return samples
@@ -99,7 +100,9 @@ class Calibration:
 
         return [*samples, *synthetic_batches(model, samples, self.synthetic, self.seed or 0)]
 
-    def joined(self, model: Any, samples: list[Any] | None, algorithms: Sequence[Algorithm]) -> list[Any] | None:
+    def joined(
+        self, model: Any, samples: Sequence[Any] | None, algorithms: Sequence[Algorithm]
+    ) -> Sequence[Any] | None:
         """The samples, those that are not packed several to a batch where that changes no result.
 
         Args:
@@ -118,7 +121,7 @@ class Calibration:
         logger.info("%d samples run in %d batches; each is read alone.", len(samples), len(batches))
         return batches
 
-    def described(self, samples: list[Any]) -> str:
+    def described(self, samples: Sequence[Any]) -> str:
         """What was taken, in words."""
         name = "the text of the package" if self.is_default else str(self.path)
         lengths = [tokens for sample in samples if (tokens := _tokens(sample)) is not None]

@@ -6,7 +6,7 @@ can be anything that transformers loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,9 @@ from quark.jobs.folders.export import Export
 
 if TYPE_CHECKING:
     from quark.jobs.folders.model_inputs import ModelInputs
+    from quark.jobs.folders.step_inputs import StepInputs
 
-Samples = Callable[["ModelInputs"], list[Any] | None]
+Samples = Callable[["ModelInputs | StepInputs"], Sequence[Any] | None]
 """The calibration data for a model that takes these inputs."""
 STREAMED = "quark"
 """The format that is written block by block, and from file to file."""
@@ -37,7 +38,7 @@ def write_folder(
     export: Export,
     stream: bool | None,
     load: Mapping[str, bool],
-    before: Callable[[Any, list[Any] | None], None],
+    before: Callable[[Any, Sequence[Any] | None], None],
 ) -> tuple[int, list[Any]]:
     """Quantize a folder in the way that suits it; with `stream` block by block, or with False in memory.
 
@@ -66,7 +67,7 @@ def _in_memory(
     dtype: str,
     export: Export,
     load: Mapping[str, bool],
-    before: Callable[[Any, list[Any] | None], None],
+    before: Callable[[Any, Sequence[Any] | None], None],
 ) -> tuple[int, list[Any]]:
     """Write the quantized model, after `before` has had the float one.
 
@@ -166,7 +167,7 @@ def _preflight_data(
     export: Export,
     dtype: str,
     load: Mapping[str, bool],
-) -> list[Any] | None:
+) -> Sequence[Any] | None:
     """The calibration data, once it is known that the job fits into memory and onto the disk.
 
     Args:

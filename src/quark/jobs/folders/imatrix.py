@@ -53,7 +53,7 @@ class Imatrices:
             if self.read is not None:
                 check_apart(self.saved, self.read)
 
-    def save(self, model: Any, data: list[Any] | None, calib: Path | None) -> None:
+    def save(self, model: Any, data: Sequence[Any] | None, calib: Path | None) -> None:
         """Write the file, if it is asked for, of a model that is still float."""
         from quark.gguf import save_imatrix
         from quark.torch.writers.gguf.imatrix import collect_imatrix

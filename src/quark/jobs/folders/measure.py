@@ -17,6 +17,7 @@ from quark.errors import ConfigError
 
 if TYPE_CHECKING:
     from quark.jobs.folders.model_inputs import ModelInputs
+    from quark.jobs.folders.step_inputs import StepInputs
 
 ALL = 1 << 62
 """More samples than there are."""
@@ -83,7 +84,7 @@ class MeasuredFolders:
     quantized: Path
     before: Any
     after: Any
-    inputs: ModelInputs
+    inputs: ModelInputs | StepInputs
     batches: Sequence[Any]
     comparison: FolderComparison
     sizes: Sequence[int]
@@ -97,7 +98,7 @@ class MeasuredFolders:
 
 
 def measure_folders(
-    model: Path, quantized: Path, loaded: tuple[Any, Any], inputs: ModelInputs, batches: Sequence[Any]
+    model: Path, quantized: Path, loaded: tuple[Any, Any], inputs: ModelInputs | StepInputs, batches: Sequence[Any]
 ) -> MeasuredFolders:
     """Run the models of two folders on the batches. Raises ConfigError where their outputs have other shapes."""
     from quark.jobs.folders.models import folder_bytes  # imports torch and transformers: after --help

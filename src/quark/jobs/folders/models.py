@@ -14,10 +14,12 @@ with without_collection():
 
 from quark.errors import ConfigError, FormatError, as_format_error, did_you_mean
 from quark.jobs.folders.model_inputs import ModelInputs
+from quark.jobs.folders.step_inputs import StepInputs
 from quark.torch import import_model_from_safetensors
 from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
 from quark.torch.checkpoint.shards import predicted_bytes
 from quark.torch.checkpoint.sources.methods import READ, method_of, quantization_of
+from quark.torch.diffusion.component import is_network
 from quark.torch.llm.model_loading import DTYPES, FOREIGN
 from quark.torch.model.batches import named_device
 from quark.torch.model.meta_model import build_skeleton
@@ -89,8 +91,10 @@ def is_read(folder: Path) -> bool:
     return method in READ and quantization_of(stored, folder) is not None
 
 
-def inputs_of(folder: Path, model: Any) -> ModelInputs:
+def inputs_of(folder: Path, model: Any) -> ModelInputs | StepInputs:
     """What the model of a folder takes."""
+    if is_network(model):
+        return StepInputs(type(model))
     dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
     return ModelInputs(folder, model.config, type(model), dtype)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from quark.core.patterns import matches
 from quark.torch.config.families import PATTERNS
+from quark.torch.diffusion.component import is_denoiser
 
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
 NON_TEXT = re.compile(
@@ -66,10 +67,24 @@ def non_text(model: nn.Module) -> set[str]:
     return {name for name in leaves if NON_TEXT.search(name.removeprefix(prefix))}
 
 
+def outside_blocks(model: nn.Module) -> set[str]:
+    """Of a denoiser, the layers before and behind its blocks: they read noise, timestep and text, and make the output.
+
+    They are few, run once a step, and what they lose reaches all others. Blocks are what stands in a ModuleList.
+    """
+    if not is_denoiser(type(model)):
+        return set()
+    lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    leaves = {name for name, module in model.named_modules() if not list(module.children())}
+    outside = {name for name in leaves if not name.startswith(lists)}
+    return outside if outside != leaves else set()
+
+
 SELECTORS: dict[str, Callable[[nn.Module], set[str]]] = {
     "@output_head": output_head,
     "@router": routers,
     "@non_text": non_text,
+    "@outside_blocks": outside_blocks,
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from quark.base.files import atomic_file
 from quark.core.spec import LayerSpec
 from quark.goals import GOALS
+from quark.torch.diffusion.component import is_network
 from quark.torch.model.folder_files import file_of
 
 CARD, BASE_CARD = "README.md", "README_base.md"
@@ -51,13 +52,14 @@ def write_card(model: Any, layers: Mapping[str, LayerSpec], source: Path | None,
     form, base = str(stored["quant_method"]), base_model(source)
     data = ModelCardData(
         **_carried(source, folder),
-        library_name="transformers",
+        library_name="diffusers" if is_network(model) else "transformers",
         base_model=base,
         base_model_relation="quantized" if base else None,
         tags=[each for each in dict.fromkeys(("quark", "quantized", form, _model_type(model))) if each],
     )
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    text = f"---\n{data.to_yaml().rstrip()}\n---\n\n{_body(type(model).__name__, layers, form, base, size)}"
+    text = _body(type(model).__name__, _loading(model, form), layers, form, base, size)
+    text = f"---\n{data.to_yaml().rstrip()}\n---\n\n{text}"
     if (folder / BASE_CARD).exists():
         text += f"\n{BASE_CARD} is the description of the float model.\n"
     (folder / CARD).write_text(text, encoding="utf-8")
@@ -113,13 +115,22 @@ def _model_type(model: Any) -> str:
     return str(getattr(model.config, "model_type", ""))
 
 
-def _body(architecture: str, layers: Mapping[str, LayerSpec], form: str, base: str | None, size: int) -> str:
+def _loading(model: Any, form: str) -> str:
+    """The lines that load the folder."""
+    kind = type(model).__name__
+    if is_network(model):
+        # Not from its module: the top of diffusers names all networks.
+        lines = f"import quark  # pip install 'openquark[torch,diffusers]'\nfrom diffusers import {kind}\n\n"
+        return f'{lines}model = {kind}.from_pretrained("FOLDER")'
+    auto = "AutoModelForCausalLM" if kind.endswith("ForCausalLM") else kind
+    needs = "  # needs: pip install 'openquark[torch]'" if form == "quark" else ""
+    return f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER").eval(){needs}'
+
+
+def _body(architecture: str, load: str, layers: Mapping[str, LayerSpec], form: str, base: str | None, size: int) -> str:
     counts = Counter(_scheme(spec) for spec in layers.values())
     schemes = "".join(f"- {count} layers: {scheme}\n" for scheme, count in counts.most_common())
     name = base or "a float model"
-    auto = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else architecture
-    needs = "  # needs: pip install 'openquark[torch]'" if form == "quark" else ""
-    load = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER").eval(){needs}'
     serve, offer = "", GOALS["vllm"].folder
     if offer is not None and architecture.endswith("ForCausalLM"):
         command = offer.serve_as(form).format(out="FOLDER")

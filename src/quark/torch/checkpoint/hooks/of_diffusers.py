@@ -27,6 +27,8 @@ from quark.torch.diffusion.component import set_types
 from quark.torch.formats import FORMATS
 from quark.torch.layers.replace import quantized_layers
 
+ALIGNMENT = 64
+"""Bytes to which torch aligns what it allocates."""
 HALF = {torch.float16, torch.bfloat16}
 
 
@@ -142,6 +144,10 @@ class QuarkNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             module._buffers[leaf] = tensor
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
+        """Take tensors out of the mapped file that lie there as no allocator puts them: CPUs round sums otherwise."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
+                tensor.data = tensor.data.clone()
         return model
 
     @property
