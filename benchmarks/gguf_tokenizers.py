@@ -14,10 +14,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import gguf
 import numpy as np
 from transformers import AutoTokenizer
 
-import gguf
 from quark.errors import QuarkError
 from quark.torch.writers.gguf.tokenizer import write_tokenizer
 

@@ -8,10 +8,10 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-import gguf
 from quark.errors import NotSupportedError
 from quark.gguf.tokenizer import write_tokenizer
 from quark.gguf.vocabularies.byte_level import GPT2, PRE_TOKENIZERS, PreTokenizer

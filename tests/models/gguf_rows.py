@@ -8,10 +8,10 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 
-import gguf
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
 
 SIZES = {

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import gguf
 from quark.core.block_types import BLOCK_TYPES
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams, fake_quantize

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 
-import gguf
 from quark.core.block_types import BLOCK_TYPES
 from quark.errors import FormatError, NonFiniteError
 from quark.gguf.block_bytes import halves_of

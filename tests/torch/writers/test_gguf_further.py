@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import gguf
 from quark.core.schemes import SCHEMES
 from quark.errors import NotSupportedError
 from quark.torch import ModelQuantizer, export_gguf, import_model_from_gguf

@@ -6,12 +6,12 @@ import os
 import struct
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-import gguf
 from quark.core.quantize import block_qparams, fake_quantize
 from quark.core.spec import block_spec
 from quark.errors import CalibrationError, FormatError, OutputError, OutputExistsError
