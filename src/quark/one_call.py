@@ -327,13 +327,13 @@ def _loadable(model: Any, config: Any, chosen: Any) -> Any:
     from quark.torch.flows.check_plan import check_goal
     from quark.torch.flows.float_layers import left_in_float
     from quark.torch.flows.predicted_size import planned
-    from quark.torch.model.meta_model import empty_twin
+    from quark.torch.model.meta_model import meta_copy
     from quark.torch.model.names import is_transformers_model
 
     if chosen.goal.looks_at_layers and is_transformers_model(model):
-        twin = empty_twin(model)
-        config = left_in_float(twin, config, chosen.goal)
+        meta = meta_copy(model)
+        config = left_in_float(meta, config, chosen.goal)
         with severity(3):  # what a plan says is said when it is carried out
-            plan = planned(twin, config, chosen.form)[0]
-        check_goal(twin, plan, chosen.goal, chosen.form)
+            plan = planned(meta, config, chosen.form)[0]
+        check_goal(meta, plan, chosen.goal, chosen.form)
     return config

@@ -39,7 +39,7 @@ def test_schemes_are_those_of_both_flows() -> None:
 def test_schemes_of_a_goal_are_its_facts(goal: str) -> None:
     rows = [(row["scheme"], row["format"]) for table in tables("schemes", "--for", goal) for row in table["rows"]]
     row = GOALS[goal]
-    kinds = [onnx for onnx in (False, True) if row.offer(onnx)]
+    kinds = [onnx for onnx in (False, True) if row.defaults(onnx)]
     assert sorted(rows) == sorted((fact.scheme, fact.form) for onnx in kinds for fact in row.facts(onnx))
 
 

@@ -15,7 +15,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.flows.float_layers import left_in_float
 from quark.torch.flows.predicted_size import planned
 from quark.torch.formats.fused_groups import architectures
-from quark.torch.model.meta_model import empty_twin
+from quark.torch.model.meta_model import meta_copy
 from tests.contracts.test_reader_classes import CLASSES
 from tests.models.torch_zoo import tiny_llama
 
@@ -34,13 +34,13 @@ def check(name: str) -> list[str]:
     """The layers of a family that vLLM builds in float; AssertionError unless a plan for it leaves them so."""
     from benchmarks.architectures.__main__ import build
 
-    model = empty_twin(build(name, CLASSES[name])[0])
+    model = meta_copy(build(name, CLASSES[name])[0])
     linear = [layer for layer, module in model.named_modules() if isinstance(module, nn.Linear)]
     kept = float_layers("vLLM", architectures(model), linear)
-    before = set(planned(empty_twin(model), config(model))[0].layers)
+    before = set(planned(meta_copy(model), config(model))[0].layers)
     asked = [layer for layer in kept if layer in before]
     fitted = left_in_float(model, config(model), VLLM)
-    assert set(planned(empty_twin(model), fitted)[0].layers) == before.difference(kept)
+    assert set(planned(meta_copy(model), fitted)[0].layers) == before.difference(kept)
     if asked:
         with pytest.raises(NotSupportedError, match="builds .* without a quantization"):
             left_in_float(model, config(model, **{asked[0]: "int8_wo"}), VLLM)
@@ -77,7 +77,7 @@ def test_rows_are_the_end_of_a_name_without_numbers() -> None:
 
 def test_embeddings_that_vllm_builds_in_float_are_refused() -> None:
     """The class of Mixtral hands no quantization on to its embedding; that of Llama does."""
-    model = empty_twin(tiny_llama())
+    model = meta_copy(tiny_llama())
     asked = config(model, **{"*embed_tokens": "int8_wo"})
     assert left_in_float(model, asked, VLLM) is asked
     model.config.architectures = ["MixtralForCausalLM"]

@@ -23,7 +23,7 @@ from quark.torch.config.selectors import routers
 from quark.torch.flows.check_plan import check_goal
 from quark.torch.formats.fused_groups import EXPERTS, fused_groups, fused_matrices
 from quark.torch.model.batches import forward_batch
-from quark.torch.model.meta_model import empty_twin
+from quark.torch.model.meta_model import meta_copy
 from quark.torch.model.outside_reads import example
 from quark.torch.model.passes import prepare
 from quark.torch.model.record_forward import record
@@ -73,9 +73,9 @@ def kept_apart(layers: tuple[str, ...]) -> bool:
 
 def runs_without_weights(model: Any) -> bool:
     """Whether a forward of the model says anything before there are weights, which may be asked for values."""
-    twin = empty_twin(model)
+    meta = meta_copy(model)
     try:
-        forward_batch(twin, example(twin), torch.device("meta"))
+        forward_batch(meta, example(meta), torch.device("meta"))
     except RuntimeError:
         return False
     return True

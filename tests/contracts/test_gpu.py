@@ -22,7 +22,7 @@ from quark.core.schemes import SCHEMES
 from quark.core.solvers import columns
 from quark.errors import QuarkError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
-from quark.torch.calibration import place
+from quark.torch.calibration import work_device
 from quark.torch.config.named_algorithms import ALGO_CONFIGS, algo_config_by_name
 from quark.torch.config.tensor.enums import QuantFlow, QuantizationMode
 from tests.commands.program import quark
@@ -195,7 +195,7 @@ def often(names: list[str]) -> list[Any]:
     return [name if name == "gptq" else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-def visiting(name: str, data: list[torch.Tensor]) -> Any:
+def onloading(name: str, data: list[torch.Tensor]) -> Any:
     """A model of the host, quantized block by block on the device."""
     config = config_of(IN_ALL.get(name, "uint4_wo_64"), name)
     config.quant_flow = QuantFlow.per_block
@@ -208,10 +208,10 @@ def test_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     in_memory_on_the_host = in_memory(IN_ALL.get(name, "uint4_wo_64"), name)(CPU)
     gc.collect()
     before = Meter.alive()
-    for bound in (place.ON_DEVICE, 1 << 14):  # all batches wait on the device, or a few of them
-        monkeypatch.setattr(place, "ON_DEVICE", bound)
+    for bound in (work_device.ON_DEVICE, 1 << 14):  # all batches wait on the device, or a few of them
+        monkeypatch.setattr(work_device, "ON_DEVICE", bound)
         with PretendedGpu() as gpu:
-            require_same(in_memory_on_the_host, result_of(visiting(name, batches())))
+            require_same(in_memory_on_the_host, result_of(onloading(name, batches())))
         assert gpu.meter.queued["to cpu"] > 0 or bound > 1 << 14 or name in OF_THE_WHOLE
     gc.collect()
     assert Meter.alive() < before + (1 << 14)  # constants of solvers, which are copied to a device once
@@ -223,14 +223,14 @@ SMALL = 1 << 11
 
 @pytest.mark.parametrize("name", often([name for name in BY_NAME if name not in OF_THE_WHOLE]))
 def test_more_samples_take_no_more_of_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "ON_DEVICE", 1 << 14)
+    monkeypatch.setattr(work_device, "ON_DEVICE", 1 << 14)
     few, many = (6, 9) if name == "gptq" else (16, 64)
     peaks, uploads, waits = [], [], []
     for count in (few, many):
         gc.collect()
         with PretendedGpu(where=name == "gptq") as gpu:
             gpu.meter.reset()
-            visiting(name, [torch.cat([batch, batch, batch, batch], 1) for batch in batches(count)])
+            onloading(name, [torch.cat([batch, batch, batch, batch], 1) for batch in batches(count)])
         peaks.append(gpu.meter.peak())
         uploads.append(gpu.meter.uploads.total())
         waits.append(gpu.meter.waits.total())
@@ -370,7 +370,7 @@ def test_every_algorithm_streams_the_same_bytes(
         return contents(output) if done.code == 0 else done.err.splitlines()[-1]
 
     cpu = made(CPU)
-    monkeypatch.setattr(place, "ON_DEVICE", 1 << 14)
+    monkeypatch.setattr(work_device, "ON_DEVICE", 1 << 14)
     with PretendedGpu():
         assert made(GPU) == cpu
 

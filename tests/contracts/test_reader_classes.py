@@ -16,7 +16,7 @@ from quark.errors import CalibrationError, FormatError, NotSupportedError, Quark
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.flows.check_plan import check_plan
 from quark.torch.flows.predicted_size import planned
-from quark.torch.model.meta_model import empty_twin
+from quark.torch.model.meta_model import meta_copy
 from quark.torch.model.names.other_classes import LOADERS
 
 HEADS = (
@@ -71,7 +71,7 @@ def test_each_class_that_loads_the_float_folder_loads_the_quantized_one(name: st
 
 def refused(model: Any, config: Any, form: str) -> bool:
     """Whether a model is refused for a format on its plan, without weights."""
-    meta = empty_twin(model).eval()
+    meta = meta_copy(model).eval()
     try:
         made, _ = planned(meta, config, form)
         check_plan(meta, config, made, form)

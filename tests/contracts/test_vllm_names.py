@@ -13,7 +13,7 @@ from quark.goals.expert_names import EXPERT_NAMES, expert_names, unread_experts
 from quark.torch import LLMTemplate
 from quark.torch.flows.check_plan import check_goal
 from quark.torch.flows.predicted_size import planned
-from quark.torch.model.meta_model import empty_twin
+from quark.torch.model.meta_model import meta_copy
 from quark.torch.model.names import published_names
 from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
 from tests.contracts.test_reader_classes import CLASSES
@@ -62,7 +62,7 @@ def test_each_type_has_one_row_and_types_of_weights_exist() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "lost"), [("int8_dynamic", True), ("ptpc_fp8", False), ("mxfp4", False)])
 def test_experts_that_vllm_would_pass_over_are_refused_on_the_plan(scheme: str, lost: bool) -> None:
-    model = empty_twin(family("gpt_oss")).eval()
+    model = meta_copy(family("gpt_oss")).eval()
     made, _ = planned(model, LLMTemplate.get("gpt_oss").get_config(scheme), "quark")
     if not lost:
         check_goal(model, made, GOALS["vllm"], "quark")
@@ -74,7 +74,7 @@ def test_experts_that_vllm_would_pass_over_are_refused_on_the_plan(scheme: str, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layer"), [("deepseek_v3", "kv_b_proj"), ("phi3", "qkv_proj"), ("qwen3", None)])
 def test_scales_of_a_cache_that_vllm_has_no_name_for_are_refused_on_the_plan(name: str, layer: str | None) -> None:
-    model = empty_twin(family(name)).eval()
+    model = meta_copy(family(name)).eval()
     made, _ = planned(model, LLMTemplate.get(name).get_config("fp8", kv_cache_scheme="fp8"), "quark")
     check_goal(model, made, GOALS["transformers"], "quark")
     if layer is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quark.gguf import MIXES, Place, place_of
+from quark.gguf import MIXES, WeightRole, role_of
 
 LAYERS = 34
 ROLES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_down")
@@ -57,7 +57,7 @@ def test_every_tensor_gets_the_type_that_llama_cpp_gives_it(name: str, heads: in
     mix, tied = MIXES[name], heads == 2
 
     def kind(stored: str) -> str | None:
-        return mix.type_of(Place(stored, 256, LAYERS, 8 // heads, tied=tied))
+        return mix.type_of(WeightRole(stored, 256, LAYERS, 8 // heads, tied=tied))
 
     found = [str(kind("token_embd")).upper(), "-" if tied else str(kind("output")).upper()]
     for role in ROLES:
@@ -75,23 +75,23 @@ def test_every_tensor_gets_the_type_that_llama_cpp_gives_it(name: str, heads: in
 )  # fmt: skip
 def test_rows_that_are_no_whole_blocks_get_blocks_of_32(name: str, role: str, expected: str) -> None:
     """As llama_model_quantize did on a model whose rows have 640 values."""
-    assert MIXES[name].type_of(Place(f"blk.3.{role}", 640, 5)) == expected
-    assert MIXES[name].type_of(Place(f"blk.3.{role}", 48, 5)) is None
-    assert MIXES[name].type_of(Place("output", 640, 5)) == "q8_0"
+    assert MIXES[name].type_of(WeightRole(f"blk.3.{role}", 640, 5)) == expected
+    assert MIXES[name].type_of(WeightRole(f"blk.3.{role}", 48, 5)) is None
+    assert MIXES[name].type_of(WeightRole("output", 640, 5)) == "q8_0"
 
 
 def test_eight_experts_and_eighty_layers_get_wider_attention() -> None:
     """The rules of llama_tensor_get_type for Mixtral and for models of 70 billion parameters."""
-    mixtral = {role: MIXES["q4_k_m"].type_of(Place(f"blk.9.{role}", 4096, 32, 4, 8)) for role in ROLES}
+    mixtral = {role: MIXES["q4_k_m"].type_of(WeightRole(f"blk.9.{role}", 4096, 32, 4, 8)) for role in ROLES}
     assert mixtral["attn_k"] == mixtral["attn_v"] == "q8_0" and mixtral["attn_output"] == "q5_k"
-    assert MIXES["q3_k_l"].type_of(Place("blk.9.attn_output", 4096, 32, 4, 8)) == "q3_k"
-    assert MIXES["q4_k_m"].type_of(Place("blk.11.attn_v", 8192, 80, 8)) == "q5_k"
+    assert MIXES["q3_k_l"].type_of(WeightRole("blk.9.attn_output", 4096, 32, 4, 8)) == "q3_k"
+    assert MIXES["q4_k_m"].type_of(WeightRole("blk.11.attn_v", 8192, 80, 8)) == "q5_k"
 
 
 def test_a_place_is_read_from_a_config() -> None:
     class Config:
         num_attention_heads, num_key_value_heads, num_hidden_layers, num_local_experts = 32, 8, 24, 8
 
-    place = place_of("blk.3.ffn_down_exps.weight", 256, Config)
-    assert place == Place("blk.3.ffn_down_exps", 256, 24, 4, 8)
-    assert (place.role, place.layer, place.is_head) == ("ffn_down", 3, False)
+    role = role_of("blk.3.ffn_down_exps.weight", 256, Config)
+    assert role == WeightRole("blk.3.ffn_down_exps", 256, 24, 4, 8)
+    assert (role.matrix, role.layer, role.is_head) == ("ffn_down", 3, False)

@@ -57,12 +57,12 @@ def test_every_fact_names_a_scheme_that_its_form_holds() -> None:
 @pytest.mark.parametrize("name", GOALS)
 def test_every_row_of_a_goal_is_known_to_load(name: str) -> None:
     for onnx in (False, True):
-        offer = GOALS[name].offer(onnx)
-        if offer is None:
+        defaults = GOALS[name].defaults(onnx)
+        if defaults is None:
             with pytest.raises(ConfigError, match="Possible for"):
                 choose(name, onnx)
             continue
-        for bits, (form, scheme) in offer.bits.items():
+        for bits, (form, scheme) in defaults.bits.items():
             chosen = choose(name, onnx, bits=bits, has_data=True)
             assert (chosen.form, chosen.scheme) == (form, scheme)
         assert choose(name, onnx).command("a b").count("'a b'") == 1
@@ -186,8 +186,8 @@ def test_a_target_of_another_program_is_refused_beside_a_goal() -> None:
 
 @pytest.mark.parametrize("name", GOALS)
 def test_targets_beside_a_goal_are_those_of_the_onnx_flow(name: str) -> None:
-    offer = GOALS[name].onnx
-    assert offer is None or {*offer.targets} <= {*TARGETS}
+    defaults = GOALS[name].onnx
+    assert defaults is None or {*defaults.targets} <= {*TARGETS}
 
 
 @pytest.mark.parametrize(("asked", "fitting", "scheme"), [

@@ -26,7 +26,7 @@ def schemes(
         with usage():
             row = GOALS[goal]
         for onnx in (False, True):
-            if row.offer(onnx) is not None:
+            if row.defaults(onnx) is not None:
                 console.print(facts_table(goal, onnx))
         return
     _print_schemes(console)

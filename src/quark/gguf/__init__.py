@@ -12,12 +12,12 @@
     imatrix.py           importance matrices
 
 The numerics of block types are in `quark.core`. What takes a model apart for such a file, or fills one from it, is in
-one place, `quark.torch.writers.gguf`: it alone imports the files of this folder. Everything else imports the names
+one role, `quark.torch.writers.gguf`: it alone imports the files of this folder. Everything else imports the names
 below, which load no torch.
 """
 
 from quark.gguf.imatrix import Sums, check_imatrix_name, read_imatrix, save_imatrix
-from quark.gguf.mixes import CHOSEN_TYPES, MIXES, Mix, Place, place_of
+from quark.gguf.mixes import CHOSEN_TYPES, MIXES, Mix, WeightRole, role_of
 from quark.gguf.names import expert_of, import_gguf
 from quark.gguf.reader import open_gguf
 
@@ -25,13 +25,13 @@ __all__ = [
     "CHOSEN_TYPES",
     "MIXES",
     "Mix",
-    "Place",
     "Sums",
+    "WeightRole",
     "check_imatrix_name",
     "expert_of",
     "import_gguf",
     "open_gguf",
-    "place_of",
     "read_imatrix",
+    "role_of",
     "save_imatrix",
 ]

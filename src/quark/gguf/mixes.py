@@ -16,8 +16,8 @@ from quark.core.registry import Registry
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where in a model a tensor is.
+class WeightRole:
+    """Which matrix of a model a tensor is.
 
     Attributes:
         name: Of the tensor in the file, without ".weight": "blk.3.attn_v".
@@ -42,7 +42,7 @@ class Place:
         return int(parts[1]) if parts[0] == "blk" else 0
 
     @property
-    def role(self) -> str:
+    def matrix(self) -> str:
         """The name without the block, experts as the layer that they are: "attn_v", "ffn_down"."""
         return self.name.rpartition(".")[2].removesuffix("_exps").removesuffix("_shexp")
 
@@ -52,8 +52,8 @@ class Place:
         return self.name == "output" or (self.tied and self.name == "token_embd")
 
 
-def place_of(name: str, columns: int, config: Any) -> Place:
-    """The place of a tensor.
+def role_of(name: str, columns: int, config: Any) -> WeightRole:
+    """The role of a tensor.
 
     Args:
         name: In the file.
@@ -64,36 +64,36 @@ def place_of(name: str, columns: int, config: Any) -> Place:
     sharing = heads // (getattr(config, "num_key_value_heads", None) or heads)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    return Place(name.removesuffix(".weight"), columns, config.num_hidden_layers, sharing, int(experts), tied)
+    return WeightRole(name.removesuffix(".weight"), columns, config.num_hidden_layers, sharing, int(experts), tied)
 
 
-Rule = Callable[[Place], bool]
+Rule = Callable[[WeightRole], bool]
 
 
-def always(place: Place) -> bool:
+def always(role: WeightRole) -> bool:
     """Every layer."""
     return True
 
 
-def more_bits(place: Place) -> bool:
+def more_bits(role: WeightRole) -> bool:
     """The first and the last eighth of the layers, and every third between."""
-    first, last = place.layers // 8, 7 * place.layers // 8
-    return place.layer < first or place.layer >= last or (place.layer - first) % 3 == 2
+    first, last = role.layers // 8, 7 * role.layers // 8
+    return role.layer < first or role.layer >= last or (role.layer - first) % 3 == 2
 
 
 def first(share: int) -> Rule:
     """The first 1 / share of the layers."""
-    return lambda place: place.layer < place.layers // share
+    return lambda role: role.layer < role.layers // share
 
 
 def below(layer: int) -> Rule:
     """The layers before this one."""
-    return lambda place: place.layer < layer
+    return lambda role: role.layer < layer
 
 
-def shared(place: Place) -> bool:
+def shared(role: WeightRole) -> bool:
     """Whether at least four heads read the same keys and values: their tensors are small then, and matter more."""
-    return place.sharing >= 4
+    return role.sharing >= 4
 
 
 @dataclass(frozen=True)
@@ -103,29 +103,29 @@ class Mix:
     Attributes:
         base: Type of what no rule names.
         file_type: The member of gguf.LlamaFileType, without "MOSTLY_".
-        wider: Role -> rules in the order that they are asked, and the type that each gives.
+        wider: Matrix -> rules in the order that they are asked, and the type that each gives.
     """
 
     base: str
     file_type: str
     wider: Mapping[str, tuple[tuple[Rule, str], ...]] = field(default_factory=dict)
 
-    def type_of(self, place: Place) -> str | None:
+    def type_of(self, role: WeightRole) -> str | None:
         """The block type of a tensor; None where it stays in float, as its rows are no whole blocks of any."""
-        return fitting_block_type(self._head(place) if place.is_head else self._wanted(place), place.columns)
+        return fitting_block_type(self._head(role) if role.is_head else self._wanted(role), role.columns)
 
-    def _head(self, place: Place) -> str:
-        whole = place.columns % BLOCK_TYPES[self.base].block == 0
+    def _head(self, role: WeightRole) -> str:
+        whole = role.columns % BLOCK_TYPES[self.base].block == 0
         return "q6_k" if whole and self.base != "q8_0" else "q8_0"
 
-    def _wanted(self, place: Place) -> str:
-        if place.experts == 8 and place.role in ("attn_k", "attn_v"):
+    def _wanted(self, role: WeightRole) -> str:
+        if role.experts == 8 and role.matrix in ("attn_k", "attn_v"):
             return "q8_0"  # small beside eight experts
-        if place.experts == 8 and place.role == "attn_output" and self.base in ("q2_k", "q3_k", "q4_k", "iq4_nl"):
+        if role.experts == 8 and role.matrix == "attn_output" and self.base in ("q2_k", "q3_k", "q4_k", "iq4_nl"):
             return self.base if self.file_type == "Q3_K_L" else "q5_k"
-        chosen = next((to for rule, to in self.wider.get(place.role, ()) if rule(place)), self.base)
+        chosen = next((to for rule, to in self.wider.get(role.matrix, ()) if rule(role)), self.base)
         # Of the models of 70 billion parameters, eight heads share one tensor of values.
-        large = place.role == "attn_v" and place.layers == 80 and chosen in ("q3_k", "q4_k")
+        large = role.matrix == "attn_v" and role.layers == 80 and chosen in ("q3_k", "q4_k")
         return "q5_k" if large else chosen
 
 

@@ -17,7 +17,7 @@ from quark.base.progress import progress
 from quark.core.array import to_numpy
 from quark.gguf.architectures.architecture import Architecture
 from quark.gguf.architectures.metadata import write_hyperparameters
-from quark.gguf.mixes import MIXES, Mix, place_of
+from quark.gguf.mixes import MIXES, Mix, role_of
 from quark.gguf.names import block_of, import_gguf
 from quark.gguf.tokenizer import write_tokenizer
 
@@ -168,10 +168,10 @@ def _file_type(tensors: Sequence[GgufTensor], config: Any) -> str:
     # Mixes of one base differ in what they make wider; the file has the name of the one that it is nearest to.
     mixes = [mix for mix in MIXES.values() if mix.base.upper() == main]
     matrices = [tensor for tensor in tensors if len(tensor.shape) == 2]
-    places = [(place_of(matrix.name, matrix.shape[-1], config), matrix.kind) for matrix in matrices]
+    roles = [(role_of(matrix.name, matrix.shape[-1], config), matrix.kind) for matrix in matrices]
 
     def strange(mix: Mix) -> int:
-        return sum((mix.type_of(place) or kind).upper() != kind for place, kind in places)
+        return sum((mix.type_of(role) or kind).upper() != kind for role, kind in roles)
 
     return f"MOSTLY_{min(mixes, key=strange).file_type if mixes else main}"
 

@@ -12,7 +12,7 @@ from quark.core.schemes import in_smaller_groups
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.goals.efforts import effort_of, require_data, steps_for
 from quark.goals.facts import ONNX_FILE, Answer, Fact
-from quark.goals.goal import GOALS, Offer, RuntimeGoal
+from quark.goals.goal import GOALS, GoalDefaults, RuntimeGoal
 
 
 @dataclass(frozen=True)
@@ -145,15 +145,15 @@ def choose(
         CalibrationError: The effort needs data, and the model is an ONNX file.
     """
     goal = GOALS[name]
-    offer = _offer(goal, name, onnx)
+    defaults = _defaults_of(goal, name, onnx)
     if cache is not None:
-        offer = _with_cache(goal, offer, cache, holding or (), form)
+        defaults = _with_cache(goal, defaults, cache, holding or (), form)
     mixed = None
-    if budget or (bits is not None and bits not in offer.bits and scheme is None):
-        chosen_form, mixed, why = _mixed(goal, offer, onnx, bits, form, candidates)
-        chosen = offer.default[1]
+    if budget or (bits is not None and bits not in defaults.bits and scheme is None):
+        chosen_form, mixed, why = _mixed(goal, defaults, onnx, bits, form, candidates)
+        chosen = defaults.default[1]
     else:
-        chosen_form, chosen, why = _scheme(goal, offer, onnx, scheme, bits, form, has_data, holding)
+        chosen_form, chosen, why = _scheme(goal, defaults, onnx, scheme, bits, form, has_data, holding)
     level = effort_of(effort, has_data)
     if effort is not None and algorithms is None:
         require_data(level, has_data, onnx)
@@ -162,8 +162,8 @@ def choose(
     reasons = {"scheme": why, "format": str(_fact(goal, onnx, chosen_form, known)), **because}
     return GoalChoice(
         goal, chosen if mixed is None else MIX, chosen_form, level, steps, reasons,
-        offer.serve_as(chosen_form) + (offer.serve_cache if cache else ""),
-        offer.target, given=scheme is not None or bits is not None, targets=offer.targets, mixed=mixed,
+        defaults.serve_as(chosen_form) + (defaults.serve_cache if cache else ""),
+        defaults.target, given=scheme is not None or bits is not None, targets=defaults.targets, mixed=mixed,
         named=scheme == chosen,
     )  # fmt: skip
 
@@ -197,17 +197,19 @@ def fusing_programs(form: str, schemes: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _offer(goal: RuntimeGoal, name: str, onnx: bool) -> Offer:
+def _defaults_of(goal: RuntimeGoal, name: str, onnx: bool) -> GoalDefaults:
     """What a goal makes of this kind of model. Raises ConfigError where its program takes none."""
-    offer = goal.offer(onnx)
-    if offer is None:
+    defaults = goal.defaults(onnx)
+    if defaults is None:
         kind = "an ONNX file" if onnx else "a model folder"
-        others = ", ".join(other for other, row in GOALS.items() if row.offer(onnx) is not None)
+        others = ", ".join(other for other, row in GOALS.items() if row.defaults(onnx) is not None)
         raise ConfigError(f"--for {name} takes no {kind.split(' ', 1)[1]}. Possible for {kind}: {others}.")
-    return offer
+    return defaults
 
 
-def _with_cache(goal: RuntimeGoal, offer: Offer, cache: str, holding: Collection[str], form: str | None) -> Offer:
+def _with_cache(
+    goal: RuntimeGoal, defaults: GoalDefaults, cache: str, holding: Collection[str], form: str | None
+) -> GoalDefaults:
     """What a goal makes of a model whose cache of keys and values is quantized, too.
 
     Raises:
@@ -224,14 +226,14 @@ def _with_cache(goal: RuntimeGoal, offer: Offer, cache: str, holding: Collection
         raise NotSupportedError(
             f"The {form} format has no place for a KV cache in {cache}. Possible: {', '.join(sorted(holding))}."
         )
-    if not offer.cached:
-        return offer
-    return replace(offer, default=next(iter(offer.cached.values())), bits=offer.cached, without_data=None)
+    if not defaults.cached:
+        return defaults
+    return replace(defaults, default=next(iter(defaults.cached.values())), bits=defaults.cached, without_data=None)
 
 
-def _no_mix(goal: RuntimeGoal, offer: Offer, onnx: bool, bits: float | None) -> NotSupportedError:
+def _no_mix(goal: RuntimeGoal, defaults: GoalDefaults, onnx: bool, bits: float | None) -> NotSupportedError:
     asked = "A size" if bits is None else f"--bits {bits:g}"
-    known = ", ".join(map(str, offer.bits))
+    known = ", ".join(map(str, defaults.bits))
     others = ", ".join(name for name, row in GOALS.items() if row.folder is not None and row.folder.mixed)
     return NotSupportedError(
         f"{asked} is a mix of schemes, which no format of {goal.program} is known to hold. Possible for "
@@ -240,15 +242,20 @@ def _no_mix(goal: RuntimeGoal, offer: Offer, onnx: bool, bits: float | None) -> 
 
 
 def _mixed(
-    goal: RuntimeGoal, offer: Offer, onnx: bool, bits: float | None, form: str | None, candidates: Sequence[str]
+    goal: RuntimeGoal,
+    defaults: GoalDefaults,
+    onnx: bool,
+    bits: float | None,
+    form: str | None,
+    candidates: Sequence[str],
 ) -> tuple[str, tuple[str, ...], str]:
     """Form, candidates, and the reason for layers with schemes of their own."""
-    if offer.mixed is None:
-        raise _no_mix(goal, offer, onnx, bits)
+    if defaults.mixed is None:
+        raise _no_mix(goal, defaults, onnx, bits)
     if bits is not None and not 0 < bits < math.inf:
-        known = ", ".join(map(str, offer.bits))
+        known = ", ".join(map(str, defaults.bits))
         raise ConfigError(f"--bits {bits:g} is no number of bits. Possible for {goal.name}: {known}, or between.")
-    made, own = offer.mixed
+    made, own = defaults.mixed
     if form not in (None, made):
         raise NotSupportedError(f"A mix of schemes for {goal.program} is written as {made}, not as {form}.")
     # The block types of GGUF files are no schemes: who reads one of them reads all.
@@ -269,7 +276,7 @@ ONNX_EFFORTS = {
 
 def _scheme(
     goal: RuntimeGoal,
-    offer: Offer,
+    defaults: GoalDefaults,
     onnx: bool,
     scheme: str | None,
     bits: float | None,
@@ -281,15 +288,15 @@ def _scheme(
     if scheme is not None and bits is not None:
         raise ConfigError("--scheme and --bits say the same twice. Possible: one of them.")
     if bits is not None:
-        if bits not in offer.bits:
-            known = ", ".join(map(str, offer.bits))
+        if bits not in defaults.bits:
+            known = ", ".join(map(str, defaults.bits))
             raise ConfigError(f"--bits {bits:g} is not known of {goal.program}. Possible for {goal.name}: {known}.")
-        made, name = offer.bits[int(bits)]
+        made, name = defaults.bits[int(bits)]
         return _in_form(goal, onnx, name, form, made, holding), name, f"{bits:g} bits"
     if scheme is None:
-        made, name = offer.default if has_data or offer.without_data is None else offer.without_data
-        return _in_form(goal, onnx, name, form, made, holding), name, offer.why
-    rows = [offer.default, *offer.bits.values()]
+        made, name = defaults.default if has_data or defaults.without_data is None else defaults.without_data
+        return _in_form(goal, onnx, name, form, made, holding), name, defaults.why
+    rows = [defaults.default, *defaults.bits.values()]
     found = _named(goal, onnx, scheme, [name for _, name in rows])
     if found is None:
         raise _unknown(goal, onnx, scheme, form)

@@ -10,7 +10,7 @@ from quark.goals.facts import ONNX_FILE, Answer, Fact, facts_of
 
 
 @dataclass(frozen=True)
-class Offer:
+class GoalDefaults:
     """What a goal makes of one kind of model.
 
     Attributes:
@@ -70,8 +70,8 @@ class RuntimeGoal:
 
     name: str
     program: str
-    folder: Offer | None = None
-    onnx: Offer | None = None
+    folder: GoalDefaults | None = None
+    onnx: GoalDefaults | None = None
     extra: tuple[str, ...] = field(default=())
     cache: tuple[str, ...] = ()
     cache_layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -92,8 +92,8 @@ class RuntimeGoal:
         """What its folders are written for, as `export_safetensors` has it."""
         return self.name if self.named_experts else "transformers"
 
-    def offer(self, onnx: bool) -> Offer | None:
-        """What is offered for a kind of model."""
+    def defaults(self, onnx: bool) -> GoalDefaults | None:
+        """What is chosen for a kind of model."""
         return self.onnx if onnx else self.folder
 
     def facts(self, onnx: bool) -> list[Fact]:

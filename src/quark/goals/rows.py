@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quark.goals.facts import ONNX_FILE
-from quark.goals.goal import GOALS, Offer, RuntimeGoal
+from quark.goals.goal import GOALS, GoalDefaults, RuntimeGoal
 
 _SESSION = 'python -c "import sys, onnxruntime as o; print(o.InferenceSession(sys.argv[1]%s).get_inputs())" {out}'
 _VITIS = ", providers=['VitisAIExecutionProvider']"
@@ -12,7 +12,7 @@ _AWQ = {"awq": " --dtype float16"}
 
 GOALS.register("vllm", RuntimeGoal(
     "vllm", "vLLM",
-    folder=Offer(
+    folder=GoalDefaults(
         ("awq", "uint4_wo_128"),
         {4: ("awq", "uint4_wo_128"), 8: ("quark", "int8_dynamic")},
         "4 bits in groups of 128, in the format whose kernels every release has",
@@ -38,7 +38,7 @@ GOALS.register("vllm", RuntimeGoal(
 ))  # fmt: skip
 GOALS.register("sglang", RuntimeGoal(
     "sglang", "SGLang",
-    folder=Offer(
+    folder=GoalDefaults(
         ("awq", "uint4_wo_128"),
         {4: ("awq", "uint4_wo_128"), 8: ("quark", "ptpc_fp8")},
         "4 bits in groups of 128, in the format whose kernels every release has",
@@ -55,7 +55,7 @@ GOALS.register("sglang", RuntimeGoal(
 ))  # fmt: skip
 GOALS.register("transformers", RuntimeGoal(
     "transformers", "transformers",
-    folder=Offer(
+    folder=GoalDefaults(
         ("quark", "uint4_wo_128"),
         {2: ("quark", "uint2_wo_64"), 3: ("quark", "int3_wo_128"), 4: ("quark", "uint4_wo_128"),
          8: ("quark", "int8_wo"), 16: ("quark", "bfloat16")},
@@ -67,7 +67,7 @@ GOALS.register("transformers", RuntimeGoal(
 ))  # fmt: skip
 GOALS.register("diffusers", RuntimeGoal(
     "diffusers", "diffusers",
-    folder=Offer(
+    folder=GoalDefaults(
         ("quark", "int8_wo"),
         {4: ("quark", "uint4_wo_128"), 8: ("quark", "int8_wo"), 16: ("quark", "bfloat16")},
         "8-bit weights, which need no data: a denoiser runs its layers once a step, and errors add up",
@@ -78,7 +78,7 @@ GOALS.register("diffusers", RuntimeGoal(
 ))  # fmt: skip
 GOALS.register("llama.cpp", RuntimeGoal(
     "llama.cpp", "llama.cpp",
-    folder=Offer(
+    folder=GoalDefaults(
         ("gguf", "q4_k_m"),
         {2: ("gguf", "q2_k"), 3: ("gguf", "q3_k_m"), 4: ("gguf", "q4_k_m"), 5: ("gguf", "q5_k_m"),
          6: ("gguf", "q6_k"), 8: ("gguf", "q8_0"), 16: ("gguf", "bfloat16")},
@@ -90,7 +90,7 @@ GOALS.register("llama.cpp", RuntimeGoal(
 ))  # fmt: skip
 GOALS.register("comfyui", RuntimeGoal(
     "comfyui", "ComfyUI",
-    folder=Offer(
+    folder=GoalDefaults(
         ("comfyui", "fp8_wo"),
         {4: ("gguf", "q4_k_s"), 5: ("gguf", "q5_k_s"), 6: ("gguf", "q6_k"), 8: ("comfyui", "fp8_wo")},
         "FP8 weights, half the size, which every graphics card takes",
@@ -100,13 +100,13 @@ GOALS.register("comfyui", RuntimeGoal(
 ))  # fmt: skip
 GOALS.register("onnxruntime", RuntimeGoal(
     "onnxruntime", "ONNX Runtime",
-    folder=Offer(
+    folder=GoalDefaults(
         ("onnx", "uint4_wo_128"),
         {4: ("onnx", "uint4_wo_128"), 8: ("onnx", "int8_wo")},
         "weights as 4-bit integers, which are a sixth of the size",
         _SESSION % "",
     ),
-    onnx=Offer(
+    onnx=GoalDefaults(
         (ONNX_FILE, "INT8_CPU"),
         {4: (ONNX_FILE, "MATMUL_NBITS"), 8: (ONNX_FILE, "INT8_CPU")},
         "in 8-bit integers what is faster so, the rest in float",
@@ -116,7 +116,7 @@ GOALS.register("onnxruntime", RuntimeGoal(
 ))  # fmt: skip
 GOALS.register("openvino", RuntimeGoal(
     "openvino", "OpenVINO",
-    onnx=Offer(
+    onnx=GoalDefaults(
         (ONNX_FILE, "INT8_OPENVINO"),
         {8: (ONNX_FILE, "INT8_OPENVINO")},
         "only what linear layers read is quantized: on a YOLOv8n 33.5 dB, with the layout for ONNX Runtime 13.4",
@@ -126,13 +126,13 @@ GOALS.register("openvino", RuntimeGoal(
 ))  # fmt: skip
 GOALS.register("ryzen-ai", RuntimeGoal(
     "ryzen-ai", "Ryzen AI",
-    folder=Offer(
+    folder=GoalDefaults(
         ("quark", "uint4_wo_128"),
         {4: ("quark", "uint4_wo_128")},
         "the scheme that its page on language models begins with",
         "python -m onnxruntime_genai.models.builder -i {out} -o oga-model -p int4 -e cpu",
     ),
-    onnx=Offer(
+    onnx=GoalDefaults(
         (ONNX_FILE, "XINT8"),
         {8: (ONNX_FILE, "XINT8"), 16: (ONNX_FILE, "BF16")},
         "8-bit integers under power-of-two scales, the type of its CNN kernels",
@@ -142,7 +142,7 @@ GOALS.register("ryzen-ai", RuntimeGoal(
 ))  # fmt: skip
 GOALS.register("npu", RuntimeGoal(
     "npu", "NPU compilers",
-    onnx=Offer(
+    onnx=GoalDefaults(
         (ONNX_FILE, "A8W8"),
         {8: (ONNX_FILE, "A8W8"), 16: (ONNX_FILE, "A16W8")},
         "8-bit integers with float scales, for compilers that take Q/DQ nodes",

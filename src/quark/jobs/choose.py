@@ -10,7 +10,7 @@ from quark.core.schemes import in_smaller_groups
 from quark.errors import ConfigError, QuarkError, ShapeError, UsageError
 from quark.goals import GOALS, GoalChoice, choose
 from quark.goals.efforts import check_effort
-from quark.goals.goal import Offer
+from quark.goals.goal import GoalDefaults
 from quark.jobs.folders.bit_budget import named_candidates, size_within
 from quark.jobs.request import FileRequest, FolderRequest
 
@@ -31,8 +31,8 @@ def chosen(request: FolderRequest | FileRequest, has_data: bool) -> GoalChoice |
 
 
 def _of_folder(request: FolderRequest, goal: str, has_data: bool) -> GoalChoice:
-    offer, scheme = GOALS[goal].folder, request.scheme
-    mixes = offer is not None and offer.mixed is not None
+    defaults, scheme = GOALS[goal].folder, request.scheme
+    mixes = defaults is not None and defaults.mixed is not None
     measured = bool(request.candidates) or request.sensitivity is not None
     if request.size is not None:
         if scheme is not None or request.bits is not None:
@@ -61,10 +61,10 @@ def _holding(cache: str) -> set[str]:
     return {name for name, form in FORMATS.items() if form.holds_cache(spec)}
 
 
-def _rows(goal: str, offer: Offer, form: str | None) -> Iterator[tuple[str, list[str]]]:
+def _rows(goal: str, defaults: GoalDefaults, form: str | None) -> Iterator[tuple[str, list[str]]]:
     """The form of each number of bits, and its schemes, those in smaller groups last."""
     loaded = {(fact.form, fact.scheme) for fact in GOALS[goal].loaded(False)}
-    for made, usual in offer.bits.values():
+    for made, usual in defaults.bits.values():
         if form in (None, made):
             yield made, [usual, *(name for name in in_smaller_groups(usual) if (made, name) in loaded)]
 
@@ -76,14 +76,14 @@ def _widest(goal: str, model: Path, size: str, form: str | None, trust_remote_co
     from quark.jobs.folders.schemes import config_of
     from quark.torch.flows.predicted_size import planned
 
-    offer = GOALS[goal].folder
-    if offer is None:
+    defaults = GOALS[goal].folder
+    if defaults is None:
         choose(goal, onnx=False)  # which says what is possible
         raise AssertionError(goal)
     limit = size_within(size, model)
     sizes: dict[str, int] = {}
     refused: ShapeError | None = None
-    for made, schemes in _rows(goal, offer, form):
+    for made, schemes in _rows(goal, defaults, form):
         for scheme in schemes:
             config = config_of(model, scheme, made, trust_remote_code=trust_remote_code)
             try:

@@ -18,7 +18,7 @@ from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.calibration.lent_tokens import ExpertCalibration
-from quark.torch.checkpoint.held_layers import held_layers, with_held
+from quark.torch.checkpoint.quantized_before import layers_quantized_before, with_quantized_before
 from quark.torch.checkpoint.sources.carried import carried_beside, plan_carried
 from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.config.config import QConfig
@@ -103,7 +103,7 @@ class ModelQuantizer:
                 return quantize_graph(model, self.config, data)
             if isinstance(model, fx.GraphModule):
                 raise ConfigError("This is an exported graph: pass quant_mode=QuantizationMode.fx_graph_mode.")
-            algorithms, held = _algorithms(self.config), held_layers(model)
+            algorithms, held = _algorithms(self.config), layers_quantized_before(model)
             if algorithms and isinstance(dataloader, Iterator) and data is not None:
                 data = list(data)  # read more than once
             with onloaded(model) as offloaded, prepared(model, self.config):
@@ -115,7 +115,7 @@ class ModelQuantizer:
                 plan = plan_carried(self.config, model, plan, carried)
                 with replaced(model, plan) as layers, attention_quantized(model, self.config, plan, layers):
                     self._calibrate(model, layers, algorithms, data, offloaded)
-            config, plan = with_held(_recorded(snapshot(self.config), algorithms), plan, held)
+            config, plan = with_quantized_before(_recorded(snapshot(self.config), algorithms), plan, held)
             model.quant_config, model.quant_plan = config, plan  # type: ignore[assignment]
             model.quant_errors = [errors for algorithm in algorithms for errors in algorithm.errors]  # type: ignore[assignment]
             model.quark_quantized = True  # type: ignore[assignment]
@@ -148,7 +148,7 @@ class ModelQuantizer:
             sweep(model, layers, algorithms, data, groups, experts, blocks_of(offloaded))
         if offloaded.parts:
             for name, layer in layers.items():
-                with offloaded.visiting(name):
+                with offloaded.onloading(name):
                     calibrate_weights({name: layer})
         calibrate_weights(layers)
         share_scales(layers, groups)
@@ -193,7 +193,7 @@ class ModelQuantizer:
         with onloaded(model) as offloaded:
             shared = overlapping(x for m in model.modules() for x in (*m.parameters(False), *m.buffers(False)))
             for name, layer in layers.items():
-                with offloaded.visiting(name):
+                with offloaded.onloading(name):
                     for role in ("weight", "bias"):
                         _freeze(layer, role, shared)
         if runtime_options is not None:

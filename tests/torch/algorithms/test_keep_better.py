@@ -13,7 +13,7 @@ from quark.jobs.words import torch_algorithms
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms import ALGORITHMS, Algorithm, Block
 from quark.torch.algorithms.input_group import InputGroup
-from quark.torch.algorithms.keep_better import SAMPLES, BlockJudge
+from quark.torch.algorithms.keep_better import SAMPLES, BlockErrorCheck
 from quark.torch.algorithms.layer_weights import freeze_weight, weight_spec
 from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.config.algo_configs import (
@@ -135,7 +135,7 @@ def test_a_large_batch_is_judged_by_some_of_its_rows() -> None:
     name = find_blocks(model)[0]
     calls = record_calls(model, [name], [token_batches(1)[0].repeat(32, 1)])[name]
     block = Block(name, model.get_submodule(name), calls, calls)
-    assert [call.hidden.shape[0] for call in BlockJudge(block, quantized_layers(block.module)).calls] == [SAMPLES]
+    assert [call.hidden.shape[0] for call in BlockErrorCheck(block, quantized_layers(block.module)).calls] == [SAMPLES]
 
 
 def test_names_keep_the_better_and_what_is_written_out_runs_as_written() -> None:

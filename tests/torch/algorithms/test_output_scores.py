@@ -13,9 +13,9 @@ from quark.errors import ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.block_weights import BlockWeights
+from quark.torch.algorithms.pass_store import PassStore
 from quark.torch.algorithms.rounding.output_scores import OutputScores, scores_bytes
 from quark.torch.algorithms.score_passes import SEED
-from quark.torch.algorithms.tape import Tape
 from quark.torch.config.algo_configs import AlgoConfig, AutoRoundConfig, GPTQConfig, QronosConfig
 from quark.torch.model.blocks import find_blocks, record_calls
 from tests.models.families import family
@@ -25,7 +25,7 @@ from tests.models.torch_zoo import language_model, text_windows, tiny_llama, tok
 def test_scores_are_those_of_one_backward_pass_through_the_whole_model() -> None:
     model, data = language_model(), text_windows("calibration", 16, 3)
     blocks = find_blocks(model)
-    scores = OutputScores(model, blocks, data, BlockWeights(), Tape(None, {}))
+    scores = OutputScores(model, blocks, data, BlockWeights(), PassStore(None, {}))
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
     calls, leaf = record_calls(model, blocks, data), "mlp.down_proj"
@@ -63,7 +63,7 @@ def test_a_model_without_blocks_is_refused() -> None:
     data = text_windows("calibration", 16, 1)
     inner = language_model().model
     with pytest.raises(NotSupportedError, match="no list of blocks"):
-        OutputScores(inner, [""], data, BlockWeights(), Tape(None, {}))
+        OutputScores(inner, [""], data, BlockWeights(), PassStore(None, {}))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from quark.core.schemes import SCHEMES
 from quark.core.spec import block_spec
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
-from quark.torch.algorithms.tape import Tape
+from quark.torch.algorithms.pass_store import PassStore
 from quark.torch.bit_budget.measure import measure_sensitivity
 from quark.torch.bit_budget.sensitivity import AskedBudget, SensitivityTable
 from quark.torch.calibration.calibrate import tensor_qparams
@@ -192,14 +192,14 @@ def test_what_one_pass_leaves_lies_where_the_model_does(
 ) -> None:
     """The inputs of all blocks of a model that is larger than memory may be larger yet; nothing of them stays."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    keep, in_memory, on_disk = Tape.keep, set[str](), set[str]()
+    keep, in_memory, on_disk = PassStore.keep, set[str](), set[str]()
 
-    def note(tape: Tape, name: str, tensors: Any) -> None:
-        keep(tape, name, tensors)
-        in_memory.update(tape._tensors)
+    def note(store: PassStore, name: str, tensors: Any) -> None:
+        keep(store, name, tensors)
+        in_memory.update(store._tensors)
         on_disk.update(file.stem for file in tmp_path.rglob("*.safetensors"))
 
-    monkeypatch.setattr(Tape, "keep", note)
+    monkeypatch.setattr(PassStore, "keep", note)
     measure_sensitivity(folder if from_disk else tiny_llama(), token_batches(), CANDIDATES)
     there, elsewhere = (on_disk, in_memory) if from_disk else (in_memory, on_disk)
     assert {"inputs-0", "inputs-1", "inputs-2", "scores-1"} <= there
@@ -210,12 +210,12 @@ def test_what_one_pass_leaves_lies_where_the_model_does(
 @pytest.mark.parametrize("kept", ["inputs-1", "tail", "scores-1", "block-1"])
 def test_a_killed_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
     whole = measure_sensitivity(folder, token_batches(), CANDIDATES)
-    keep, keep_result = Tape.keep, Tape.keep_result
+    keep, keep_result = PassStore.keep, PassStore.keep_result
     done: list[str] = []
 
     def dying(real: Callable[..., None]) -> Callable[..., None]:
-        def keep_and_die(tape: Tape, name: str, value: Any) -> None:
-            real(tape, name, value)
+        def keep_and_die(store: PassStore, name: str, value: Any) -> None:
+            real(store, name, value)
             done.append(name)
             if name == kept:
                 raise KeyboardInterrupt
@@ -223,22 +223,22 @@ def test_a_killed_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.
         return keep_and_die
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Tape, "keep", dying(keep))
-        patch.setattr(Tape, "keep_result", dying(keep_result))
+        patch.setattr(PassStore, "keep", dying(keep))
+        patch.setattr(PassStore, "keep_result", dying(keep_result))
         measure_sensitivity(folder, token_batches(), CANDIDATES, work=tmp_path / "work")
     before = set(done) - {"settings"}
     done.clear()
 
     def noting(real: Callable[..., None]) -> Callable[..., None]:
-        def keep_and_note(tape: Tape, name: str, value: Any) -> None:
-            real(tape, name, value)
+        def keep_and_note(store: PassStore, name: str, value: Any) -> None:
+            real(store, name, value)
             done.append(name)
 
         return keep_and_note
 
     with monkeypatch.context() as patch:
-        patch.setattr(Tape, "keep", noting(keep))
-        patch.setattr(Tape, "keep_result", noting(keep_result))
+        patch.setattr(PassStore, "keep", noting(keep))
+        patch.setattr(PassStore, "keep_result", noting(keep_result))
         resumed = measure_sensitivity(folder, token_batches(), CANDIDATES, work=tmp_path / "work")
     assert resumed == whole
     assert "block-1" not in before or "block-1" not in done

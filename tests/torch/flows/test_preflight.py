@@ -20,7 +20,7 @@ from quark.core import array
 from quark.errors import ConfigError
 from quark.torch import GPTQConfig, LLMTemplate, ModelQuantizer
 from quark.torch.algorithms.rounding import gptq
-from quark.torch.calibration import place
+from quark.torch.calibration import work_device
 from quark.torch.config.tensor.enums import QuantFlow
 from quark.torch.flows import preflight
 from quark.torch.flows.from_disk import stream
@@ -153,7 +153,7 @@ def test_a_gpu_holds_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """With chunks and room so small that they do not hide the matrices."""
     for name, value, homes in (
         ("DEVICE_CHUNK", 1 << 18, (array, preflight)), ("ELEMENTS", 1 << 16, (gptq, preflight)),
-        ("ON_DEVICE", 1 << 16, (place, preflight)),
+        ("ON_DEVICE", 1 << 16, (work_device, preflight)),
     ):  # fmt: skip
         for home in homes:
             monkeypatch.setattr(home, name, value)

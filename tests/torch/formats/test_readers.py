@@ -17,7 +17,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.flows.check_plan import check_plan
 from quark.torch.flows.predicted_size import planned
 from quark.torch.formats import readers
-from quark.torch.model.meta_model import empty_twin
+from quark.torch.model.meta_model import meta_copy
 from tests.models.families import MOE, family
 
 SCHEMES = {"compressed-tensors": "int4_wo_32", "awq": "uint4_wo_32", "gptq": "int4_wo_32", "fp8": "fp8"}
@@ -43,7 +43,7 @@ def planned_refusal(
     model: Any, scheme: str, form: str, exclude: list[str] | None = None, reader: str = "transformers"
 ) -> str:
     """What is said of the plan alone; empty where it can be written."""
-    meta, config = empty_twin(model).eval(), config_of(model, scheme, exclude)
+    meta, config = meta_copy(model).eval(), config_of(model, scheme, exclude)
     made, _ = planned(meta, config, form)
     try:
         check_plan(meta, config, made, form, reader)
@@ -147,7 +147,7 @@ def test_what_algorithms_add_is_refused_on_the_plan() -> None:
     from quark.torch.config.algo_configs import SVDQuantConfig
 
     model = family("llama")
-    meta = empty_twin(model).eval()
+    meta = meta_copy(model).eval()
     config = LLMTemplate.get("llama").get_config("int4_wo_32", [SVDQuantConfig()])
     made, _ = planned(meta, config, "compressed-tensors")
     with pytest.raises(NotSupportedError, match="low-rank"):

@@ -18,7 +18,7 @@ from quark.torch import GPTQConfig, ModelQuantizer
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.model.blocks import find_blocks, record_calls
-from quark.torch.model.blocks.behind import CallBehind, around_hidden, without_blocks
+from quark.torch.model.blocks.after_blocks import CallAfterBlocks, around_hidden, without_blocks
 
 
 class Layer(nn.Module):
@@ -128,7 +128,7 @@ def same_outputs(model: nn.Module, batches: list[torch.Tensor], names: list[str]
             state, expected = calls[names[0]][index].hidden, model(batch)
             for name in names:
                 state = calls[name][index].with_hidden(state).run(model.get_submodule(name))
-            call = CallBehind(
+            call = CallAfterBlocks(
                 (state,), {}, None, batch, around_hidden(calls[names[-1]][index], model.get_submodule(names[-1]))
             )
             torch.testing.assert_close(call.run(without_blocks(model, names)), expected, rtol=1e-6, atol=0)

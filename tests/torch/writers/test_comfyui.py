@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import gguf
 from quark.core.quantize import fake_quantize
 from quark.core.schemes import SCHEMES
 from quark.core.spec import block_spec

@@ -167,7 +167,7 @@ def refine_coupled(
             grid, fit = of_rows(rows)
             gradient = hessian @ ((weight - result) @ scores[:, rows])
             part = _Rows(result[:, rows] * 1.0, gradient, hessian, scores[rows, rows] * 1.0, grid)
-            part.visit_all(size or len(weight), fit)
+            part.refine_all(size or len(weight), fit)
             result[:, rows] = part.result
     return result
 
@@ -186,7 +186,7 @@ class _Rows:
         self.change = namespace(result).zeros_like(result)
         self.blocks = compiled_for(grid, result, _worth_compiling(result))
 
-    def visit_all(self, size: int, fit: Fit | None) -> None:
+    def refine_all(self, size: int, fit: Fit | None) -> None:
         """Visit all columns, group by group."""
         columns = len(self.result)
         for start in range(0, columns, size):

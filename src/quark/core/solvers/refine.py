@@ -72,9 +72,9 @@ class _Descent:
     def run(self, gradient: Array | None = None) -> None:
         """Visit all columns once, from the gradient as it is now, where that is known."""
         self.gradient = self.hessian @ (self.weight - self.result) if gradient is None else gradient
-        in_halves(0, -(-self.columns // self.size), self._visit, self._carry_groups)
+        in_halves(0, -(-self.columns // self.size), self._refine_groups, self._carry_groups)
 
-    def _visit(self, first: int, last: int) -> None:
+    def _refine_groups(self, first: int, last: int) -> None:
         """Fit the scales of a group, then visit its columns."""
         for group in range(first, last):
             start, stop = group * self.size, min(group * self.size + self.size, self.columns)

@@ -14,7 +14,7 @@ from torch import nn
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.calibration.lent_tokens import Choose, Lent, all_tokens_to_all_experts, lending
-from quark.torch.calibration.place import WHERE_IT_IS, WorkPlace
+from quark.torch.calibration.work_device import WHERE_IT_IS, WorkDevice
 from quark.torch.config.algo_configs import AlgoConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.model.blocks import Call
@@ -45,7 +45,7 @@ class Block:
     float_calls: list[Call] = field(default_factory=list)
     observed_calls: list[Call] = field(default_factory=list)
     shared_scale_groups: Sequence[Sequence[str]] = ()
-    place: WorkPlace = WHERE_IT_IS
+    place: WorkDevice = WHERE_IT_IS
     groups: list[tuple[str, ...]] = field(default_factory=list)
     lent: Lent = field(default_factory=dict)
     all_experts: bool = False
@@ -120,8 +120,8 @@ class Algorithm:
         batches_experts: Whether it overrides `on_expert_inputs`, so that several experts are reached at once.
         rounds: Whether it rounds weights, so that the blocks behind read what rounded ones give.
         sums: Whether it reads inputs as sums alone, which add up over processes.
-        judged_whole: Whether `prepare` changes what the whole model loses, so that it is judged by the model's output.
-        solves_behind: Whether it solves linear layers behind the blocks, too, each by what it reads.
+        measured_whole: Whether `prepare` changes what the whole model loses, so that the model's output is measured.
+        solves_after_blocks: Whether it solves linear layers behind the blocks, too, each by what it reads.
         learns: Whether `learn` runs the model on the calibration data before the first block.
     """
 
@@ -131,8 +131,8 @@ class Algorithm:
     batches_experts: ClassVar[bool] = False
     rounds: ClassVar[bool] = False
     sums: ClassVar[bool] = True
-    judged_whole: ClassVar[bool] = False
-    solves_behind: ClassVar[bool] = False
+    measured_whole: ClassVar[bool] = False
+    solves_after_blocks: ClassVar[bool] = False
     learns: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:

@@ -22,7 +22,7 @@ from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import part_of
-from quark.torch.calibration.place import Recorded, WorkPlace, bytes_of, settle
+from quark.torch.calibration.work_device import Recorded, WorkDevice, bytes_of, settle
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.blocks import Call, record_calls
@@ -118,7 +118,7 @@ def loop_over_blocks(
     state = state or LoopState()
     for name in names[: state.done]:
         calls.pop(name, None)
-    place_of = partial(WorkPlace.of, size=bytes_of(next(iter(calls.values()), [])))  # of the next block
+    place_of = partial(WorkDevice.of, size=bytes_of(next(iter(calls.values()), [])))  # of the next block
     left = progress(names[state.done :], loop, len(names), name=_shown, done=state.done)
     for index, name in enumerate(left, state.done):
         weights.bring(name)
@@ -143,7 +143,7 @@ def _shown(name: str) -> str:
 
 
 def _block(
-    model: nn.Module, name: str, calls: list[Call], place: WorkPlace, state: LoopState, groups: Sequence[Sequence[str]]
+    model: nn.Module, name: str, calls: list[Call], place: WorkDevice, state: LoopState, groups: Sequence[Sequence[str]]
 ) -> Block:
     block = model.get_submodule(name)
     moved: dict[int, torch.Tensor] = {}  # what two series share stays shared

@@ -32,7 +32,7 @@ from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_loop import Hidden, is_inside, layers_inside, loop_over_blocks, record_inputs
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import no_tokens
-from quark.torch.algorithms.keep_better import BlockJudge, prepare_where_better
+from quark.torch.algorithms.keep_better import BlockErrorCheck, prepare_where_better
 from quark.torch.algorithms.layer_inputs import input_groups, lockstep
 from quark.torch.calibration.calibrate import waiting_activations
 from quark.torch.calibration.distributed import broadcast_from_first, merge_observers, part_of, rank, world
@@ -42,7 +42,7 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.batches import evaluating
 from quark.torch.model.blocks import find_blocks
-from quark.torch.model.blocks.behind import CallBehind, around_hidden, layers_behind, without_blocks
+from quark.torch.model.blocks.after_blocks import CallAfterBlocks, around_hidden, layers_after_blocks, without_blocks
 from quark.torch.model.blocks.recording import with_first
 from quark.torch.model.blocks.streams import StreamCall
 
@@ -76,7 +76,7 @@ def sweep(
         StructureError, CalibrationError, NonFiniteError: See there; each names the block or layer.
     """
     weights, experts = weights or BlockWeights(), experts or ExpertCalibration()
-    if data is not None and any(algorithm.learns or algorithm.judged_whole for algorithm in algorithms):
+    if data is not None and any(algorithm.learns or algorithm.measured_whole for algorithm in algorithms):
         data = list(data)  # read more than once
     data, batch = (None, None) if data is None else with_first(data)
     with quantizers_off(layers.values()):
@@ -89,27 +89,27 @@ def sweep(
             "quantize_model."
         )
 
-    behind = Behind(model, layers, names, stages)
-    data = list(data) if behind.candidates else data
+    after_blocks = SweepAfterBlocks(model, layers, names, stages)
+    data = list(data) if after_blocks.candidates else data
 
     def work(block: Block) -> tuple[Hidden, Hidden]:
         with _saying_what_changed(block.name):
             outputs = sweep_block(block, layers, stages, experts)
-        if block.name == names[-1] and behind.candidates:
-            behind.see(block, *outputs)
+        if block.name == names[-1] and after_blocks.candidates:
+            after_blocks.see(block, *outputs)
         return outputs
 
     with quantizers_off(layers.values()), evaluating(model), torch.no_grad():
         needs_float = any(stage.needs_float for stage in stages)
         calls, state = record_inputs(model, layers, names, data, weights, needs_float)
         loop_over_blocks(model, names, calls, work, weights, shared_scale_groups, state=state)
-        if behind.candidates:
-            with _saying_what_changed(""), weights.holding(behind.candidates):
-                behind.sweep(part_of(data), experts)
+        if after_blocks.candidates:
+            with _saying_what_changed(""), weights.holding(after_blocks.candidates):
+                after_blocks.sweep(part_of(data), experts)
     experts.say()
 
 
-class Behind:
+class SweepAfterBlocks:
     """The sweep over what is behind the blocks, by the algorithms that solve layers there too.
 
     Attributes:
@@ -120,7 +120,7 @@ class Behind:
         self, model: nn.Module, layers: Mapping[str, QuantLayer], names: Sequence[str], stages: Sequence[Algorithm]
     ) -> None:
         self.model, self.names = model, names
-        self.stages = [stage for stage in stages if stage.solves_behind]
+        self.stages = [stage for stage in stages if stage.solves_after_blocks]
         outside = {n: layer for n, layer in layers.items() if not any(is_inside(n, block) for block in names)}
         linear = {n: layer for n, layer in outside.items() if isinstance(layer, nn.Linear) and layer.spec.weight}
         self.candidates = linear if self.stages else {}
@@ -141,7 +141,7 @@ class Behind:
         """
         batches, without = list(data), without_blocks(self.model, self.names)
         try:
-            found = layers_behind(without, self._calls(self.hidden, batches)[0])
+            found = layers_after_blocks(without, self._calls(self.hidden, batches)[0])
         except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
             logger.info("Layers behind the blocks are rounded to nearest: the model alone fails (%s).", one_line(error))
             return
@@ -154,7 +154,7 @@ class Behind:
     def _calls(self, hidden: Sequence[torch.Tensor], batches: Sequence[Any]) -> list[Any]:
         device = self.place.device if self.place.on_host else None
         all_of = zip(hidden, batches, self.around, strict=True)
-        return [CallBehind((x,), {}, None, batch, around, device=device) for x, batch, around in all_of]
+        return [CallAfterBlocks((x,), {}, None, batch, around, device=device) for x, batch, around in all_of]
 
 
 def prepare_algorithms(
@@ -181,7 +181,7 @@ def prepare_algorithms(
     names = find_blocks(model, blocks_path(model, algorithms), batch)
     for index, algorithm in enumerate(algorithms):
         _refuse_no_layer(algorithm, names, layers)
-        if algorithm.keeps_better and algorithm.judged_whole and data is not None:
+        if algorithm.keeps_better and algorithm.measured_whole and data is not None:
             if not prepare_where_better(algorithm, model, names, layers, data):
                 continue
         else:
@@ -221,20 +221,20 @@ def sweep_block(
     hidden: list[torch.Tensor] = []
     float_hidden: list[torch.Tensor] = []
     original: nn.Module | None = None
-    judge = BlockJudge(block, layers_inside(layers, block.name))
+    check = BlockErrorCheck(block, layers_inside(layers, block.name))
     for index, stage in enumerate(stages):
         if stage.needs_float and original is None:
             # After the transforms, which change what the layers read but not what the block computes.
             original = copy.deepcopy(block.module)
         last = index == len(stages) - 1
-        start, before = time.perf_counter(), judge.keep() if stage.keeps_better else None
+        start, before = time.perf_counter(), check.keep() if stage.keeps_better else None
         watch = _observing_inputs(block, layers, experts) if last else nullcontext()
         float_once = not any(later.needs_float for later in stages[index + 1 :])
         hidden, beside = _run(block, stage, original if stage.needs_float else None, watch, float_once)
         float_hidden = beside or float_hidden
-        if not judge.judge(stage, before, start) and last:
+        if not check.keeps(stage, before, start) and last:
             # What was observed, and what the next block reads, came from weights that are gone.
-            with _rounded(judge, stage), _observing_inputs(block, layers, experts), block.lending(block.module):
+            with _rounded(check, stage), _observing_inputs(block, layers, experts), block.lending(block.module):
                 hidden = block.run(block.calls)
     experts.left += len(block.left)
     return hidden, float_hidden
@@ -244,9 +244,9 @@ def _experts_of(block: Block, leaves: Collection[str]) -> set[str]:
     return {name for name in (expert_of(block.full(leaf)) for leaf in leaves) if name}
 
 
-def _rounded(judge: BlockJudge, stage: Algorithm) -> AbstractContextManager[None]:
+def _rounded(check: BlockErrorCheck, stage: Algorithm) -> AbstractContextManager[None]:
     """Within: weights that a stage was to round, and did not, are rounded to nearest."""
-    return judge.rounded_weights() if stage.rounds else nullcontext()
+    return check.rounded_weights() if stage.rounds else nullcontext()
 
 
 def _run(

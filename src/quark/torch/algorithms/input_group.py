@@ -18,7 +18,7 @@ from quark.core.checks import all_finite, check
 from quark.errors import CalibrationError, NonFiniteError, StructureError
 from quark.torch.algorithms.exact_products import exact_in_bfloat16
 from quark.torch.calibration.distributed import from_owner, in_order, largest, rank, summed, world
-from quark.torch.calibration.parking import Waiting
+from quark.torch.calibration.spill import Waiting
 
 TILE = 512
 """Channels of a tile of second moments."""

@@ -33,7 +33,7 @@ from quark.core.spec import TensorSpec
 from quark.torch.algorithms.base import Algorithm, Block, BlockErrors
 from quark.torch.calibration.calibrate import calibrate_tensor, share_scales
 from quark.torch.calibration.distributed import summed
-from quark.torch.calibration.parking import Parking
+from quark.torch.calibration.spill import SpillFile
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.low_rank import LowRankBranch, branch_of, put_branch
@@ -49,7 +49,7 @@ _Params = tuple[nn.Parameter, torch.Tensor]
 _State = tuple[FakeQuantize, QParams | None, Mode]
 
 
-class BlockJudge:
+class BlockErrorCheck:
     """Measures a block before the first algorithm and after each, and undoes what made it worse.
 
     Args:
@@ -72,10 +72,10 @@ class BlockJudge:
     def keep(self) -> Before:
         """What an algorithm may change, as it is now."""
         quantizers = [module for module in self.block.module.modules() if isinstance(module, FakeQuantize)]
-        parking, parameters = Parking(), []
+        spill_file, parameters = SpillFile(), []
         for parameter in self.block.module.parameters():
             values = parameter.detach().clone()
-            parking.park([values])  # seldom read again
+            spill_file.spill([values])  # seldom read again
             parameters.append((parameter, values))
         return Before(
             parameters,
@@ -83,7 +83,7 @@ class BlockJudge:
             [(layer, branch_of(layer)) for layer in self.layers.values()],
         )
 
-    def judge(self, algorithm: Algorithm, before: Before | None, start: float) -> bool:
+    def keeps(self, algorithm: Algorithm, before: Before | None, start: float) -> bool:
         """Measure the block after an algorithm; put it back where that made it worse. Whether it stays is returned.
 
         Args:
@@ -92,7 +92,7 @@ class BlockJudge:
             start: When the algorithm began, as `time.perf_counter` says it.
         """
         error, name = self._error(), algorithm.name
-        # A block that returns no tensor cannot be judged.
+        # A block that returns no tensor cannot be measured.
         kept = before is None or any(expected is None for expected in self.expected) or error <= self.error
         done = BlockErrors(
             self.block.name, name, tuple(self.names), self.error, error, kept, time.perf_counter() - start
@@ -229,7 +229,7 @@ def prepare_where_better(
     algorithm.config = trying.config  # what the model allows is known now
     after = _whole_error(trial, quantized_layers(trial), batches)
     del trial
-    kept = not after > before  # NaN where the model returns no tensor: that cannot be judged
+    kept = not after > before  # NaN where the model returns no tensor: that cannot be measured
     done = BlockErrors("", algorithm.name, (), before, after, kept, time.perf_counter() - start)
     algorithm.errors.append(done)
     logger.info("%s", done)
@@ -244,4 +244,4 @@ def _whole_error(model: nn.Module, layers: Mapping[str, QuantLayer], batches: Se
 
     with gathered(), quantizers_off(layers.values()), evaluating(model), torch.no_grad():
         calls = [forward_batch(call, batch, input_device(model)) for batch in batches]  # type: ignore[arg-type]
-        return BlockJudge(Block("", model, calls, calls), layers).error
+        return BlockErrorCheck(Block("", model, calls, calls), layers).error

@@ -27,8 +27,8 @@ from quark.errors import StructureError
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.calibration.experts import expert_of, reached_together
 from quark.torch.calibration.lent_tokens import Choose, Places, is_shown
-from quark.torch.calibration.parking import Waiting, tensors_of
-from quark.torch.calibration.place import WHERE_IT_IS, WorkPlace
+from quark.torch.calibration.spill import Waiting, tensors_of
+from quark.torch.calibration.work_device import WHERE_IT_IS, WorkDevice
 from quark.torch.model.blocks import Call
 from quark.torch.model.passes import UnfusedExperts
 
@@ -69,7 +69,7 @@ def lockstep(
     float_calls: Sequence[Call] = (),
     on_expert_inputs: OnExpertInputs | None = None,
     float_once: bool = False,
-    place: WorkPlace = WHERE_IT_IS,
+    place: WorkDevice = WHERE_IT_IS,
     lending: Callable[[nn.Module, Choose | None], AbstractContextManager[None]] = lambda *_: nullcontext(),
     all_experts: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -211,7 +211,7 @@ def _meet(
 
 
 @dataclass
-class _HeldInput:
+class _KeptInput:
     """The input of a group as the algorithm left it, and how many layers of the group have read it."""
 
     x: torch.Tensor
@@ -235,17 +235,17 @@ class _BatchRun(greenlet):  # type: ignore[misc]
     """
 
     def __init__(
-        self, block: nn.Module, call: Call, place: WorkPlace, waiting: Waiting, pair: _BatchRun | None = None
+        self, block: nn.Module, call: Call, place: WorkDevice, waiting: Waiting, pair: _BatchRun | None = None
     ) -> None:
         super().__init__()
         self.block, self.call, self.place, self.waiting, self.pair = block, call, place, waiting, pair
-        self.parked: list[Any] = []
+        self.spilled: list[Any] = []
         self.routes: dict[str, torch.Tensor] = {}
         self.places: dict[str, Places | None] = {}
         self.passing = False
         self.group = -1
         self.inputs: dict[int, torch.Tensor] = {}
-        self.held: dict[int, _HeldInput] = {}
+        self.held: dict[int, _KeptInput] = {}
         self.output: Any = None
 
     def run(self) -> None:
@@ -254,10 +254,10 @@ class _BatchRun(greenlet):  # type: ignore[misc]
     def advance(self) -> None:
         """Run to the next group or to the end."""
         before = self.group
-        while self.parked:  # no name keeps what the batch itself lets go
-            self.waiting.bring_back(self.parked.pop())
+        while self.spilled:  # no name keeps what the batch itself lets go
+            self.waiting.bring_back(self.spilled.pop())
         self.switch()
-        self.parked = self.waiting.park(self._tensors())
+        self.spilled = self.waiting.spill(self._tensors())
         if not self.dead and self.group <= before:
             raise StructureError(
                 f"A batch reaches layer group {self.group} after group {before}: the layers of this block run more "
@@ -285,7 +285,7 @@ class _BatchRun(greenlet):  # type: ignore[misc]
         self.group, self.inputs = min(inputs), inputs
         del inputs  # what is replaced while this batch waits must be free for the batches that go on before it
         self.parent.switch()
-        self.held |= {group: _HeldInput(self.waiting.load(x)) for group, x in self.inputs.items()}
+        self.held |= {group: _KeptInput(self.waiting.load(x)) for group, x in self.inputs.items()}
         self.inputs = {}
 
 

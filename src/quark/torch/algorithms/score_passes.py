@@ -7,7 +7,7 @@
     tail:     final norm and head; labels drawn from the model's own distribution; scores of the last block's outputs
     back:     for each block from the last: run it again with gradients, hand down the scores
 
-One block is in memory, and what one pass keeps for the next lies on a `Tape`: a killed run goes on at its block.
+One block is in memory, and what one pass keeps for the next lies on a `PassStore`: a killed run goes on at its block.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from quark.torch.algorithms.block_loop import (
     record_inputs,
 )
 from quark.torch.algorithms.block_weights import BlockWeights
-from quark.torch.algorithms.tape import Tape
+from quark.torch.algorithms.pass_store import PassStore
 from quark.torch.calibration.distributed import part_of, rank, summed, world
 from quark.torch.calibration.divergence import log_probabilities
-from quark.torch.calibration.place import WorkPlace, bytes_of
+from quark.torch.calibration.work_device import WorkDevice, bytes_of
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.batches import calibration_step, evaluating, input_device, named_outputs, to_device, to_host
@@ -55,18 +55,18 @@ class ScorePasses:
         names: Of its blocks, in running order.
         data: Batches as `quantize_model` takes them.
         weights: Brings and takes the weights of blocks.
-        tape: Where a killed run goes on.
+        store: Where a killed run goes on.
     """
 
     keeps_scores: ClassVar[bool] = False
-    """Whether the scores of what blocks give stay on the tape."""
+    """Whether the scores of what blocks give stay in the store."""
     needs_logits = False
     """Whether a model without logits is refused; else its loss is the squared error of what it gives."""
 
     def __init__(
-        self, model: nn.Module, names: Sequence[str], data: Sequence[Any], weights: BlockWeights, tape: Tape
+        self, model: nn.Module, names: Sequence[str], data: Sequence[Any], weights: BlockWeights, store: PassStore
     ) -> None:
-        self.model, self.names, self.data, self.weights, self.tape = model, list(names), data, weights, tape
+        self.model, self.names, self.data, self.weights, self.store = model, list(names), data, weights, store
 
     @contextmanager
     def watching(self, block: str | None) -> Iterator[Callable[[], None]]:
@@ -96,15 +96,15 @@ class ScorePasses:
         with evaluating(self.model), without_gradients(self.model):
             calls, _ = record_inputs(self.model, {}, self.names, self.data, self.weights)
             self._forward(calls, f"{loop}, forward")
-            if self.tape.result(TAIL) is None:
+            if self.store.result(TAIL) is None:
                 self._tail(calls)
-            left = [index for index in reversed(range(len(self.names))) if self.tape.result(f"block-{index}") is None]
+            left = [index for index in reversed(range(len(self.names))) if self.store.result(f"block-{index}") is None]
             done = len(self.names) - len(left)
             for index in progress(left, loop, len(self.names), name=self.names.__getitem__, done=done):
                 self._back(index, calls[self.names[index]])
 
     def inputs_of(self, index: int) -> str:
-        """Name on the tape of the inputs of a block; behind the last one, of its outputs."""
+        """Name in the store of the inputs of a block; behind the last one, of its outputs."""
         return f"inputs-{index}"
 
     def scores_of(self, index: int) -> str:
@@ -114,20 +114,20 @@ class ScorePasses:
     def _forward(self, calls: Mapping[str, list[Call]], loop: str) -> None:
         """Keep the inputs of each block, and the outputs of the last."""
         last = len(self.names)
-        if self.tape.has(self.inputs_of(last)) or self.tape.result(TAIL) is not None:
+        if self.store.has(self.inputs_of(last)) or self.store.result(TAIL) is not None:
             return
-        done = next((index for index in range(last, 0, -1) if self.tape.has(self.inputs_of(index))), 0)
+        done = next((index for index in range(last, 0, -1) if self.store.has(self.inputs_of(index))), 0)
 
         def work(block: Block) -> tuple[Hidden, Hidden]:
             index = self.names.index(block.name)
             with torch.no_grad(), _in_float(block.module):
                 outputs = block.run(block.calls)
             if index == 0:
-                self.tape.keep(self.inputs_of(0), [call.hidden for call in block.calls])
-            self.tape.keep(self.inputs_of(index + 1), outputs)
+                self.store.keep(self.inputs_of(0), [call.hidden for call in block.calls])
+            self.store.keep(self.inputs_of(index + 1), outputs)
             return outputs, None
 
-        state = LoopState(done, self.tape.read(self.inputs_of(done)) if done else None)
+        state = LoopState(done, self.store.read(self.inputs_of(done)) if done else None)
         loop_over_blocks(self.model, self.names, dict(calls), work, self.weights, state=state, loop=loop)
 
     def _tail(self, calls: Mapping[str, list[Call]]) -> None:
@@ -137,7 +137,7 @@ class ScorePasses:
             device, finite = input_device(self.model), []
             arounds = self._arounds(calls)
             with torch.enable_grad(), self.watching(None) as count_batch:
-                outputs = self.tape.read(self.inputs_of(len(self.names)))
+                outputs = self.store.read(self.inputs_of(len(self.names)))
                 for index, (batch, hidden) in enumerate(zip(part_of(self.data), outputs, strict=True)):
                     leaf = to_device(hidden, device).detach().requires_grad_()
                     generator = torch.Generator().manual_seed(SEED + index * world() + rank())
@@ -151,8 +151,8 @@ class ScorePasses:
             positions = int(summed(torch.tensor(positions)))
             _require_finite("the outputs of the model", finite)
             result = self.result(None, None, positions)
-        self.tape.keep(self.scores_of(len(self.names)), scores)
-        self.tape.keep_result(TAIL, {"positions": positions, **result})
+        self.store.keep(self.scores_of(len(self.names)), scores)
+        self.store.keep_result(TAIL, {"positions": positions, **result})
 
     def _arounds(self, calls: Mapping[str, list[Call]]) -> list[Callable[[int, torch.Tensor], Any]]:
         """For each batch what blocks return, of their index and of the hidden state behind the last one."""
@@ -186,13 +186,13 @@ class ScorePasses:
     def _back(self, index: int, calls: Sequence[Call]) -> None:
         """Watch one block, and hand the scores to the one before it."""
         name = self.names[index]
-        inputs, scores = self.tape.read(self.inputs_of(index)), self.tape.read(self.scores_of(index + 1))
+        inputs, scores = self.store.read(self.inputs_of(index)), self.store.read(self.scores_of(index + 1))
         below: list[torch.Tensor] = []
         finite: list[torch.Tensor] = []
         self.weights.bring(name)
         try:
             block = self.model.get_submodule(name)
-            place = WorkPlace.of(self.weights.where(block), bytes_of(calls))
+            place = WorkDevice.of(self.weights.where(block), bytes_of(calls))
             here = place.calls(call.with_hidden(x) for call, x in zip(calls, inputs, strict=True))
             with torch.enable_grad(), _in_float(block), self.watching(name) as count_batch:
                 for call, score in zip(here, scores, strict=True):
@@ -205,14 +205,14 @@ class ScorePasses:
                     finite.append(torch.isfinite(leaf.grad).all())
                     count_batch()
             _require_finite(f"the block {name!r}", finite)
-            result = self.result(name, here[0].loaded(), self.tape.result(TAIL)["positions"])
+            result = self.result(name, here[0].loaded(), self.store.result(TAIL)["positions"])
         finally:
             self.weights.take(name)
-        self.tape.keep(self.scores_of(index), below)
-        self.tape.keep_result(f"block-{index}", result)
+        self.store.keep(self.scores_of(index), below)
+        self.store.keep_result(f"block-{index}", result)
         if not self.keeps_scores:
-            self.tape.drop(self.scores_of(index + 1))
-        self.tape.drop(self.inputs_of(index + 1))
+            self.store.drop(self.scores_of(index + 1))
+        self.store.drop(self.inputs_of(index + 1))
 
 
 def _given(around: Callable[[int, torch.Tensor], Any], index: int, hidden: torch.Tensor, *_: Any, **__: Any) -> Any:

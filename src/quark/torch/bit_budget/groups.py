@@ -13,7 +13,7 @@ from quark.torch.formats.fused_groups import FusedGroup, by_table, mixtures_of, 
 from quark.torch.model.blocks import Call
 
 
-def alike_in_block(
+def groups_in_block(
     name: str,
     block: nn.Module,
     layers: Collection[str],

@@ -20,10 +20,10 @@ from quark.core.spec import LayerSpec
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, ShapeError
 from quark.goals.fused_layers import PROGRAMS
 from quark.torch.algorithms.block_weights import BlockWeights, blocks_of
-from quark.torch.algorithms.tape import Tape
+from quark.torch.algorithms.pass_store import PassStore
 from quark.torch.bit_budget.gguf_rules import GgufRules
 from quark.torch.bit_budget.rules import BudgetRules, FolderRules
-from quark.torch.bit_budget.sensitivity import AlikeLayers, AskedBudget, SensitivityTable
+from quark.torch.bit_budget.sensitivity import AskedBudget, LayerGroup, SensitivityTable
 from quark.torch.bit_budget.sweep import Sweep, Swept
 from quark.torch.calibration.distributed import world
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
@@ -105,13 +105,13 @@ def measure_sensitivity(
     batches = list(calibration_data(model, data) or ()) if isinstance(model, nn.Module) else list(data)
     if not batches:
         raise CalibrationError("The calibration data are empty: at least one batch is needed.")
-    with torch.inference_mode(False), _place_of_tape(work, in_memory) as folder:
+    with torch.inference_mode(False), _folder_of_passes(work, in_memory) as folder:
         measured = _in_memory if in_memory else _on_disk
         return measured(cast(Any, model), batches, specs, base, torch.device(device), folder, rules, budget)
 
 
 @contextmanager
-def _place_of_tape(work: str | Path | None, in_memory: bool) -> Iterator[Path | None]:
+def _folder_of_passes(work: str | Path | None, in_memory: bool) -> Iterator[Path | None]:
     """Within: the folder of what the first pass leaves, or None for memory.
 
     A model that is loaded block by block can be larger than memory, and the inputs of all its blocks larger yet.
@@ -254,10 +254,10 @@ def _measure(
     assert given is not None
     kept = {"model": fingerprint, "calibration data": given, "candidates": list(specs), "layers": list(chosen)}
     kept["programs"] = list(rules.programs)
-    tape = Tape(folder, kept)
-    swept = Sweep(model, layers, data, weights(), tape, rules.programs).run()
+    store = PassStore(folder, kept)
+    swept = Sweep(model, layers, data, weights(), store, rules.programs).run()
     groups = tuple(_group(group, counted, list(specs), sizes, swept) for group in rules.groups(swept.groups))
-    tape.remove()
+    store.remove()
     return SensitivityTable(fingerprint, given, tuple(specs), groups, rest)
 
 
@@ -267,7 +267,7 @@ def _group(
     candidates: Sequence[str],
     sizes: Mapping[str, Sequence[int | None]],
     swept: Swept,
-) -> AlikeLayers:
+) -> LayerGroup:
     """One row of the table: what fits all of its layers."""
     size, loss = {}, {}
     for index, candidate in enumerate(candidates):
@@ -280,4 +280,4 @@ def _group(
         raise ShapeError(
             f"None of the candidates {', '.join(candidates)} fits {', '.join(names[:3])}. Possible: int8_wo."
         )
-    return AlikeLayers(tuple(names), sum(counted.get(name, 0) for name in names), size, loss)
+    return LayerGroup(tuple(names), sum(counted.get(name, 0) for name in names), size, loss)

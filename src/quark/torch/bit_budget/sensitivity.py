@@ -26,7 +26,7 @@ KIND = "quark sensitivity"
 
 
 @dataclass(frozen=True)
-class AlikeLayers:
+class LayerGroup:
     """Layers that get the same scheme.
 
     Attributes:
@@ -117,7 +117,7 @@ class SensitivityTable:
     model: str
     data: str
     candidates: tuple[str, ...]
-    groups: tuple[AlikeLayers, ...]
+    groups: tuple[LayerGroup, ...]
     rest: int
 
     def choose(
@@ -242,12 +242,12 @@ class SensitivityTable:
             )
 
 
-def _group(entry: Mapping[str, Any]) -> AlikeLayers:
+def _group(entry: Mapping[str, Any]) -> LayerGroup:
     sizes = {str(name): _count(value) for name, value in entry["sizes"].items()}
     losses = {str(name): float(value) for name, value in entry["losses"].items()}
     if not all(math.isfinite(value) and value >= 0 for value in losses.values()):
         raise ValueError("a loss is negative, or no number")
-    return AlikeLayers(tuple(map(str, entry["layers"])), _count(entry["weights"]), sizes, losses)
+    return LayerGroup(tuple(map(str, entry["layers"])), _count(entry["weights"]), sizes, losses)
 
 
 def _count(value: object, least: int = 1) -> int:

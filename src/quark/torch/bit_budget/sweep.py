@@ -17,9 +17,9 @@ from quark.core.spec import LayerSpec
 from quark.errors import CalibrationError, NotSupportedError, QuarkError, StructureError
 from quark.torch.algorithms.block_loop import is_inside
 from quark.torch.algorithms.block_weights import BlockWeights
+from quark.torch.algorithms.pass_store import PassStore
 from quark.torch.algorithms.score_passes import TAIL, ScorePasses, without_gradients
-from quark.torch.algorithms.tape import Tape
-from quark.torch.bit_budget.groups import alike_in_block
+from quark.torch.bit_budget.groups import groups_in_block
 from quark.torch.bit_budget.moments import BatchedSums, Moments, collecting
 from quark.torch.calibration.distributed import from_first, part_of, shared_work, world
 from quark.torch.formats.fused_groups import architectures, mixtures_of
@@ -52,7 +52,7 @@ class Sweep(ScorePasses):
             them.
         data: Batches as `quantize_model` takes them.
         weights: Brings and takes the weights of blocks.
-        tape: Where a killed run goes on.
+        store: Where a killed run goes on.
         programs: Servers; what one of them makes one layer of is alike.
     """
 
@@ -62,10 +62,10 @@ class Sweep(ScorePasses):
         layers: Mapping[str, Sequence[LayerSpec | None]],
         data: Sequence[Any],
         weights: BlockWeights,
-        tape: Tape,
+        store: PassStore,
         programs: Sequence[str],
     ) -> None:
-        super().__init__(model, find_blocks(model), data, weights, tape)
+        super().__init__(model, find_blocks(model), data, weights, store)
         self.programs, self.architectures = programs, architectures(model)
         self.layers = layers
         self._moments: dict[str, Moments] = {}
@@ -84,7 +84,7 @@ class Sweep(ScorePasses):
             NotSupportedError: The model gives no logits.
         """
         self.go_back("sensitivity")
-        if self.tape.result("front") is None:
+        if self.store.result("front") is None:
             with evaluating(self.model), without_gradients(self.model):
                 self._front()
         return self._swept()
@@ -104,7 +104,7 @@ class Sweep(ScorePasses):
             return {"losses": losses, "groups": [[name] for name in losses]}
         module = self.model.get_submodule(block)
         with torch.no_grad():
-            groups = from_first(alike_in_block(block, module, list(losses), call, self.architectures, self.programs))
+            groups = from_first(groups_in_block(block, module, list(losses), call, self.architectures, self.programs))
         return {"losses": losses, "groups": groups}
 
     def _outside(self) -> list[str]:
@@ -121,7 +121,7 @@ class Sweep(ScorePasses):
         """Collect the moments of the embeddings: from them to the first block the model runs again."""
         embeddings, losses = self._embeddings(), Losses()
         if embeddings:
-            scores = self.tape.read(self.scores_of(0))
+            scores = self.store.read(self.scores_of(0))
             with self.weights.around(self.names), torch.enable_grad(), _read_from_leaves(embeddings.values()):
                 device = input_device(self.model)
                 with collecting(embeddings, []) as moments, _all_batches(moments, self.data) as add:
@@ -129,8 +129,8 @@ class Sweep(ScorePasses):
                         hidden = self._first_hidden(batch, device)
                         hidden.backward(to_device(score, hidden.device))  # type: ignore[no-untyped-call]
                         add()
-                losses = self._losses(moments, self.tape.result(TAIL)["positions"])
-        self.tape.keep_result("front", {"losses": losses, "groups": [[name] for name in embeddings]})
+                losses = self._losses(moments, self.store.result(TAIL)["positions"])
+        self.store.keep_result("front", {"losses": losses, "groups": [[name] for name in embeddings]})
 
     def _first_hidden(self, batch: Any, device: torch.device) -> torch.Tensor:
         """What the first block gets of a batch."""
@@ -175,8 +175,8 @@ class Sweep(ScorePasses):
         return dict(zip(names, shared_work(len(names), of_layer, torch.device("cpu")), strict=True))
 
     def _swept(self) -> Swept:
-        results = [self.tape.result(f"block-{index}") for index in range(len(self.names))]
-        results += [self.tape.result(TAIL), self.tape.result("front")]
+        results = [self.store.result(f"block-{index}") for index in range(len(self.names))]
+        results += [self.store.result(TAIL), self.store.result("front")]
         losses = {name: row for result in results for name, row in result["losses"].items()}
         return Swept([group for result in results for group in result["groups"]], losses)
 

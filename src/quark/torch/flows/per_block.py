@@ -30,7 +30,7 @@ from quark.torch.algorithms.block_loop import (
     loop_over_blocks,
     record_inputs,
 )
-from quark.torch.algorithms.block_sweep import Behind, blocks_path, prepare_algorithms, sweep_block
+from quark.torch.algorithms.block_sweep import SweepAfterBlocks, blocks_path, prepare_algorithms, sweep_block
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import (
     calibrate_weights,
@@ -111,7 +111,7 @@ def quantize_blocks(
     with quantizers_off(layers.values()):
         names, stages = prepare_algorithms(model, layers, algorithms, data=data, weights=weights, work=work)
     waiting = waiting_ranges(model, layers)
-    _say_behind(Behind(model, layers, names, stages).candidates)
+    _say_outside(SweepAfterBlocks(model, layers, names, stages).candidates)
     groups = sibling_groups(model, config.shared_scale_groups)
     observed = _observed(names, observed_tensors(model, layers, stages))
     calls: dict[str, list[Call]] = {}
@@ -136,9 +136,9 @@ def quantize_blocks(
     experts.say()
 
 
-def _say_behind(behind: Collection[str]) -> None:
-    if behind:
-        logger.info("Rounded to nearest, as they lie outside the blocks, which run alone: %s.", ", ".join(behind))
+def _say_outside(outside: Collection[str]) -> None:
+    if outside:
+        logger.info("Rounded to nearest, as they lie outside the blocks, which run alone: %s.", ", ".join(outside))
 
 
 def _begin(recorded: LoopState, needs_float: bool) -> LoopState:

@@ -21,7 +21,7 @@ from quark.base.progress import write_event
 from quark.core.array import DEVICE_CHUNK
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.rounding.gptq import ELEMENTS, LEAST_ROWS
-from quark.torch.calibration.place import ON_DEVICE
+from quark.torch.calibration.work_device import ON_DEVICE
 from quark.torch.model.batches import hidden_width, tokens_in
 from quark.torch.model.blocks import find_blocks
 

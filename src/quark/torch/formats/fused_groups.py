@@ -21,7 +21,7 @@ from quark.torch.calibration.experts import EXPERT
 from quark.torch.config.selectors import routers
 from quark.torch.model.batches import evaluating, forward_batch
 from quark.torch.model.dataflow import Trace
-from quark.torch.model.meta_model import empty_twin
+from quark.torch.model.meta_model import meta_copy
 from quark.torch.model.names import is_transformers_model
 from quark.torch.model.outside_reads import example
 from quark.torch.model.passes import UnfusedExperts
@@ -187,17 +187,17 @@ def _by_dataflow(model: Any, modules: Collection[Siblings]) -> list[FusedGroup]:
 
     The forward runs on a model without weights, so that every flow, whatever holds its weights, gets the same.
     """
-    twin, traces = None, []
+    meta, traces = None, []
     with suppress(Exception):  # of a model that a dummy input does not suit, nothing is known
-        twin = empty_twin(model)
-        batch = example(twin)
+        meta = meta_copy(model)
+        batch = example(meta)
 
         def run() -> None:
             with suppress(Exception):  # a mixture cannot route without values; what ran before it is known
-                forward_batch(twin, batch, torch.device("meta"))
+                forward_batch(meta, batch, torch.device("meta"))
 
-        with evaluating(twin):
-            traces.append(record(twin, run))
+        with evaluating(meta):
+            traces.append(record(meta, run))
     found = {siblings: _reading_one(traces[0], siblings) for siblings in modules} if traces else {}
     kinds = {siblings: (type(model.get_submodule(siblings[0])), siblings[1]) for siblings in found}
     forms: dict[Any, set[Any]] = defaultdict(set)

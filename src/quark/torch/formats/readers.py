@@ -20,14 +20,14 @@ from quark.errors import NotSupportedError
 from quark.goals.expert_names import expert_names
 from quark.torch.formats.format import Folder, FolderFormat
 from quark.torch.layers.online_rotation import BUFFER
-from quark.torch.model.meta_model import empty_twin
+from quark.torch.model.meta_model import meta_copy
 from quark.torch.model.names import (
     conversions,
     found_by,
     is_transformers_model,
     layers_published,
+    models_of_other_classes,
     names_in,
-    other_twins,
     published_names,
 )
 from quark.torch.model.passes import UnfusedExperts
@@ -62,21 +62,21 @@ def check_readers(
     undecoded = None if reader == VLLM else form.undecoded(folder)
     if not is_transformers_model(model):
         return undecoded
-    twin = empty_twin(model)
-    publish = published_names(twin)
-    of_float = [*map(publish, first_names(twin))]
-    twin = _as_loaded(twin, form)
+    meta = meta_copy(model)
+    publish = published_names(meta)
+    of_float = [*map(publish, first_names(meta))]
+    meta = _as_loaded(meta, form)
     names = [name for name in set(model.state_dict()).intersection(tensors) if not name.endswith(BUFFER)]
     if reader == VLLM and (blocks := _of_vllm(model, form)):
         inside = tuple(f"{block}." for block in blocks)
-        _check_names(model, twin, form, [name for name in names if not name.startswith(inside)], inside)
+        _check_names(model, meta, form, [name for name in names if not name.startswith(inside)], inside)
         return undecoded
-    _check_names(model, twin, form, names, tuple(f"{n}." for n in _apart(model)) if form.own_loader else ())
+    _check_names(model, meta, form, names, tuple(f"{n}." for n in _apart(model)) if form.own_loader else ())
     if reader != VLLM and not form.own_loader:  # whose classes are others
-        _check_building(twin, form, folder.specs)
-        _check_ties(twin, form, folder)
-        _check_conversions(twin, form, folder.specs)
-    for other in other_twins(model):
+        _check_building(meta, form, folder.specs)
+        _check_ties(meta, form, folder)
+        _check_conversions(meta, form, folder.specs)
+    for other in models_of_other_classes(model):
         if not found_by(other, of_float).missing:
             _check_other(model, _as_loaded(other, form), form, names)
     return undecoded
@@ -95,47 +95,47 @@ def _of_vllm(model: Any, form: FolderFormat) -> list[str]:
     return [block for block, each in _apart(model).items() if row.finds(publish(f"{block}.0.{each.names[2]}"))]
 
 
-def _as_loaded(twin: Any, form: FolderFormat) -> Any:
+def _as_loaded(meta: Any, form: FolderFormat) -> Any:
     """The model with experts that transformers itself takes apart before it loads a quantized folder (Llama 4)."""
     if form.own_loader:
-        return twin
+        return meta
     base = sys.modules.get("transformers.quantizers.base")
     patches = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
-    for name, module in list(twin.named_modules()):
+    for name, module in list(meta.named_modules()):
         if (patch := patches.get(type(module).__name__)) is not None:
             with torch.device("meta"):
-                twin.set_submodule(name, patch["module_name"](twin.config.get_text_config()))
-    return twin
+                meta.set_submodule(name, patch["module_name"](meta.config.get_text_config()))
+    return meta
 
 
 def _check_names(
-    model: nn.Module, twin: Any, form: FolderFormat, names: Iterable[str], inside: tuple[str, ...]
+    model: nn.Module, meta: Any, form: FolderFormat, names: Iterable[str], inside: tuple[str, ...]
 ) -> None:
     """Refuse where the float tensors under their published names are not all that the class loads, and nothing else.
 
     Args:
-        model, twin: As it is, and as its loader begins with it.
+        model, meta: As it is, and as its loader begins with it.
         form: For the message.
         names: In the module.
         inside: Beginnings of names of experts that are taken apart before they are loaded.
     """
     apart = set(model.state_dict()) if form.own_loader else set()
-    found = found_by(twin, map(published_names(model), names))
+    found = found_by(meta, map(published_names(model), names))
     lost = [name for name in found.lost if name not in apart and found.places[name] not in apart]
     missing = [name for name in found.missing if not name.startswith(inside)]
     if lost or missing:
         raise _unfound(model, type(model).__name__, form, lost, missing)
 
 
-def _check_other(model: nn.Module, twin: Any, form: FolderFormat, names: Iterable[str]) -> None:
+def _check_other(model: nn.Module, meta: Any, form: FolderFormat, names: Iterable[str]) -> None:
     """Refuse where another class, which finds the float folder whole, would make up tensors of this one."""
-    publish, find = published_names(model), names_in(twin)
+    publish, find = published_names(model), names_in(meta)
     # The name of the weight of a layer of an expert, without the expert, the layer and the weight.
     blocks = _apart(model).items() if form.own_loader else ()
     inside = tuple(find(publish(f"{n}.0.{m.names[2]}.weight")).rsplit(".", 3)[0] + "." for n, m in blocks)
-    missing = [name for name in found_by(twin, map(publish, names)).missing if not name.startswith(inside)]
+    missing = [name for name in found_by(meta, map(publish, names)).missing if not name.startswith(inside)]
     if missing:
-        raise _unfound(model, type(twin).__name__, form, [], missing)
+        raise _unfound(model, type(meta).__name__, form, [], missing)
 
 
 def _unfound(model: nn.Module, kind: str, form: FolderFormat, lost: list[str], missing: list[str]) -> NotSupportedError:
@@ -162,34 +162,34 @@ def _excluding(names: list[str]) -> str:
     return " ".join(f"--exclude '*{module}*'" for module in modules) or "--exclude"
 
 
-def _check_building(twin: Any, form: FolderFormat, specs: Mapping[str, LayerSpec]) -> None:
+def _check_building(meta: Any, form: FolderFormat, specs: Mapping[str, LayerSpec]) -> None:
     """Refuse layers whose codes have another name than `weight`, in a model whose class reads it as it is built."""
     quantized = ((name, form.stored_name(f"{name}.weight", "", spec)) for name, spec in specs.items() if spec.weight)
     hidden = [name for name, stored in quantized if not stored.endswith(".weight")]
     if not hidden:
         return
-    for tensor in twin.state_dict(keep_vars=True).values():
+    for tensor in meta.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
-    modules = dict(twin.named_modules())
+    modules = dict(meta.named_modules())
     for name in hidden:
         if name in modules:  # an expert is fused with others, and no module
             modules[name]._parameters.pop("weight", None)
     try:
-        twin.initialize_weights()
+        meta.initialize_weights()
     except AttributeError as error:
         raise NotSupportedError(
-            f"transformers cannot build {type(twin).__name__} with the {form.name} format: the class reads the weight "
+            f"transformers cannot build {type(meta).__name__} with the {form.name} format: the class reads the weight "
             f"of a layer that holds codes there ({error}): {hidden[0]}, for one. Possible: the quark format; --for "
             "vllm (reader='vllm'), whose classes do not; for a linear layer, 8-bit weights with inputs, which are "
             "stored as `weight`."
         ) from error
 
 
-def _check_ties(twin: Any, form: FolderFormat, folder: Folder) -> None:
+def _check_ties(meta: Any, form: FolderFormat, folder: Folder) -> None:
     """Refuse layers with codes whose weights the class shares with others, as the config that is written says it to."""
     if folder.heads or folder.embeddings:
         return  # of which the config says that nothing is shared
-    for name, other in (getattr(twin, "all_tied_weights_keys", None) or {}).items():
+    for name, other in (getattr(meta, "all_tied_weights_keys", None) or {}).items():
         layers = (each.removesuffix(WEIGHT) for each in (name, other))
         if layer := next((each for each in layers if each in folder.specs), None):
             raise NotSupportedError(
@@ -198,7 +198,7 @@ def _check_ties(twin: Any, form: FolderFormat, folder: Folder) -> None:
             )
 
 
-def _check_conversions(twin: Any, form: FolderFormat, specs: Mapping[str, LayerSpec]) -> None:
+def _check_conversions(meta: Any, form: FolderFormat, specs: Mapping[str, LayerSpec]) -> None:
     """Refuse where transformers parts one tensor of published files into several, and cannot for this format.
 
     Its loaders of codes look for a scale beside each tensor that they convert (`serialized_names`), so of one source
@@ -206,13 +206,13 @@ def _check_conversions(twin: Any, form: FolderFormat, specs: Mapping[str, LayerS
     """
     kinds = sys.modules["transformers.quantizers.auto"].AUTO_QUANTIZER_MAPPING
     names = getattr(kinds.get(form.name), "serialized_names", {}).get("weight", ())
-    for conversion in conversions(twin) if len(names) > 1 else ():
+    for conversion in conversions(meta) if len(names) > 1 else ():
         sources, targets = conversion.source_patterns, conversion.target_patterns
         if len(targets) < 2 or not all(source.endswith(WEIGHT) for source in sources):
             continue
         if not any(f"{name}{WEIGHT}".endswith(targets[0]) for name in specs):
             raise NotSupportedError(
-                f"transformers cannot load {type(twin).__name__} in the {form.name} format: it parts {sources[0]} of "
+                f"transformers cannot load {type(meta).__name__} in the {form.name} format: it parts {sources[0]} of "
                 f"files into {', '.join(targets)}, and cannot where there may be codes. Possible: the quark format; "
                 "--for vllm (reader='vllm')."
             )

@@ -107,7 +107,7 @@ def read_generation_config(model: Any, folder: Path) -> None:
         model.adjust_generation_fn(**_LOCAL, pretrained_model_name_or_path=str(folder))
 
 
-def empty_twin(model: Any) -> Any:
+def meta_copy(model: Any) -> Any:
     """A float model of the class and config of a transformers model, on the meta device: what a loader begins with."""
     config = copy.deepcopy(model.config)
     config.__dict__.pop("quantization_config", None)

@@ -265,7 +265,7 @@ class QuaRot(Algorithm):
     def __init__(self, config: RotationConfig) -> None:
         super().__init__(config)
         self.learns = config.trainable  # type: ignore[misc]
-        self.judged_whole = not config.trainable  # type: ignore[misc]
+        self.measured_whole = not config.trainable  # type: ignore[misc]
         self.sums = not config.trainable  # type: ignore[misc]
 
     def blocks_path(self, model: nn.Module) -> str | None:
@@ -273,7 +273,7 @@ class QuaRot(Algorithm):
 
     def learned_bytes(self, model: nn.Module, blocks: Sequence[str], data: Sequence[Any]) -> int:
         """The copy on which it is tried."""
-        tried = self.judged_whole and self.keeps_better and len(data) > 0
+        tried = self.measured_whole and self.keeps_better and len(data) > 0
         return sum(parameter.nbytes for parameter in model.parameters()) if tried else 0
 
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:

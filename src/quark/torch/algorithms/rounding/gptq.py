@@ -62,7 +62,7 @@ class GPTQ(ByScores):
 
     batches_experts = True
     rounds = True
-    solves_behind = True
+    solves_after_blocks = True
     needs_compiled = True
     rounds_moved: ClassVar[bool] = True
     """Whether the float weight that `pull` moves is the one that is rounded, or only what refinement comes near to."""

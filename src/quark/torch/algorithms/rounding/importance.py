@@ -14,7 +14,7 @@ class ImportanceScale(Algorithm):
     A solver named after it (GPTQ) rounds on these scales.
     """
 
-    solves_behind = True
+    solves_after_blocks = True
 
     def on_inputs(self, group: InputGroup, block: Block) -> None:
         layers = chosen_layers(group, block, self.config.inside_layer_modules)

@@ -27,8 +27,8 @@ from quark.errors import ConfigError, NonFiniteError, NotSupportedError
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import flat
+from quark.torch.algorithms.pass_store import PassStore
 from quark.torch.algorithms.score_passes import ScorePasses, without_gradients
-from quark.torch.algorithms.tape import Tape
 from quark.torch.calibration.distributed import from_first, in_order, world
 from quark.torch.layers import QuantLayer
 from quark.torch.model.batches import hidden_width, to_device, tokens_in
@@ -46,7 +46,7 @@ class OutputScores(ScorePasses):
         blocks: Names of its blocks, in running order.
         data: Calibration batches.
         weights: Brings and takes the weights of blocks.
-        tape: Where the scores lie, as large as the hidden states behind all blocks.
+        store: Where the scores lie, as large as the hidden states behind all blocks.
         needs_logits: Whether a model without logits is refused; else its loss is the squared error of its output.
 
     Raises:
@@ -62,21 +62,21 @@ class OutputScores(ScorePasses):
         blocks: Sequence[str],
         data: Sequence[Any],
         weights: BlockWeights,
-        tape: Tape,
+        store: PassStore,
         needs_logits: bool = False,
     ) -> None:
-        super().__init__(model, blocks, data, weights, tape)
+        super().__init__(model, blocks, data, weights, store)
         self.needs_logits = needs_logits
         if WHOLE in blocks:
             raise NotSupportedError(f"{type(model).__name__} has no list of blocks, which fisher=True needs.")
         self.go_back("scores")
-        tape.drop(self.inputs_of(0))
+        store.drop(self.inputs_of(0))
 
     def of_block(self, block: Block) -> torch.Tensor:
         """G of what a float block gives, (channels, channels)."""
         index = self.names.index(block.name)
-        self.tape.drop(self.scores_of(index))
-        scores = self.tape.read(self.scores_of(index + 1))
+        self.store.drop(self.scores_of(index))
+        scores = self.store.read(self.scores_of(index + 1))
         sums = _Sums(scores[0].shape[-1], block.place.device)
         for own in scores:
             sums.add([block.place.loaded(own)])
@@ -94,8 +94,8 @@ class OutputScores(ScorePasses):
                 output.register_hook(of_batch[name].append)  # type: ignore[no-untyped-call]
 
         index = self.names.index(block.name)
-        scores = self.tape.read(self.scores_of(index + 1))
-        self.tape.drop(self.scores_of(index))  # of a block that is finished: a killed run does not read it again
+        scores = self.store.read(self.scores_of(index + 1))
+        self.store.drop(self.scores_of(index))  # of a block that is finished: a killed run does not read it again
         calls = block.float_calls or block.calls
         with ExitStack() as hooks, without_gradients(block.module), torch.enable_grad():
             for leaf in leaves:
@@ -214,7 +214,7 @@ class ByScores(Algorithm):
             compiled = specs if self.needs_compiled else []
             self.scores = scores_if_possible(model, self.blocks, compiled, data, weights, work)
         else:
-            self.scores = OutputScores(model, self.blocks, data, weights, Tape(work, {}))
+            self.scores = OutputScores(model, self.blocks, data, weights, PassStore(work, {}))
 
 
 def scores_bytes(model: nn.Module, blocks: Sequence[str], data: Sequence[Any]) -> int:
@@ -254,7 +254,7 @@ def scores_if_possible(
     why = from_first(why)  # what is free differs between processes
     if why is None:
         try:
-            return OutputScores(model, blocks, data, weights, Tape(work, {}), needs_logits=True)
+            return OutputScores(model, blocks, data, weights, PassStore(work, {}), needs_logits=True)
         except (NotSupportedError, NonFiniteError) as error:
             why = str(error)
     logger.info("Rounded without Fisher information of outputs: %s", why)

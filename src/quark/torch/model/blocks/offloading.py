@@ -104,7 +104,7 @@ class Offloaded:
             yield
 
     @contextmanager
-    def visiting(self, name: str) -> Iterator[None]:
+    def onloading(self, name: str) -> Iterator[None]:
         """Within: a layer is on its device, alone of its part, and nothing runs; what was changed is kept."""
         part = self._around(name)
         module = self.model.get_submodule(name)

@@ -7,7 +7,7 @@ checkpoint is written under the published names: those are what runtimes read.
     published_names, layers_published      module -> published checkpoint
     source_names, loaded_as, merged_names  file -> module, as transformers renames and merges
     names_in, layers_in_model              file -> module of any class, experts by their numbers
-    names_elsewhere, other_twins           the classes beside the model's own by which one folder is loaded
+    names_elsewhere, models_of_other_classes           the classes beside the model's own by which one folder is loaded
     found_by                               what the loader of a class finds of a folder, and what it would make up
     dropped_names                          what no class builds
 """
@@ -15,7 +15,7 @@ checkpoint is written under the published names: those are what runtimes read.
 from quark.torch.model.names.conversions import conversions, expert_leaves, is_transformers_model
 from quark.torch.model.names.in_model import layers_in_model, loaded_as, merged_names, names_in, source_names
 from quark.torch.model.names.left_out import dropped_names
-from quark.torch.model.names.other_classes import names_elsewhere, other_twins
+from quark.torch.model.names.other_classes import models_of_other_classes, names_elsewhere
 from quark.torch.model.names.published import layers_published, published_names
 from quark.torch.model.names.reader import found_by
 
@@ -29,9 +29,9 @@ __all__ = [
     "layers_published",
     "loaded_as",
     "merged_names",
+    "models_of_other_classes",
     "names_elsewhere",
     "names_in",
-    "other_twins",
     "published_names",
     "source_names",
 ]

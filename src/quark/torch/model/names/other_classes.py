@@ -28,7 +28,7 @@ def names_elsewhere(model: nn.Module) -> Callable[[str], tuple[str, ...]]:
     Args:
         model: Of transformers; of any other module there are no other classes.
     """
-    finders = [layers_in_model(twin) for twin in other_twins(model)]
+    finders = [layers_in_model(meta) for meta in models_of_other_classes(model)]
     own = {name for name, _ in model.named_modules()}
 
     def names(layer: str) -> tuple[str, ...]:
@@ -39,13 +39,13 @@ def names_elsewhere(model: nn.Module) -> Callable[[str], tuple[str, ...]]:
     return names
 
 
-def other_twins(model: Any) -> list[Any]:
+def models_of_other_classes(model: Any) -> list[Any]:
     """An empty model of each other class that one of LOADERS takes for the config of a model."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not is_transformers_model(model):
         return []
     seen: set[Any] = {type(model)}
-    twins: list[Any] = []
+    others: list[Any] = []
     for loader in LOADERS:
         found = getattr(transformers, loader)._model_mapping.get(type(model.config), ())
         for kind in found if isinstance(found, tuple) else (found,):
@@ -53,8 +53,8 @@ def other_twins(model: Any) -> list[Any]:
                 seen.add(kind)
                 # A class that cannot be built of this config loads no such folder.
                 with suppress(ImportError, AttributeError, KeyError, TypeError, ValueError):
-                    twins.append(empty_model(kind, _config_for(kind, model.config), model.dtype))
-    return twins
+                    others.append(empty_model(kind, _config_for(kind, model.config), model.dtype))
+    return others
 
 
 def _config_for(kind: Any, config: Any) -> Any:

@@ -12,7 +12,7 @@ from quark.core.block_types import fitting_block_type
 from quark.core.spec import LayerSpec, TensorSpec, block_spec
 from quark.errors import ConfigError, did_you_mean
 from quark.gguf.architectures.table import architecture_of
-from quark.gguf.mixes import MIXES, Place, place_of
+from quark.gguf.mixes import MIXES, WeightRole, role_of
 from quark.torch.config.algo_configs import ImatrixConfig
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import Algorithms, LLMTemplate
@@ -44,19 +44,19 @@ def gguf_config(
         algorithm: See `LLMTemplate.get_config`; "importance" weighs errors by what reaches a layer, "gptq" and
             "qronos" round so that errors of columns make up for each other.
         exclude_layers: Patterns of layers that stay in float.
-        layer_config: Pattern -> scheme, in place of what the mix says.
+        layer_config: Pattern -> scheme, in role of what the mix says.
         imatrix: Importance matrix of llama.cpp, by which errors are weighed; `algorithm` runs after it.
 
     Raises:
         ConfigError: No such mix, block type or layer.
         NotSupportedError: A model that GGUF files are not written of.
     """
-    places = dict(places_of(model))
-    layers = {name: config_of_layer(LayerSpec(weight=spec)) for name, spec in _specs(model, mix, places)}
+    roles = dict(roles_of(model))
+    layers = {name: config_of_layer(LayerSpec(weight=spec)) for name, spec in _specs(model, mix, roles)}
     template = LLMTemplate.get(model.config.model_type)
     algorithms = template.get_config("int8_wo", algorithm).algo_config or []
     if imatrix is not None:
-        tensors = {name: f"{place.name}.weight" for name, place in places.items()}
+        tensors = {name: f"{role.name}.weight" for name, role in roles.items()}
         algorithms = [ImatrixConfig(file=str(imatrix), tensors=tensors), *algorithms]
     chosen = {pattern: template.scheme(name) for pattern, name in (layer_config or {}).items()}
     return QConfig(
@@ -67,21 +67,23 @@ def gguf_config(
     )
 
 
-def _specs(model: Any, mix: str | Mapping[str, str], places: Mapping[str, Place]) -> Iterator[tuple[str, TensorSpec]]:
+def _specs(
+    model: Any, mix: str | Mapping[str, str], roles: Mapping[str, WeightRole]
+) -> Iterator[tuple[str, TensorSpec]]:
     """Name of a layer -> the spec of its weight."""
     if not isinstance(mix, str):
         for name, kind in mix.items():
-            if name not in places:
-                raise ConfigError(f"{name!r} has no block type in a GGUF file. {did_you_mean(name, places)}")
-            spec = fitting_spec(kind, places[name])
+            if name not in roles:
+                raise ConfigError(f"{name!r} has no block type in a GGUF file. {did_you_mean(name, roles)}")
+            spec = fitting_spec(kind, roles[name])
             if spec is not None:
                 yield name, spec
         return
     row = MIXES[mix]
-    if not places:
+    if not roles:
         raise ConfigError(f"{type(model).__name__} has no layer that the mix {mix!r} could quantize.")
-    chosen = {name: found for name, place in places.items() if (found := row.type_of(place)) is not None}
-    _say_narrower(mix, [(row.type_of(replace(places[name], columns=WIDE)), got) for name, got in chosen.items()])
+    chosen = {name: found for name, role in roles.items() if (found := row.type_of(role)) is not None}
+    _say_narrower(mix, [(row.type_of(replace(roles[name], columns=WIDE)), got) for name, got in chosen.items()])
     for name, got in chosen.items():
         yield name, block_spec(got)
 
@@ -102,22 +104,22 @@ def _say_narrower(mix: str, kinds: Sequence[tuple[str | None, str]]) -> None:
         )  # fmt: skip
 
 
-def fitting_spec(kind: str, place: Place) -> TensorSpec | None:
+def fitting_spec(kind: str, role: WeightRole) -> TensorSpec | None:
     """The spec of a weight in a block type, or in the one that rows of this length get; None where none fits."""
-    fits = fitting_block_type(kind, place.columns)
+    fits = fitting_block_type(kind, role.columns)
     return None if fits is None else block_spec(fits)
 
 
-def places_of(model: Any) -> list[tuple[str, Place]]:
-    """Name of each layer with a weight that a mix may quantize, each expert's too, and its place in the file."""
+def roles_of(model: Any) -> list[tuple[str, WeightRole]]:
+    """Name of each layer with a weight that a mix may quantize, each expert's too, and its role in the file."""
     originals = unfuse_experts(model, lambda name: True)
     try:
-        return list(_places(model))
+        return list(_roles(model))
     finally:
         undo(model, originals)
 
 
-def _places(model: Any) -> Iterator[tuple[str, Place]]:
+def _roles(model: Any) -> Iterator[tuple[str, WeightRole]]:
     file_name = tensor_names(model, architecture_of(model.config))
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     for name, layer in model.named_modules():
@@ -132,4 +134,4 @@ def _places(model: Any) -> Iterator[tuple[str, Place]]:
         if stored is None or stored.removesuffix(".weight").rpartition(".")[2] in KEPT:
             continue
         columns = weight.shape[0] if is_conv1d(model, f"{name}.weight") else weight.shape[1]
-        yield name, place_of(stored, int(columns), model.config)
+        yield name, role_of(stored, int(columns), model.config)

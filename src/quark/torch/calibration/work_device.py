@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from quark.torch.calibration.parking import Parking, Waiting
+from quark.torch.calibration.spill import SpillFile, Waiting
 from quark.torch.model.batches import pinned, to_device, to_host
 from quark.torch.model.blocks import Call
 
@@ -27,11 +27,11 @@ COPIES = 6
 LEAST = 1 << 12
 """Bytes below which a tensor stays on a GPU: a few for each batch."""
 MUCH = 1 << 26
-"""Bytes of inputs of a block from which on a CPU parks its halted batches: they hold several times as much."""
+"""Bytes of inputs of a block from which on a CPU spills its halted batches: they hold several times as much."""
 
 
 @dataclass(frozen=True)
-class WorkPlace:
+class WorkDevice:
     """Where a block computes, and where its batches wait.
 
     Attributes:
@@ -45,7 +45,7 @@ class WorkPlace:
     on_host: bool = False
 
     @classmethod
-    def of(cls, device: torch.device, size: int) -> WorkPlace:
+    def of(cls, device: torch.device, size: int) -> WorkDevice:
         """The place of a block on a device whose calls take so many bytes."""
         between = COPIES * size if device.type == "cuda" else 0
         on_host = between > ON_DEVICE
@@ -84,10 +84,10 @@ class WorkPlace:
             return Offload([*own, *_distinct(calls)], self)
         if kind != "cpu" or bytes_of(calls) < MUCH:
             return Waiting()
-        return Parking([*own, *_distinct(calls)])
+        return SpillFile([*own, *_distinct(calls)])
 
 
-WHERE_IT_IS = WorkPlace()
+WHERE_IT_IS = WorkDevice()
 
 
 @dataclass
@@ -117,14 +117,14 @@ class Offload(Waiting):
         place: Where the block computes.
     """
 
-    def __init__(self, own: Iterable[torch.Tensor], place: WorkPlace) -> None:
+    def __init__(self, own: Iterable[torch.Tensor], place: WorkDevice) -> None:
         self.place, self._resident = place, 0
         self._own = {storage_of(x): x for x in own}
         self._last: Halt | None = None
         self._moved: dict[int, torch.Tensor] = {}
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
 
-    def park(self, tensors: Iterable[torch.Tensor]) -> list[Halt]:
+    def spill(self, tensors: Iterable[torch.Tensor]) -> list[Halt]:
         halt, last = Halt({storage_of(x): x for x in tensors if _may_move(x)}), self._last
         if last is not None:
             self._own |= {storage: x for storage, x in last.tensors.items() if storage in halt.tensors}
@@ -132,12 +132,12 @@ class Offload(Waiting):
         self._last = halt
         return [halt]
 
-    def bring_back(self, parked: Halt) -> None:
-        if parked is self._last:
+    def bring_back(self, spilled: Halt) -> None:
+        if spilled is self._last:
             self._last = None
-        self._resident -= parked.kept
-        for storage, buffer in parked.moved.items():
-            x = parked.tensors[storage]
+        self._resident -= spilled.kept
+        for storage, buffer in spilled.moved.items():
+            x = spilled.tensors[storage]
             x.untyped_storage().resize_(len(buffer))
             _whole(x).copy_(buffer.view(x.dtype), non_blocking=True)
             del self._moved[storage]

@@ -9,8 +9,8 @@ import torch
 
 from quark.core.granularity import PerGroup
 from quark.torch import ModelQuantizer
-from quark.torch.calibration import parking, place
-from quark.torch.calibration.parking import Parking
+from quark.torch.calibration import spill, work_device
+from quark.torch.calibration.spill import SpillFile
 from quark.torch.config.algo_configs import AlgoConfig, AWQConfig, GPTQConfig, QronosConfig, SmoothQuantConfig
 from tests.models.families import family
 from tests.models.torch_zoo import tiny_llama, token_batches
@@ -24,38 +24,38 @@ def bytes_of(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def test_a_parked_tensor_has_its_values_in_the_file_and_then_in_memory() -> None:
-    lot, x = Parking(), torch.randn(MATRIX, dtype=torch.bfloat16)
+def test_a_spilled_tensor_has_its_values_in_the_file_and_then_in_memory() -> None:
+    lot, x = SpillFile(), torch.randn(MATRIX, dtype=torch.bfloat16)
     before, place = x.clone(), bytes_of(x)
-    (parked,) = lot.park([x])
+    (spilled,) = lot.spill([x])
     assert bytes_of(x) != place and torch.equal(x, before)
     loaded = lot.load(x)
     assert loaded is not x and torch.equal(loaded, before)
-    lot.bring_back(parked)
+    lot.bring_back(spilled)
     assert torch.equal(x, before) and lot.load(x) is x
     x += 1
     assert not torch.equal(x, before)
 
 
 def test_views_move_with_what_they_are_views_of() -> None:
-    lot, base = Parking(), torch.randn(MATRIX)
+    lot, base = SpillFile(), torch.randn(MATRIX)
     turned, part = base.T, base[100:]
     before = [x.clone() for x in (base, turned, part)]
-    (parked,) = lot.park([turned, part])
-    assert len(parked.tensors) == 3
-    lot.bring_back(parked)
+    (spilled,) = lot.spill([turned, part])
+    assert len(spilled.tensors) == 3
+    lot.bring_back(spilled)
     assert all(map(torch.equal, (base, turned, part), before))
     part += 1
     assert torch.equal(base[100:], before[2] + 1)
 
 
 def test_places_are_taken_again() -> None:
-    lot = Parking()
+    lot = SpillFile()
     for index in range(5):
         tensors = [torch.full(MATRIX, float(index + number)) for number in range(3)]
-        parked = lot.park(tensors)
-        assert len(parked) == 3
-        for one in reversed(parked):
+        spilled = lot.spill(tensors)
+        assert len(spilled) == 3
+        for one in reversed(spilled):
             lot.bring_back(one)
         assert [x.mean().item() for x in tensors] == [index, index + 1, index + 2]
     assert lot._end <= 4 * 600 * 500 * 4
@@ -64,9 +64,9 @@ def test_places_are_taken_again() -> None:
 def test_a_tensor_stays_where_moving_it_would_not_be_safe_or_gain_nothing() -> None:
     own, shared = torch.randn(MATRIX), torch.randn(MATRIX)
     hidden = [shared[1:]]  # a holder that the lot is not told of
-    lot = Parking([own])
+    lot = SpillFile([own])
     small, parameter = torch.randn(8), torch.nn.Parameter(torch.randn(MATRIX))
-    assert lot.park([own, shared, small, parameter]) == [] and len(hidden) == 1
+    assert lot.spill([own, shared, small, parameter]) == [] and len(hidden) == 1
     assert bytes_of(hidden[0]) == bytes_of(shared)
 
 
@@ -77,13 +77,13 @@ def test_a_full_disk_leaves_tensors_in_memory(monkeypatch: pytest.MonkeyPatch) -
         def write(self, _: Any) -> int:
             raise OSError(28, "No space left on device")
 
-    lot, first, second = Parking(), torch.randn(MATRIX), torch.randn(MATRIX)
-    (parked,) = lot.park([first])
-    lot.bring_back(parked)  # so that there is a place
+    lot, first, second = SpillFile(), torch.randn(MATRIX), torch.randn(MATRIX)
+    (spilled,) = lot.spill([first])
+    lot.bring_back(spilled)  # so that there is a place
     monkeypatch.setattr(lot, "_file", Full())
     before, place = second.clone(), bytes_of(second)
-    assert lot.park([second]) == [] and bytes_of(second) == place and torch.equal(second, before)
-    assert lot.park([first]) == []
+    assert lot.spill([second]) == [] and bytes_of(second) == place and torch.equal(second, before)
+    assert lot.spill([first]) == []
 
 
 ALGORITHMS: dict[str, AlgoConfig] = {
@@ -105,16 +105,16 @@ def test_solved_weights_are_the_same_to_the_bit(name: str, model: str, monkeypat
         return {key: value.clone() for key, value in done.state_dict().items()}
 
     expected, moved = solve(), []
-    inner = Parking.park
+    inner = SpillFile.spill
 
-    def park(self: Parking, tensors: Any) -> Any:
+    def noting(self: SpillFile, tensors: Any) -> Any:
         found = inner(self, tensors)
         moved.extend(found)
         return found
 
-    monkeypatch.setattr(Parking, "park", park)
-    monkeypatch.setattr(place, "MUCH", 0)
-    monkeypatch.setattr(parking, "LEAST", 1)
+    monkeypatch.setattr(SpillFile, "spill", noting)
+    monkeypatch.setattr(work_device, "MUCH", 0)
+    monkeypatch.setattr(spill, "LEAST", 1)
     found = solve()
     assert len(moved) > 20
     assert found.keys() == expected.keys()

@@ -1,7 +1,7 @@
 """What halted batches hold lies in a file until they go on: one batch at a time is in memory, not all.
 
-Only the bytes move: a tensor keeps its place in the forward that halts. While it is parked it is a view of the file, so
-that whoever reads it all the same finds its values. Those of a GPU: see `place.py`.
+Only the bytes move: a tensor keeps its place in the forward that halts. While it is spilled it is a view of the file,
+so that whoever reads it all the same finds its values. Those of a GPU: see `work_device.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Parked:
+class Spilled:
     """Tensors that share their memory, and where its bytes are."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -49,11 +49,11 @@ class Parked:
 class Waiting:
     """What batches hold while they wait stays where it is."""
 
-    def park(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
+    def spill(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
         """Move what a batch holds elsewhere; gives what `bring_back` takes, one after the other."""
         return []
 
-    def bring_back(self, parked: Any) -> None:
+    def bring_back(self, spilled: Any) -> None:
         """Move it to where the block computes again."""
 
     def load(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class Waiting:
         return x
 
 
-class Parking(Waiting):
+class SpillFile(Waiting):
     """A file without a name, which is gone with the process, however that ends.
 
     Args:
@@ -80,9 +80,9 @@ class Parking(Waiting):
         self._left = 0
         self._free: dict[int, list[Slot]] = defaultdict(list)
         self._made: dict[int, int] = defaultdict(int)
-        self._parked: dict[int, Parked] = {}
+        self._spilled: dict[int, Spilled] = {}
 
-    def park(self, tensors: Iterable[torch.Tensor]) -> list[Parked]:
+    def spill(self, tensors: Iterable[torch.Tensor]) -> list[Spilled]:
         """Move tensors to the file, with the tensors they are views of, as far as there is room on the disk.
 
         A tensor stays where its memory has holders that are not among these: it would not be freed, and what is written
@@ -97,27 +97,27 @@ class Parking(Waiting):
         if self._left > GIVEN_BACK:
             give_back_memory()
             self._left = 0
-        return [parked for parked in moved if parked is not None]
+        return [spilled for spilled in moved if spilled is not None]
 
-    def bring_back(self, parked: Parked) -> None:
-        _point(parked.tensors, self._read(parked.place))
-        for x in parked.tensors:
-            del self._parked[id(x)]
-        self._free[parked.place.mapped.size].append(parked.place)
+    def bring_back(self, spilled: Spilled) -> None:
+        _point(spilled.tensors, self._read(spilled.place))
+        for x in spilled.tensors:
+            del self._spilled[id(x)]
+        self._free[spilled.place.mapped.size].append(spilled.place)
 
     def load(self, x: torch.Tensor) -> torch.Tensor:
-        parked = self._parked.get(id(x))
-        return x if parked is None else _view(x, self._read(parked.place))
+        spilled = self._spilled.get(id(x))
+        return x if spilled is None else _view(x, self._read(spilled.place))
 
     def _may_move(self, group: list[torch.Tensor]) -> bool:
         storage = group[0].untyped_storage()
-        if self._full or storage.nbytes() < LEAST or any(id(x) in self._own or id(x) in self._parked for x in group):
+        if self._full or storage.nbytes() < LEAST or any(id(x) in self._own or id(x) in self._spilled for x in group):
             return False
         count: Callable[[Any], int] | None = getattr(torch._C, "_storage_Use_Count", None)
         # One more holder is the object `storage`. Without the count nothing is known of others.
         return count is not None and count(storage._cdata) == len(group) + 1
 
-    def _moved(self, group: list[torch.Tensor]) -> Parked | None:
+    def _moved(self, group: list[torch.Tensor]) -> Spilled | None:
         """Write the memory of tensors; None where there is no room."""
         storage = group[0].untyped_storage()
         size = storage.nbytes()
@@ -133,9 +133,9 @@ class Parking(Waiting):
             return None
         _point(group, torch.from_numpy(place.mapped).untyped_storage())
         self._left += size
-        parked = Parked(tuple(group), place)
-        self._parked.update((id(x), parked) for x in group)
-        return parked
+        spilled = Spilled(tuple(group), place)
+        self._spilled.update((id(x), spilled) for x in group)
+        return spilled
 
     def _read(self, place: Slot) -> torch.UntypedStorage:
         """The bytes of a place, in memory."""

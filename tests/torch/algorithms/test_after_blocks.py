@@ -20,7 +20,7 @@ from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers.fake_quant import Mode
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks import find_blocks
-from quark.torch.model.blocks.behind import CallBehind, layers_behind, without_blocks
+from quark.torch.model.blocks.after_blocks import CallAfterBlocks, layers_after_blocks, without_blocks
 from tests.models.architectures import build, token_ids
 from tests.models.torch_zoo import tiny_llama, token_batches
 from tests.torch.flows.test_file2file import save_float
@@ -45,7 +45,7 @@ def test_a_head_is_solved_by_what_it_reads(algorithm: AlgoConfig, monkeypatch: p
     data = token_batches(6)
     solved = quantized(tiny_llama(), algorithm)
     assert quantized_layers(solved)["lm_head"].weight_quantizer.mode is Mode.frozen
-    monkeypatch.setattr(GPTQ, "solves_behind", False)
+    monkeypatch.setattr(GPTQ, "solves_after_blocks", False)
     nearest = quantized(tiny_llama(), algorithm)
     assert quantized_layers(nearest)["lm_head"].weight_quantizer.mode is not Mode.frozen
     assert error(solved, tiny_llama(), data) < 0.9 * error(nearest, tiny_llama(), data)
@@ -64,8 +64,8 @@ def test_layers_of_the_heads_of_encoders_are_found() -> None:
     model = build("bert")
     names, batch = find_blocks(model), token_ids()
     hidden = torch.randn(*batch.shape, model.config.hidden_size)
-    call = CallBehind((hidden,), {}, None, batch)
-    found = layers_behind(without_blocks(model, names), call)
+    call = CallAfterBlocks((hidden,), {}, None, batch)
+    found = layers_after_blocks(without_blocks(model, names), call)
     assert found and not any(name.startswith(tuple(names)) or "embeddings" in name for name in found)
     # What it computes is what the model computes behind blocks that give this.
     handle = model.get_submodule(names[-1]).register_forward_hook(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from quark.torch.calibration import place
-from quark.torch.calibration.place import Offload, Recorded, WorkPlace
+from quark.torch.calibration import work_device
+from quark.torch.calibration.work_device import Offload, Recorded, WorkDevice
 from quark.torch.model.blocks import Call
 from tests.pretended_gpu import PretendedGpu, on_host
 
@@ -28,13 +28,13 @@ def drawn(seed: int) -> torch.Tensor:
 
 
 def offload(room: int = 0) -> Offload:
-    return Offload([], WorkPlace(CUDA, room, True))
+    return Offload([], WorkDevice(CUDA, room, True))
 
 
-def parked(lot: Offload, *batches: list[torch.Tensor]) -> list[Any]:
+def spilled(lot: Offload, *batches: list[torch.Tensor]) -> list[Any]:
     """Batches that halt one after the other, and one more, so that all of them have moved."""
-    halts = [lot.park(batch)[0] for batch in batches]
-    lot.park([])
+    halts = [lot.spill(batch)[0] for batch in batches]
+    lot.spill([])
     return halts
 
 
@@ -43,7 +43,7 @@ def test_memory_is_free_while_a_batch_waits_and_its_values_come_back(gpu: Preten
     turned, part, before = x.T, x.T[3:], on_host(x).clone()
     alive = gpu.meter.alive()
     gpu.meter.reset()
-    (halt,) = parked(lot, [turned])
+    (halt,) = spilled(lot, [turned])
     assert gpu.meter.alive() == alive - SIZE
     with pytest.raises(RuntimeError):
         _ = x + 1
@@ -56,24 +56,29 @@ def test_memory_is_free_while_a_batch_waits_and_its_values_come_back(gpu: Preten
 def test_batches_stay_as_far_as_there_is_room(gpu: PretendedGpu) -> None:
     lot, batches = offload(2 * SIZE), [[drawn(seed)] for seed in range(4)]
     alive = gpu.meter.alive()
-    halts = parked(lot, *batches)
+    halts = spilled(lot, *batches)
     assert gpu.meter.alive() == alive - 2 * SIZE and [bool(halt.moved) for halt in halts] == [False, False, True, True]
     for halt in halts:
         lot.bring_back(halt)
     assert gpu.meter.alive() == alive
-    assert [bool(halt.moved) for halt in parked(lot, *batches)] == [False, False, True, True]  # the room is there again
+    assert [bool(halt.moved) for halt in spilled(lot, *batches)] == [
+        False,
+        False,
+        True,
+        True,
+    ]  # the room is there again
 
 
 def test_what_two_batches_hold_stays(gpu: PretendedGpu) -> None:
     lot, table = offload(), drawn(0)
-    first, second = parked(lot, [drawn(1), table[2:]], [drawn(2), table[4:]])
+    first, second = spilled(lot, [drawn(1), table[2:]], [drawn(2), table[4:]])
     assert len(first.moved) == len(second.moved) == 1 and torch.isfinite(on_host(table)).all()
 
 
 def test_what_takes_the_place_of_an_input_waits_on_the_host(gpu: PretendedGpu) -> None:
     lot, x = offload(), drawn(0)
     assert lot.leave(x) is x  # all are there
-    parked(lot, [drawn(1)])
+    spilled(lot, [drawn(1)])
     left = lot.leave(x.T)
     assert left.device.type == "cpu" and left.is_pinned() and torch.equal(on_host(lot.load(left)), on_host(x).T)
 
@@ -85,9 +90,9 @@ def test_calls_wait_on_the_host_beyond_the_bound(gpu: PretendedGpu, monkeypatch:
 
     mask = torch.ones(32)
     calls = [Call((on_host(drawn(seed)),), {"mask": mask}) for seed in range(3)]
-    for bound, on_host_then in ((place.COPIES * (3 * SIZE + 128), False), (place.COPIES * 3 * SIZE, True)):
-        monkeypatch.setattr(place, "ON_DEVICE", bound)
-        where = WorkPlace.of(CUDA, place.bytes_of(calls))
+    for bound, on_host_then in ((work_device.COPIES * (3 * SIZE + 128), False), (work_device.COPIES * 3 * SIZE, True)):
+        monkeypatch.setattr(work_device, "ON_DEVICE", bound)
+        where = WorkDevice.of(CUDA, work_device.bytes_of(calls))
         assert where.on_host is on_host_then and where.room == (bound if on_host_then else 0)
         recorded = [Recorded(CUDA)(call, {}) for call in calls]
         gpu.meter.reset()
@@ -102,7 +107,7 @@ def test_calls_wait_on_the_host_beyond_the_bound(gpu: PretendedGpu, monkeypatch:
 def test_calls_of_a_model_on_the_device_are_recorded_within_the_bound(
     gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(place, "ON_DEVICE", place.COPIES * 2 * SIZE)
+    monkeypatch.setattr(work_device, "ON_DEVICE", work_device.COPIES * 2 * SIZE)
     keep = Recorded(None)
     kept = [keep(Call((drawn(seed),), {}), {}) for seed in range(4)]
     assert [call.hidden.device.type for call in kept] == ["cuda", "cuda", "cpu", "cpu"]

@@ -18,14 +18,14 @@ import torch
 from quark.base.files import atomic_file
 from quark.base.json_objects import differences
 from quark.errors import ConfigError, FormatError
-from quark.torch.calibration.place import settle
+from quark.torch.calibration.work_device import settle
 from quark.torch.checkpoint.shards import read_tensors, save_tensors
 from quark.torch.model.batches import to_host
 
 SETTINGS = "settings"
 
 
-class Tape:
+class PassStore:
     """Tensors and results by name.
 
     Args:

@@ -24,7 +24,7 @@ from quark.torch.model.blocks.streams import StreamCall
 from quark.torch.model.tied_weights import overlapping
 
 TOKENS = 64
-"""How many tokens of each sample `CallBehind` returns, evenly taken."""
+"""How many tokens of each sample `CallAfterBlocks` returns, evenly taken."""
 
 
 class Given:
@@ -45,7 +45,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class CallBehind(Call):
+class CallAfterBlocks(Call):
     """The call of what is behind the blocks, for one batch; its hidden state is what the last block gave.
 
     Attributes:
@@ -117,7 +117,7 @@ def _given(module: nn.Module) -> Given | None:
     return forward if isinstance(forward, Given) else None
 
 
-def _order(without: nn.Module, call: CallBehind) -> list[tuple[str, bool]]:
+def _order(without: nn.Module, call: CallAfterBlocks) -> list[tuple[str, bool]]:
     """The linear layers and the blocks in the order in which they run, and which of them are blocks."""
     order: list[tuple[str, bool]] = []
     with ExitStack() as hooks:
@@ -129,7 +129,7 @@ def _order(without: nn.Module, call: CallBehind) -> list[tuple[str, bool]]:
     return order
 
 
-def layers_behind(without: nn.Module, call: CallBehind) -> list[str]:
+def layers_after_blocks(without: nn.Module, call: CallAfterBlocks) -> list[str]:
     """Names of the linear layers that run once, behind the blocks, and whose weights are shared with nothing.
 
     Those of another list of modules (a decoder behind its encoder) are left out.
