@@ -76,10 +76,15 @@ def check_readers(
         _check_building(meta, form, folder.specs)
         _check_ties(meta, form, folder)
         _check_conversions(meta, form, folder.specs)
+    _check_other_classes(model, form, of_float, names)
+    return undecoded
+
+
+def _check_other_classes(model: nn.Module, form: FolderFormat, of_float: list[str], names: list[str]) -> None:
+    """Refuse what another class would miss that finds all of the float folder."""
     for other in models_of_other_classes(model):
         if not found_by(other, of_float).missing:
             _check_other(model, _as_loaded(other, form), form, names)
-    return undecoded
 
 
 def _apart(model: nn.Module) -> dict[str, UnfusedExperts]:
