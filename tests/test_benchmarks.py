@@ -17,8 +17,8 @@ from benchmarks.figures import FIGURES, PARTS, Figure
 from benchmarks.gpu_parts.contracts import SOLVED, TIES, judged
 from benchmarks.gpu_parts.rows import Found, Report
 from benchmarks.stored import load, store, worse
-from quark.core.solvers.block_solvers import SOLVERS
-from quark.core.solvers.kernels import Kernels
+from quark.core.solvers.columns.block_solvers import SOLVERS
+from quark.core.solvers.columns.kernels import Kernels
 from tests.pretended_gpu import PretendedGpu
 
 TIME, SECONDS = Figure("case", "time", ("a", "time"), 2.0), Figure("case", "seconds", ("a", "time"), 2.0, " s")

@@ -1,8 +1,8 @@
 """The kernels of Triton beside the plain form: those that solve blocks of columns, and those that fake-quantize groups.
 
-A kernel that is taken has passed the check of `quark.core.solvers.kernels`: every code is that of the formula, every
-sum is one in float32. Codes that differ from those of the plain form are then ties that another order of a sum decides,
-and what follows from them; both sides are as good. So the share of equal codes is told, and has no bound.
+A kernel that is taken has passed the check of `core/solvers/columns/kernels.py`: every code is that of the formula,
+every sum is one in float32. Codes that differ from those of the plain form are then ties that another order of a sum
+decides, and what follows from them; both sides are as good. So the share of equal codes is told, and has no bound.
 
 Fake quantization sums nothing: a kernel must give the bits that the CPU gives, under the spec of every named scheme.
 """
@@ -21,8 +21,8 @@ from quark.core.kernels.trust import kernel_module
 from quark.core.quantize import fake_quantize
 from quark.core.scales import QParams
 from quark.core.schemes import SCHEMES
-from quark.core.solvers.kernels import MODULE, Kernels
-from quark.core.solvers.plain_columns import PlainBlocks
+from quark.core.solvers.columns.kernels import MODULE, Kernels
+from quark.core.solvers.columns.plain_columns import PlainBlocks
 from quark.core.spec import TensorSpec
 from quark.torch.calibration.calibrate import tensor_qparams
 from tests.models.column_rules import RULES, grid_of, weights

@@ -20,8 +20,8 @@ from benchmarks.gpu_parts.rows import Found, Report, median_seconds, once
 from quark.core.kernels.trust import device_of
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.schemes import SCHEMES
-from quark.core.solvers.block_solvers import SOLVERS
-from quark.core.solvers.kernels import Kernels
+from quark.core.solvers.columns.block_solvers import SOLVERS
+from quark.core.solvers.columns.kernels import Kernels
 from quark.torch import GPTQConfig, LLMTemplate, ModelQuantizer, accelerate
 from quark.torch.flows.preflight import on_gpu
 

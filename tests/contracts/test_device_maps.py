@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from quark.core.schemes import SCHEMES
-from quark.core.solvers import columns
+from quark.core.solvers.columns import columns
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError
 from quark.torch import (
     ModelQuantizer,

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from quark.core.schemes import SCHEMES
-from quark.core.solvers import columns
+from quark.core.solvers.columns import columns
 from quark.errors import QuarkError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.calibration import work_device

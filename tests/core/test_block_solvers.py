@@ -19,11 +19,12 @@ from quark.core.kernels.element_rule import ElementRule
 from quark.core.quantize import quantize_elements
 from quark.core.rounding import round_to
 from quark.core.schemes import SCHEMES
-from quark.core.solvers import columns, gptq, kernels
-from quark.core.solvers.block_solvers import SOLVERS, CompiledBlocks, block_solver
-from quark.core.solvers.columns import ColumnGrid, has_rule
-from quark.core.solvers.kernels import Kernels, is_refined, is_solved
-from quark.core.solvers.plain_columns import OneByOne, PlainBlocks, float_table
+from quark.core.solvers import gptq
+from quark.core.solvers.columns import columns, kernels
+from quark.core.solvers.columns.block_solvers import SOLVERS, CompiledBlocks, block_solver
+from quark.core.solvers.columns.columns import ColumnGrid, has_rule
+from quark.core.solvers.columns.kernels import Kernels, is_refined, is_solved
+from quark.core.solvers.columns.plain_columns import OneByOne, PlainBlocks, float_table
 from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec, spec
 from tests.models import gpu_kernels
@@ -419,7 +420,7 @@ def test_kernels_compile_for_gpus(target: Any, tmp_path: Path, monkeypatch: pyte
 def compiled_for(target: Any) -> list[tuple[bytes, str]]:
     """Machine code and assembly of each kernel under some rules."""
     from quark.core.kernels.elements_triton import constants_of
-    from quark.core.solvers import columns_triton
+    from quark.core.solvers.columns import columns_triton
 
     made = []
     for rule in SOME:

@@ -16,7 +16,8 @@ from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerGroup
 from quark.core.kernels.element_rule import ElementRule
 from quark.core.quantize import compute_qparams, fake_quantize
-from quark.core.solvers import columns, gptq
+from quark.core.solvers import gptq
+from quark.core.solvers.columns import columns
 from quark.core.solvers.importance import weighted_qparams
 from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec, spec

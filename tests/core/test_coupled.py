@@ -11,7 +11,7 @@ import torch
 from quark.core.quantize import quantize_elements
 from quark.core.schemes import SCHEMES
 from quark.core.solvers import coupled, gptq
-from quark.core.solvers.columns import ColumnGrid
+from quark.core.solvers.columns.columns import ColumnGrid
 from quark.core.solvers.refine import refine
 
 SPEC = SCHEMES["int3_wo_128"].weight

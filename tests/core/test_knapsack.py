@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from quark.core.solvers.knapsack import cheapest_choice
+from quark.core.solvers.choices.knapsack import cheapest_choice
 from quark.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerChannel, PerGroup
 from quark.core.quantize import compute_qparams, elementwise
-from quark.core.solvers import columns
-from quark.core.solvers.columns import ColumnGrid
+from quark.core.solvers.columns import columns
+from quark.core.solvers.columns.columns import ColumnGrid
 from quark.core.spec import TensorSpec, spec
 
 

@@ -23,7 +23,7 @@ import quark.core
 SHARED, GROUPS, COLUMNS = (
     "quark.core.kernels.elements_triton",
     "quark.core.kernels.groups_triton",
-    "quark.core.solvers.columns_triton",
+    "quark.core.solvers.columns.columns_triton",
 )
 TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)]
 """Backend, architecture and width of a warp."""

@@ -89,7 +89,7 @@ def test_what_cuda_refuses_is_refused(case: Any) -> None:
 
 
 def test_an_address_is_refused_where_compiled_code_takes_it() -> None:
-    from quark.core.solvers import columns
+    from quark.core.solvers.columns import columns
 
     with PretendedGpu():
         x = torch.randn(3, 3).to("cuda")

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quark.core.array import Array, like, namespace
-from quark.core.solvers.columns import (
+from quark.core.solvers.columns.columns import (
     BLOCK,
     WORTH_COMPILING,
     ColumnGrid,
@@ -27,7 +27,7 @@ from quark.core.solvers.columns import (
     couple_block,
     solve_coupled_block,
 )
-from quark.core.solvers.halves import add_product, in_halves
+from quark.core.solvers.columns.halves import add_product, in_halves
 
 ROWS = 64
 """Rows of W that are solved together."""

@@ -28,8 +28,8 @@ import numpy as np
 from quark.base.log import logger
 from quark.core.array import Array, astype, copied_once, dtype_name, is_torch, like, minmax, namespace, row_major
 from quark.core.checks import read
-from quark.core.solvers.block_solvers import alignment, block_solver, grid_of_block
-from quark.core.solvers.halves import add_product, in_halves
+from quark.core.solvers.columns.block_solvers import alignment, block_solver, grid_of_block
+from quark.core.solvers.columns.halves import add_product, in_halves
 from quark.errors import CalibrationError
 
 Rounder = Callable[[int, Array], Array]

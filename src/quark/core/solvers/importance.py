@@ -24,7 +24,7 @@ from quark.core.block_types import BlockType
 from quark.core.granularity import PerChannel, PerGroup
 from quark.core.quantize import block_qparams, effective, fake_quantize, quantize_scales, range_of, second_level
 from quark.core.scales import SCALE_DTYPES, QParams, qparams_from_range
-from quark.core.solvers.columns import compiles, part_errors
+from quark.core.solvers.columns.columns import compiles, part_errors
 from quark.core.spec import ScaleType, TensorSpec
 
 COARSE = (0.9, 0.8, 0.7, 0.6, 0.5)

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quark.core.array import Array, astype, namespace, row_major
-from quark.core.solvers.block_solvers import alignment, block_solver, grid_of_block
+from quark.core.solvers.columns.block_solvers import alignment, block_solver, grid_of_block
+from quark.core.solvers.columns.halves import add_product, in_halves
 from quark.core.solvers.gptq import Rounder
-from quark.core.solvers.halves import add_product, in_halves
 
 Fit = Callable[[int, Array], Array]
 

@@ -20,7 +20,7 @@ from functools import partial
 from quark.core.array import Array, chunk_bytes_for, is_torch, like, namespace
 from quark.core.quantize import effective
 from quark.core.scales import QParams
-from quark.core.solvers.columns import candidate_dots, candidate_errors, row_dots
+from quark.core.solvers.columns.columns import candidate_dots, candidate_errors, row_dots
 from quark.core.spec import TensorSpec
 
 SMALLEST = 1e-4

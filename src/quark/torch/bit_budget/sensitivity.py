@@ -1,6 +1,6 @@
 """The table of sensitivities: what layers lose and weigh under each candidate; a budget then costs no data.
 
-least sum of losses   subject to   sum of bytes <= budget        exactly, by core/solvers/knapsack.py
+least sum of losses   subject to   sum of bytes <= budget        exactly, by core/solvers/choices/knapsack.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from quark.__version__ import __version__
 from quark.base.files import atomic_file, require_regular
-from quark.core.solvers.knapsack import cheapest_choice
+from quark.core.solvers.choices.knapsack import cheapest_choice
 from quark.errors import ConfigError, FormatError, did_you_mean
 from quark.torch.bit_budget.groups import patterns_of_group
 from quark.torch.config.config import QConfig

@@ -19,7 +19,7 @@ from quark.core.granularity import PerGroup, PerTensor
 from quark.core.quantize import elementwise
 from quark.core.scales import QParams, round_scale
 from quark.core.solvers import gptq
-from quark.core.solvers.columns import ColumnGrid
+from quark.core.solvers.columns.columns import ColumnGrid
 from quark.core.solvers.importance import weighted_qparams
 from quark.core.solvers.refine import refine
 from quark.core.spec import ScaleType

@@ -3,7 +3,7 @@
     minimise  sum of the groups' times + sum of the conversions between the two sides
 
 A tensor that is written in integers is decoded once, however many nodes read it in float; one that is written in float
-is quantized once. This is a minimum cut (`core/solvers/min_cut.py`), and so its optimum is found, not approached.
+is quantized once. This is a minimum cut (`core/solvers/choices/min_cut.py`): its optimum is found, not approached.
 
 One rule of ONNX Runtime is no cut: a float convolution that reads decoded codes, and whose output is quantized and no
 more, it computes in integers all the same. Where the cut has one, others follow (the convolution in integers; what
@@ -16,7 +16,7 @@ import heapq
 from dataclasses import dataclass
 from math import inf
 
-from quark.core.solvers.min_cut import MinCut
+from quark.core.solvers.choices.min_cut import MinCut
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from quark.core.scales import QParams
 from quark.core.solvers import gptq
-from quark.core.solvers.columns import ColumnGrid
+from quark.core.solvers.columns.columns import ColumnGrid
 from quark.core.solvers.coupled import Fit, refine_coupled, solve_coupled
 from quark.core.spec import TensorSpec
 from quark.torch.algorithms.rounding.column_problem import ColumnProblem, damped

@@ -21,7 +21,7 @@ from quark.core.checks import later, naming
 from quark.core.quantize import fake_quantize
 from quark.core.scales import QParams
 from quark.core.solvers import gptq
-from quark.core.solvers.columns import ColumnGrid, compiles
+from quark.core.solvers.columns.columns import ColumnGrid, compiles
 from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError

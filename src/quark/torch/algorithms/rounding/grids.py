@@ -16,7 +16,7 @@ from quark.core.array import dtype_name
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import elementwise
 from quark.core.scales import QParams, round_scale
-from quark.core.solvers.columns import ColumnGrid
+from quark.core.solvers.columns.columns import ColumnGrid
 from quark.core.solvers.importance import weighted_qparams
 from quark.core.spec import FLOAT_SCALES, TensorSpec
 

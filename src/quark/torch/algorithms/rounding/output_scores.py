@@ -20,7 +20,7 @@ from torch import nn
 
 from quark.base.log import logger
 from quark.base.memory_and_disk import available_memory, free_disk
-from quark.core.solvers.columns import compiles
+from quark.core.solvers.columns.columns import compiles
 from quark.core.solvers.coupled import shrunk, trace_and_square
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, NonFiniteError, NotSupportedError

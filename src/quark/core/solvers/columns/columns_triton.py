@@ -22,7 +22,7 @@ import triton.language as tl
 from quark.core.array import Array
 from quark.core.kernels.element_rule import ElementRule
 from quark.core.kernels.elements_triton import EXACT, constants_of, on_device_of, quantized
-from quark.core.solvers.columns import ColumnGrid
+from quark.core.solvers.columns.columns import ColumnGrid
 
 ROWS = 32
 """Rows of a program: its block of 128 columns then takes 32 registers of each of its 128 threads."""

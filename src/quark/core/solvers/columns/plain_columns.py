@@ -23,8 +23,8 @@ import numpy as np
 
 from quark.core.array import Array, NumpyArray, copied_once, is_torch, namespace
 from quark.core.dtypes import Dtype
-from quark.core.solvers.columns import ColumnGrid, has_rule
-from quark.core.solvers.halves import add_product, add_row_product
+from quark.core.solvers.columns.columns import ColumnGrid, has_rule
+from quark.core.solvers.columns.halves import add_product, add_row_product
 
 WORTH_SHARING = 8
 """Columns with one scale for each row from which on a block of them costs less than its columns one by one."""

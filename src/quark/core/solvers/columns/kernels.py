@@ -20,11 +20,11 @@ from quark.core.array import Array, astype, dtype_name, namespace
 from quark.core.kernels.element_rule import ElementRule
 from quark.core.kernels.trust import Trust, device_of, kernel_module
 from quark.core.quantize import quantize_elements
-from quark.core.solvers.columns import ColumnGrid, has_rule
-from quark.core.solvers.plain_columns import PlainBlocks
+from quark.core.solvers.columns.columns import ColumnGrid, has_rule
+from quark.core.solvers.columns.plain_columns import PlainBlocks
 
 PLAIN = PlainBlocks()
-MODULE = "quark.core.solvers.columns_triton"
+MODULE = "quark.core.solvers.columns.columns_triton"
 UNIT = 2.0**-24
 """Of float32: half of the distance from 1 to the next number."""
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from quark.core.array import Array
-from quark.core.solvers import columns
-from quark.core.solvers.kernels import Kernels
-from quark.core.solvers.plain_columns import WORTH_SHARING, OneByOne, PlainBlocks
+from quark.core.solvers.columns import columns
+from quark.core.solvers.columns.kernels import Kernels
+from quark.core.solvers.columns.plain_columns import WORTH_SHARING, OneByOne, PlainBlocks
 
 
 class BlockSolver(Protocol):
