@@ -28,6 +28,7 @@ EXTRAS_OF = {
     "torch/": {"torch"},
     "torch/checkpoint/hooks/of_diffusers.py": {"torch", "diffusers"},
     "torch/diffusion/": {"torch", "diffusers"},
+    "torch/flows/adapters.py": {"torch", "peft"},
     "torch/writers/gguf/": {"torch", "gguf"},
     "gguf/": {"torch", "gguf"},
     "torch/writers/onnx/": {"torch", "onnx"},

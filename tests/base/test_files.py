@@ -400,7 +400,7 @@ def test_a_folder_that_is_nearly_a_model_says_what_to_do(tmp_path: Path) -> None
     with pytest.raises(FormatError, match=rf"Possible: {re.escape(str(snapshot))}\.$"):
         require_config(cache)
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(FormatError, match=r"It is an adapter: merge it"):
+    with pytest.raises(FormatError, match=r"It is an adapter: `quark quantize` takes it"):
         require_config(tmp_path)
 
 

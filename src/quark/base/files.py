@@ -507,7 +507,7 @@ def _hint(folder: Path) -> str:
     except (OSError, ValueError):
         return ""
     if adapter:
-        return " It is an adapter: merge it into its model first (peft: merge_and_unload), and save that."
+        return " It is an adapter: `quark quantize` takes it, other commands take its model (peft: merge_and_unload)."
     if inside:  # of the cache of huggingface_hub
         return f" Possible: {' or '.join(map(str, inside[:3]))}."
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from quark.commands.options.of_request import option_for, said_on, takes
 from quark.commands.results.goals import choice_rows, serve_line
 from quark.errors import UsageError
 from quark.jobs import FileJob, FolderJob, request_of, resolve
-from quark.jobs.request import is_onnx
+from quark.jobs.request import is_adapter, is_onnx
 from quark.jobs.words import usage
 
 PLANNED = (
@@ -103,10 +104,15 @@ def _plan_folder(job: FolderJob) -> None:
     from quark.torch.flows.check_plan import check_plan
     from quark.torch.flows.predicted_size import carried_said, float_bytes, planned
 
-    request, console = job.request, results()
     if is_for_comfyui(job):
         _plan_denoiser(job)
         return
+    if is_adapter(job.request.model):
+        from quark.torch.flows.adapters import base_of
+
+        # The shapes are those of the base.
+        job = replace(job, request=replace(job.request, model=base_of(job.request.model)))
+    request, console = job.request, results()
     configured = configure(job)
     config, calibration = configured.config, configured.calibration
     if configured.choice is not None:

@@ -19,6 +19,7 @@ from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, request_o
 from quark.jobs.denoisers import holds_denoiser
 from quark.jobs.processes import together
 from quark.jobs.recipes.recipe import Recipe, check_recipe, save_recipe
+from quark.jobs.request import is_adapter
 from quark.jobs.words import COMFYUI, ONNX, usage
 
 Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face model, or an ONNX file; see --for comfyui.")]
@@ -84,8 +85,8 @@ def _folder(job: FolderJob) -> tuple[GoalChoice | None, Path]:
     made = run_folder(job, lambda table, choice: console.print(choice_table(table, choice)))
     title = made.configured.title
     console.print(size_line(title, made.before, made.after, made.seconds), highlight=False)
-    # An ONNX file is compared with another ONNX file, which there is not; and a denoiser reads no text.
-    if job.form not in (ONNX, COMFYUI) and not holds_denoiser(request.model):
+    # An ONNX file is compared with another one, which there is not; a denoiser reads no text; an adapter is no model.
+    if job.form not in (ONNX, COMFYUI) and not holds_denoiser(request.model) and not is_adapter(request.model):
         say_how_to_evaluate(request.model, made.made, request.calib)
     page_of_folder(request, made)
     save_recipe(request.write_recipe, made.recipe)

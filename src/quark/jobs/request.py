@@ -211,6 +211,11 @@ Kinds: TypeAlias = tuple[type[A], type[B]]
 QUANTIZE: Kinds[FolderRequest, FileRequest] = (FolderRequest, FileRequest)
 
 
+def is_adapter(model: Path) -> bool:
+    """Whether a folder is an adapter of PEFT, which has the weights of no whole model."""
+    return (model / "adapter_config.json").is_file() and not (model / "config.json").is_file()
+
+
 def is_onnx(model: Path) -> bool:
     """Whether the model is an ONNX file, by its name."""
     return model.suffix.lower() == ".onnx"

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quark.errors import ConfigError
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs.configure_folder import Configured, configure, warn_of_servers
 from quark.jobs.denoisers import configure_denoiser, is_for_comfyui
@@ -18,7 +19,7 @@ from quark.jobs.folders.export import Export
 from quark.jobs.folders.flows import write_folder
 from quark.jobs.folders.imatrix import Imatrices
 from quark.jobs.recipes.recipe import RECIPE, Recipe
-from quark.jobs.request import FolderRequest
+from quark.jobs.request import FolderRequest, is_adapter
 from quark.jobs.resolve import FolderJob
 
 if TYPE_CHECKING:
@@ -59,12 +60,30 @@ def run_folder(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], 
     Raises:
         QuarkError: See `configure`, and what the flow raises.
     """
-    # The flow imports torch: when it runs, so that --help is instant.
+    # The flows import torch: when they run, so that --help is instant.
+    if is_for_comfyui(job):
+        return _for_comfyui(job)
+    if not is_adapter(job.request.model):
+        return _run(job, show, job.request.model)
+    from quark.torch.flows.adapters import base_of, merged
+
+    adapter = job.request.model
+    if job.request.report is not None:
+        raise ConfigError(
+            f"--report compares folders, and {adapter} is an adapter, whose whole model is gone when it is quantized. "
+            "Possible: no --report."
+        )
+    export_of(job).check_output(adapter, job.request.calib)
+    base_of(adapter)
+    with merged(adapter, Path(job.request.output)) as folder:
+        return _run(replace(job, request=replace(job.request, model=folder)), show, adapter)
+
+
+def _run(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] | None, named: Path) -> FolderResult:
+    """As `run_folder`, of a folder that is whole; the recipe names the model `named`."""
     from quark.jobs.folders.models import folder_bytes
 
     request = job.request
-    if is_for_comfyui(job):
-        return _for_comfyui(job)
     export = export_of(job)
     export.check_output(request.model, request.calib)  # before the model is looked at
     configured = configure(job)
@@ -77,7 +96,7 @@ def run_folder(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], 
             show(*chosen)
         config = configured.completed(*chosen)
     warn_of_servers(configured, config)
-    recipe = _recipe_of(request, configured.calibration)
+    recipe = _recipe_of(replace(request, model=named), configured.calibration)
     export = replace(export, attachments={RECIPE: recipe.text(in_folder=True)})
     after, errors = write_folder(
         request.model, config, configured.calibration, request.device, request.dtype, export, request.stream,

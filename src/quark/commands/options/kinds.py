@@ -12,7 +12,7 @@ from quark.base.files import require_config, require_regular
 from quark.errors import UsageError
 from quark.jobs.denoisers import holds_denoiser, is_denoiser_file
 from quark.jobs.options import FOR_FILES, FOR_FOLDERS
-from quark.jobs.request import is_onnx
+from quark.jobs.request import is_adapter, is_onnx
 
 T = TypeVar("T")
 folder_option = partial(typer.Option, rich_help_panel=FOR_FOLDERS)
@@ -41,7 +41,7 @@ def require_model(model: Path) -> None:
     """Raise FormatError for a path where no model can be, before the libraries that read one load."""
     if is_onnx(model) or is_denoiser_file(model):
         require_regular(model)
-    elif not holds_denoiser(model):
+    elif not holds_denoiser(model) and not is_adapter(model):
         require_config(model)
 
 

@@ -1,0 +1,102 @@
+"""Adapters of PEFT (LoRA and its like): merged into their base model, which is what is quantized then.
+
+adapter_config.json          {"base_model_name_or_path": "../llama", "peft_type": "LORA", "r": 16, ...}
+adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quark.base.files import temporary_folder
+from quark.base.json_objects import plain_json
+from quark.base.log import logger
+from quark.errors import FormatError, NotSupportedError, as_format_error, require_packages
+from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.safetensors_file import TensorFile
+from quark.torch.model.folder_files import regular_file, side_files
+from quark.torch.model.model_folder import import_transformers, read_config
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def base_of(folder: Path) -> Path:
+    """The folder of the model that an adapter was trained for: as its config says, from here or from the adapter.
+
+    Raises:
+        FormatError: The config is none, or no model is there.
+        NotSupportedError: The base is quantized: its weights, which the adapter would be added to, are codes.
+    """
+    path = folder / CONFIG
+    try:
+        said = plain_json(regular_file(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not JSON: {error}.") from None
+    name = said.get("base_model_name_or_path") if isinstance(said, dict) else None
+    if not isinstance(name, str) or not name:
+        raise FormatError(f"{path} names no base model: base_model_name_or_path is {name!r}.")
+    found = next((base for base in (Path(name), (folder / name).resolve()) if (base / "config.json").is_file()), None)
+    if found is None:
+        raise FormatError(
+            f"{folder} is an adapter of {name}, and no model folder is there. Possible: `hf download {name} "
+            f"--local-dir DIR`, and DIR as base_model_name_or_path in {path}."
+        )
+    if read_config(found).get("quantization_config"):
+        raise NotSupportedError(
+            f"{folder} is an adapter of {found}, which is quantized: an adapter is added to float weights. Possible: "
+            f"the float model as base_model_name_or_path in {path}."
+        )
+    return found
+
+
+@contextmanager
+def merged(folder: Path, output: Path) -> Iterator[Path]:
+    """Yield the folder of base and adapter in one, beside an output; it is gone when the body ends.
+
+    Its files of a tokenizer are the adapter's where it has them, else the base's.
+
+    Args:
+        folder: The adapter.
+        output: What is made of it.
+
+    Raises:
+        FormatError, NotSupportedError: See `base_of`; the adapter is of another model, or of a kind that cannot be
+            merged.
+        MissingDependencyError: PEFT is not installed.
+    """
+    require_packages("An adapter", "peft", "peft")
+    base = base_of(folder)
+    held = set(TensorFile(folder / WEIGHTS).names)
+    with temporary_folder(output.absolute()) as scratch:
+        whole = scratch / folder.resolve().name
+        whole.mkdir()
+        for source in (base, folder):
+            for name in side_files(source):
+                if name.suffix != ".md" and name.name not in (CONFIG, WEIGHTS):
+                    (whole / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(source / name, whole / name)
+        _merged_model(folder, base, held).save_pretrained(whole)
+        logger.info("Merged the adapter %s into its base model %s.", folder, base)
+        yield whole
+
+
+def _merged_model(folder: Path, base: Path, held: set[str]) -> Any:
+    """The base model with what the adapter adds, in the dtype of the base."""
+    import peft  # of an extra: only where an adapter is read
+
+    import_transformers().utils.logging.disable_progress_bar()
+    model = load_float_model(base)
+    with as_format_error(folder, f"is no adapter that fits {base}"):
+        model = peft.PeftModel.from_pretrained(model, str(folder), local_files_only=True)
+    model.peft_config[model.active_adapter].base_model_name_or_path = str(base)  # which is read for its vocabulary
+    used = set(peft.get_peft_model_state_dict(model))
+    if used != held:
+        odd = sorted(used ^ held)
+        raise FormatError(f"{folder / WEIGHTS} does not fit {base}: {len(odd)} tensors are of one alone, as {odd[0]}.")
+    if not hasattr(model, "merge_and_unload") or not getattr(model.base_model, "merge_and_unload", None):
+        raise NotSupportedError(f"{folder}: an adapter of the kind {model.peft_type} cannot be merged into its base.")
+    return model.merge_and_unload(safe_merge=True)
