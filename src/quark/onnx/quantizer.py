@@ -37,14 +37,13 @@ from quark.onnx.search.evaluator import OutputMetrics, output_metrics
 from quark.onnx.search.history import duration
 from quark.onnx.search.latency.excluded_layers import in_integers_unasked
 from quark.onnx.search.latency.whole_file import refuse_slower
-from quark.onnx.search.lost_outputs.damage import MADE, SpreadSamples, damage, refuse_damage
+from quark.onnx.search.lost_outputs.advice import Retrying, refuse_damage
+from quark.onnx.search.lost_outputs.damage import MADE, SpreadSamples, damage
 from quark.onnx.search.lost_outputs.on_noise import little_on_noise
-from quark.onnx.search.lost_outputs.retry import Retrying
 from quark.onnx.search.lost_outputs.verdict import Damage
 from quark.onnx.search.recovery.rival import Rival
-from quark.onnx.search.recovery.search import Recovery, recover
+from quark.onnx.search.recovery.search import Recovery, or_weights_alone, recover
 from quark.onnx.search.recovery.steps import QUICK_STEPS, STEPS
-from quark.onnx.search.recovery.weights_alone import or_weights_alone
 from quark.onnx.search.settle import check_algorithms, quantize
 from quark.onnx_ops.custom_libraries import custom_libraries
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, model_files, save

@@ -19,7 +19,7 @@ from quark.onnx.evaluation.layer_weights import LayerWeights
 from quark.onnx.evaluation.ort_fusion import Fusion, inspect_fusion
 from quark.onnx.evaluation.value_ranges import value_ranges
 from quark.onnx.graph.proto_file import read_header
-from quark.onnx.search.recovery.types import element_types
+from quark.onnx.search.recovery.search import element_types
 from quark.report.figures import MOST_BARS, bars, graph, histogram
 from quark.report.page import Figure, PageTable, Section
 

@@ -11,7 +11,7 @@ from quark.errors import ConfigError
 from quark.onnx import QConfig, SearchSpace, generate_all_configs, get_auto_search_config
 from quark.onnx.config.enums import CalibMethod, CalibrationMethod
 from quark.onnx.search.auto_search.qconfig_mapping import qconfig_of
-from quark.onnx.search.auto_search.samplers import RandomSampler, TPESampler
+from quark.onnx.search.auto_search.search_space import RandomSampler, TPESampler
 from quark.onnx.search.evaluator import MEANS, SUMS, ssim
 
 FLAT: dict[str, Any] = {

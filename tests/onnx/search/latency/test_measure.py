@@ -21,11 +21,10 @@ from quark.onnx.config.config import QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
-from quark.onnx.search.latency.conversions import Line, fit
 from quark.onnx.search.latency.kernels import ProfiledModel, typical
 from quark.onnx.search.latency.measure import Measured, leave_slower_in_float, measure
 from quark.onnx.search.latency.node_groups import group_nodes, side_of
-from quark.onnx.search.latency.profile_file import Profile
+from quark.onnx.search.latency.profile_file import Line, Profile, fit
 
 FEED = {"x": np.linspace(-1, 1, 16 * 64, dtype=np.float32).reshape(1, 16, 8, 8)}
 

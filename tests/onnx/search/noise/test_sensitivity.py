@@ -22,7 +22,7 @@ from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from quark.onnx.search.evaluator import Scorer
-from quark.onnx.search.noise.float_nodes import FloatNodes, Measured, leave_in_float
+from quark.onnx.search.noise.choices import FloatNodes, Measured, leave_in_float
 from quark.onnx.search.noise.sensitivity import OutputNoise, sensitivity
 from quark.onnx.search.noise.sources import NoiseRun, NoiseSource
 from quark.onnx.search.settle import convert
@@ -194,7 +194,7 @@ def test_more_nodes_in_float_are_chosen_by_what_was_measured_for_the_first(monke
         calls.append(settings)
         return plain(model, settings, *given, **options)
 
-    monkeypatch.setattr("quark.onnx.search.noise.float_nodes.sensitivity", counted)
+    monkeypatch.setattr("quark.onnx.search.noise.choices.sensitivity", counted)
     measured: Measured = []
     one = FloatNodes(share=0.01)
     settings = SETTINGS

@@ -17,9 +17,9 @@ from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import CalibrationSettings, Settings, SpecSettings
 from quark.onnx.graph.model_file import load, to_proto
+from quark.onnx.search.noise.choices import TensorRanges, choose_ranges
 from quark.onnx.search.noise.sensitivity import Probe
-from quark.onnx.search.noise.tensor_ranges import TensorRanges, choose_ranges
-from quark.onnx.search.recovery.changes import Situation, tensor_ranges
+from quark.onnx.search.recovery.steps import Situation, tensor_ranges
 from tests.models.onnx_zoo import cnn, images
 from tests.onnx.algorithms.test_cle import CHAIN, badly_scaled, chain
 

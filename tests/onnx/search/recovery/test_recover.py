@@ -37,12 +37,13 @@ from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import CalibrationSettings, QDQSettings, Settings, SpecSettings
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load, to_proto
+from quark.onnx.search.change import Goal, Situation
 from quark.onnx.search.history import duration
-from quark.onnx.search.noise.float_nodes import FloatNodes
-from quark.onnx.search.noise.tensor_ranges import TensorRanges
-from quark.onnx.search.recovery.changes import (
-    Goal,
-    Situation,
+from quark.onnx.search.noise.choices import FloatNodes, TensorRanges
+from quark.onnx.search.recovery.search import Recovery, recover
+from quark.onnx.search.recovery.steps import (
+    STEPS,
+    Step,
     floating,
     raise_all_bits,
     raise_bits,
@@ -52,8 +53,6 @@ from quark.onnx.search.recovery.changes import (
     tuning,
     with_plain_ranges,
 )
-from quark.onnx.search.recovery.search import Recovery, recover
-from quark.onnx.search.recovery.steps import STEPS, Step
 from quark.onnx.search.settle import convert, quantize
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, outputs, vectors
 from tests.onnx.algorithms.test_cle import CHAIN, badly_scaled, chain
@@ -529,7 +528,7 @@ def test_nodes_in_float_are_found_in_fewer_runs_or_left_out_where_time_is_short(
     def runs_of(_: Any, config: FloatNodes, settings: Settings, *__: Any) -> Settings:
         return replace(settings, least_sqnr=config.runs)
 
-    monkeypatch.setattr("quark.onnx.search.recovery.changes.leave_in_float", runs_of)
+    monkeypatch.setattr("quark.onnx.search.recovery.steps.leave_in_float", runs_of)
     situation = Situation(S8, goal=Goal(target=30.0), model=load(mlp()), forward=1.0, seconds=seconds)
     got = floating(FloatNodes())(S8, situation)
     if isinstance(result, str):

@@ -2,8 +2,7 @@
 
 from quark.onnx.search.auto_search.auto_search import AutoSearch, AutoSearchConfig
 from quark.onnx.search.auto_search.auto_search_pro import AutoSearchPro
-from quark.onnx.search.auto_search.named_searches import get_auto_search_config
-from quark.onnx.search.auto_search.search_space import SearchSpace, generate_all_configs
+from quark.onnx.search.auto_search.search_space import SearchSpace, generate_all_configs, get_auto_search_config
 
 __all__ = [
     "AutoSearch",

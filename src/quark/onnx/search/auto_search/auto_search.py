@@ -16,9 +16,8 @@ from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.config.config import Config
 from quark.onnx.config.enums import CalibrationMethod, LayerWiseMethod, PowerOfTwoMethod, QuantType
 from quark.onnx.search.auto_search.qconfig_mapping import JOINT, joint
-from quark.onnx.search.auto_search.samplers import SAMPLERS, SEED
+from quark.onnx.search.auto_search.search_space import SAMPLERS, SEED, SearchSpace
 from quark.onnx.search.auto_search.search_space import Config as Choice
-from quark.onnx.search.auto_search.search_space import SearchSpace
 from quark.onnx.search.auto_search.trials import SearchTrials
 from quark.onnx.search.evaluator import MEANS, distance
 from quark.onnx.search.history import TimeBudget, logged_to, text_of

@@ -12,10 +12,14 @@ from typing import Any
 from quark.base.files import atomic_file
 from quark.base.log import logger
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError, did_you_mean, one_line
-from quark.onnx.search.auto_search.named_searches import default_search
 from quark.onnx.search.auto_search.qconfig_mapping import ALGORITHMS, qconfig_of
-from quark.onnx.search.auto_search.samplers import SAMPLERS
-from quark.onnx.search.auto_search.search_space import Config, check_space, generate_all_configs
+from quark.onnx.search.auto_search.search_space import (
+    SAMPLERS,
+    Config,
+    check_space,
+    default_search,
+    generate_all_configs,
+)
 from quark.onnx.search.auto_search.trials import SearchTrials
 from quark.onnx.search.evaluator import SUMS, distance
 from quark.onnx.search.history import History, identity_of, logged_to

@@ -27,11 +27,10 @@ from quark.onnx.decide import decide, write
 from quark.onnx.graph.edit import is_op
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.place import place
-from quark.onnx.search.latency.choose_nodes import choose_nodes
+from quark.onnx.search.latency.choose_nodes import GAIN, choose_nodes, placement_choice
 from quark.onnx.search.latency.kernels import ProfiledModel, Timer, timed
 from quark.onnx.search.latency.node_groups import Side, group_nodes, side_of
 from quark.onnx.search.latency.noise_sample import noise_sample
-from quark.onnx.search.latency.placement_choice import GAIN, placement_choice
 from quark.onnx.search.latency.profile_file import SECONDS, Profile, open_profile
 
 LEAST_GAIN = 0.01

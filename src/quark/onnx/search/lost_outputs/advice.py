@@ -1,24 +1,37 @@
-"""advice: which nodes in float bring a lost model back, tried before it is given.
+"""advice: which nodes in float bring a lost model back, tried before it is given; the error that gives it.
 
 The nodes that lose most are left in float with all that makes or reads the tensors that they lose it in: a tensor has
 codes as long as one of these is quantized. What is lost then names the next ones, a few times over.
+
+It is tried by quantizing once more, without some nodes, on the samples that were kept (`Retrying`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
 
 from quark.base.log import logger, severity
-from quark.errors import QuarkError
-from quark.onnx.calibration.data.inputs import Feed
+from quark.errors import DamageError, QuarkError
+from quark.onnx.calibration.data.inputs import Feed, model_inputs
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.compare_models import damaged_layers
-from quark.onnx.graph.model_file import is_constant, to_proto
+from quark.onnx.flow.body_model import bodies_of
+from quark.onnx.flow.flow import finish
+from quark.onnx.flow.prepare import prepare
+from quark.onnx.graph.model_file import checked_proto, is_constant, load, to_proto
+from quark.onnx.search.lost_outputs.damage import Model, damage
 from quark.onnx.search.lost_outputs.verdict import Damage
+from quark.onnx.search.settle import convert
+from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
 
 BLAMED = 3
 """Nodes that an error names for what they lose, and that are excluded at once."""
@@ -128,3 +141,88 @@ def _neighbours(value: ir.Value) -> set[ir.Node]:
     """The node that makes a tensor, and those that read it."""
     producer = value.producer()
     return {use.node for use in value.uses()} | ({producer} if producer is not None else set())
+
+
+def refuse_damage(
+    found: Damage | None,
+    least: float | None,
+    model: ir.Model,
+    quantized: Model,
+    feeds: Sequence[Feed],
+    retry: Retry | None = None,
+) -> None:
+    """Log what was found; raise DamageError where it is too little, and say which nodes in float would help.
+
+    Args:
+        found: From `damage`.
+        least: In dB; None: log only.
+        model, quantized, feeds: As for `damage`.
+        retry: What quantizes the model without some nodes, and what is then left; None to try nothing.
+    """
+    if found is None:
+        return
+    if not found.lost:
+        logger.info(f"Quantized against float on calibration samples: {found}.")
+        return
+    if least is None:
+        logger.warning(f"The quantized model has lost its outputs on calibration samples: {found}.")
+        return
+    named = weight_bytes(model) < PROTOBUF_LIMIT
+    advice = exclusion_that_helps(model, quantized, feeds, retry) if named else Advice()
+    raise DamageError(
+        f"The quantized model has lost its outputs on calibration samples: {found}; {least:g} dB are asked for. "
+        f"{advice.blame}Possible: {_exclusion(model, advice)}another configuration, "
+        "more or better calibration data, or --allow-damage to write it as it is."
+    )
+
+
+def _exclusion(model: ir.Model, advice: Advice) -> str:
+    """What excluding can do, with a comma behind: nothing where no nodes are known to help.
+
+    Without an If, Loop or Scan there may be nothing left to quantize: nodes within it can be named as well.
+    """
+    holders = {body.node.name for body in bodies_of(model.graph)}
+    if advice.blamed and set(advice.blamed) <= holders:
+        return "exclude nodes within their bodies, "
+    return advice.exclusion
+
+
+# What an advice is tried by ------------------------------------------------------------------------------------------
+
+
+CALIBRATED = 64
+"""Samples that it calibrates on."""
+
+
+class Retrying:
+    """Quantizes a model without some nodes, as often as it is asked to; the model is calibrated once.
+
+    Args:
+        source: The float model, as `load` takes it.
+        settings: Of the quantization that lost the outputs. Algorithms are left out: they would be run on each try.
+        feeds: Samples.
+    """
+
+    def __init__(self, source: Any, settings: Settings, feeds: Sequence[Feed]) -> None:
+        self._source, self._feeds = source, feeds
+        calibration = replace(settings.calibration, statistics=None, range_file=None, figures=False)
+        self._settings = replace(
+            settings, calibration=calibration, algorithms=(), equalization=None, equalize_if_better=False,
+            correct_biases=False, measurement=replace(settings.measurement, enabled=False), prepared_file=None,
+        )  # fmt: skip
+        self._known: dict[str, Statistics] = {}
+
+    @cached_property
+    def _prepared(self) -> tuple[ir.Model, Settings]:
+        model = load(self._source)
+        return model, prepare(model, self._settings)
+
+    def __call__(self, names: frozenset[str]) -> tuple[onnx.ModelProto, Damage | None]:
+        """The model with these nodes in float, and what is left of its outputs."""
+        model, settings = self._prepared
+        specs = replace(settings.specs, exclude=(*settings.specs.exclude, names))
+        data = Samples(self._feeds[:CALIBRATED], model_inputs(model))
+        quantized = convert(model.clone(), replace(settings, specs=specs), data, known=self._known)
+        finish(quantized, settings)
+        proto = checked_proto(quantized)
+        return proto, damage(load(self._source), proto, self._feeds, settings)

@@ -23,19 +23,17 @@ import onnx_ir as ir
 
 from quark.base.log import logger
 from quark.core.array import NumpyArray
-from quark.errors import DamageError, FormatError, QuarkError
+from quark.errors import FormatError, QuarkError
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.padding import Padding, without_padding
 from quark.onnx.calibration.data.readers import as_reader
 from quark.onnx.calibration.data.samples import Store
 from quark.onnx.config.settings import Settings
-from quark.onnx.flow.body_model import bodies_of
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.output_parts import OutputPart, judged_parts
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import open_session, run_sample
-from quark.onnx.search.lost_outputs.advice import Advice, Retry, exclusion_that_helps
 from quark.onnx.search.lost_outputs.verdict import LEAST, Damage, Pair, Verdict, judge
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
 
@@ -249,47 +247,3 @@ class _Looked:
 def _peak(array: NumpyArray) -> float:
     """The largest value of an input; 0 of one that is no number, or of integers, which name things."""
     return float(np.abs(array[np.isfinite(array)]).max(initial=0)) if array.dtype.kind == "f" else 0.0
-
-
-def refuse_damage(
-    found: Damage | None,
-    least: float | None,
-    model: ir.Model,
-    quantized: Model,
-    feeds: Sequence[Feed],
-    retry: Retry | None = None,
-) -> None:
-    """Log what was found; raise DamageError where it is too little, and say which nodes in float would help.
-
-    Args:
-        found: From `damage`.
-        least: In dB; None: log only.
-        model, quantized, feeds: As for `damage`.
-        retry: What quantizes the model without some nodes, and what is then left; None to try nothing.
-    """
-    if found is None:
-        return
-    if not found.lost:
-        logger.info(f"Quantized against float on calibration samples: {found}.")
-        return
-    if least is None:
-        logger.warning(f"The quantized model has lost its outputs on calibration samples: {found}.")
-        return
-    named = weight_bytes(model) < PROTOBUF_LIMIT
-    advice = exclusion_that_helps(model, quantized, feeds, retry) if named else Advice()
-    raise DamageError(
-        f"The quantized model has lost its outputs on calibration samples: {found}; {least:g} dB are asked for. "
-        f"{advice.blame}Possible: {_exclusion(model, advice)}another configuration, "
-        "more or better calibration data, or --allow-damage to write it as it is."
-    )
-
-
-def _exclusion(model: ir.Model, advice: Advice) -> str:
-    """What excluding can do, with a comma behind: nothing where no nodes are known to help.
-
-    Without an If, Loop or Scan there may be nothing left to quantize: nodes within it can be named as well.
-    """
-    holders = {body.node.name for body in bodies_of(model.graph)}
-    if advice.blamed and set(advice.blamed) <= holders:
-        return "exclude nodes within their bodies, "
-    return advice.exclusion

@@ -31,8 +31,17 @@ from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.algo_configs import AutoMixprecisionConfig
 from quark.onnx.config.settings import Settings
 from quark.onnx.search.evaluator import distance_of
-from quark.onnx.search.mixed_precision.candidates import Candidate, Option, find_candidates, with_options
-from quark.onnx.search.mixed_precision.sensitivity import Cache, Sensitivity, analyse, cache_key, table
+from quark.onnx.search.mixed_precision.candidates import (
+    Cache,
+    Candidate,
+    Option,
+    Sensitivity,
+    analyse,
+    cache_key,
+    find_candidates,
+    table,
+    with_options,
+)
 from quark.onnx.search.mixed_precision.trials import Trials, stored_bytes
 from quark.onnx_ops.saving import weight_bytes
 

@@ -3,12 +3,15 @@
 What a step gives is measured on samples that are held out: each step is kept only where these gain by it. The plain
 config comes first, so the result is never worse by this measure. Whatever is tried is quantized from the float model by
 settings alone, on statistics of one pass over the data; the same settings give the same model again.
+
+Where a model of integers lost so much that its task suffers, weights alone are tried (`or_weights_alone`).
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -30,15 +33,15 @@ from quark.onnx.calibration.joined_ends import leave_joined_ends
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.flow.prepare import prepare
+from quark.onnx.graph.model_file import is_constant
+from quark.onnx.search.change import Goal, Situation
 from quark.onnx.search.equalize_if_better import equalize_if_better
 from quark.onnx.search.evaluator import Evaluator, ScoredModel, Scorer
 from quark.onnx.search.history import TimeBudget, Trial
 from quark.onnx.search.latency.measure import leave_slower_in_float
-from quark.onnx.search.noise.float_nodes import Measured
-from quark.onnx.search.recovery.changes import Goal, Situation
+from quark.onnx.search.noise.choices import Measured
 from quark.onnx.search.recovery.rival import Rival
-from quark.onnx.search.recovery.steps import PLENTY, STEPS, Step
-from quark.onnx.search.recovery.types import element_types
+from quark.onnx.search.recovery.steps import PLENTY, STEPS, WEIGHTS_STEPS, Step
 from quark.onnx.search.settle import check_algorithms, convert
 
 EVERY = 4
@@ -358,3 +361,52 @@ class _Search:
             self.plain.settings, share, goal, self.evaluator.model, self.evaluator.identity, self.fit, self._known,
             self.lost, self._noises, self.scorer.judged, forward, seconds,
         )  # fmt: skip
+
+
+# Weights alone -------------------------------------------------------------------------------------------------------
+
+
+STEP = "weights alone in integers"
+
+
+def or_weights_alone(
+    best: tuple[Recovery, ir.Model], model: ir.Model, settings: Settings, data: Samples | None, budget: float | None
+) -> tuple[Recovery, ir.Model]:
+    """The better of two by the same measure on the same samples, told as one recovery with one more step.
+
+    Args:
+        best: What a quick recovery found, and its model.
+        model: The float model as it was loaded; changed.
+        settings: Of weights alone.
+        data: The calibration data of that recovery.
+        budget: Its seconds, of which half are for this; None for as long as it takes.
+    """
+    found, _ = best
+    seconds = None if budget is None else budget / 2
+    other, weights = recover(model, settings, data, found.metric, found.target, seconds, WEIGHTS_STEPS, quick=True)
+    kept = found.metric.better(other.score, found.score)
+    took = sum(trial.seconds for trial in other.trials)
+    trial = Trial(STEP, found.score, other.score, took, "kept" if kept else "no gain")
+    chosen, quantized = (other, weights) if kept else best
+    return replace(chosen, plain=found.plain, trials=[*found.trials, trial]), quantized
+
+
+# What a model holds --------------------------------------------------------------------------------------------------
+
+
+def element_types(model: ir.Model) -> dict[tuple[str, str], int]:
+    """(element type, "activations" or "weights") -> how many tensors of a quantized model have it.
+
+    Codes of int32 are biases, which follow from the rest, and are not counted. A block format counts by the name of its
+    operator.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    for node in model.graph:
+        quantizes = node.op_type.endswith("QuantizeLinear") and "Dynamic" not in node.op_type
+        decodes = node.op_type.endswith("DequantizeLinear") and is_constant(node.inputs[0])
+        zero = node.inputs[2] if len(node.inputs) > 2 else None
+        if (quantizes or decodes) and zero is not None and zero.dtype is not None and zero.dtype.name != "INT32":
+            found[zero.dtype.name.lower(), "weights" if decodes else "activations"] += 1
+        elif node.op_type.endswith("QuantizeDequantize"):
+            found[node.op_type, "weights" if is_constant(node.inputs[0]) else "activations"] += 1
+    return dict(found)

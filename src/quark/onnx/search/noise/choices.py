@@ -1,15 +1,16 @@
-"""The range of each loud tensor by the statistic whose noise weighs least in the outputs.
+"""The choices that noise makes: which nodes stay in float, and by which statistic each loud tensor has its range.
 
     observer(t) = argmin over candidates c of  power( Q_c(x_t) - x_t )        power: `sensitivity.py`
 
-No statistic is the best for all tensors: one that is cut off costs its outliers, one that is not costs the digits of
-all others, and what either does to the outputs follows from the layers behind. So each tensor (with all that share its
-scale) is quantized alone under each candidate, as a noise in the float model, and the outputs decide. Quiet tensors
-keep the range that they have.
+The nodes are those whose noise weighs most in the outputs, decided once for a model. No statistic is the best for all
+tensors: one that is cut off costs its outliers, one that is not costs the digits of all others, and what either does to
+the outputs follows from the layers behind. So each tensor (with all that share its scale) is quantized alone under each
+candidate, as a noise in the float model, and the outputs decide. Quiet tensors keep the range that they have.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,8 +29,87 @@ from quark.onnx.decide import Decision, decide
 from quark.onnx.graph.output_parts import output_parts
 from quark.onnx.placement.dual_pairs import source_name
 from quark.onnx.search.evaluator import Judge
-from quark.onnx.search.noise.sensitivity import Probe, halved
+from quark.onnx.search.noise.sensitivity import OutputNoise, Probe, halved, sensitivity
 from quark.onnx.search.noise.sources import NoiseModel, NoiseSource
+
+
+@dataclass(frozen=True)
+class FloatNodes:
+    """What recovery asks for.
+
+    Attributes:
+        share: Of the quantized nodes, at most; rounded up.
+        runs: Float forwards of the first sample that the noise is measured with; others take half as many.
+    """
+
+    share: float = 0.05
+    runs: int = 88
+
+    @property
+    def forwards(self) -> int:
+        """How many forwards that is: the second sample has the groups that the first left, half as many as its runs."""
+        return self.runs + self.runs // 2
+
+
+Measured = list[tuple[Settings, OutputNoise]]
+"""The noise of each tensor under some settings."""
+
+
+def known_noise(settings: Settings, measured: Measured) -> tuple[OutputNoise, list[str]] | None:
+    """What was measured under settings that differ in fewer nodes in float alone, and the nodes that came since.
+
+    Each noise is that of one tensor in the float model, whatever else is quantized.
+    """
+    for before, noise in measured:
+        specs = replace(settings.specs, exclude=before.specs.exclude)
+        added = settings.specs.exclude[len(before.specs.exclude) :]
+        names = [name for name in added if isinstance(name, str)]
+        if replace(settings, specs=specs) == before and len(names) == len(added):
+            return noise, names
+    return None
+
+
+def leave_in_float(
+    model: ir.Model,
+    config: FloatNodes,
+    settings: Settings,
+    data: Samples | None,
+    statistics: Statistics | None = None,
+    measured: Measured | None = None,
+    judge: Judge | None = None,
+) -> Settings:
+    """Settings that exclude these nodes.
+
+    Args:
+        model: The float model, after `prepare`; not changed.
+        config: How many.
+        settings: What is quantized.
+        data: Calibration data.
+        statistics: Of the model on these; read, and completed.
+        measured: Of the model on these, too; read, and completed.
+        judge: Gives what outputs are compared by; None for the outputs themselves.
+
+    Raises:
+        NothingQualifiesError: No node alone, or with few others, takes noise away.
+    """
+    measured = [] if measured is None else measured
+    known = known_noise(settings, measured)
+    if known is None:
+        samples = required(data, config)
+        noise = sensitivity(model, settings, samples, runs=config.runs, statistics=statistics, judge=judge)
+        measured.append((settings, noise))
+        known = noise, []
+    found, before = known
+    count = len(found.of_nodes().keys() - set(before))
+    nodes = found.worst_nodes(math.ceil(config.share * count), before)
+    if not nodes:
+        raise NothingQualifiesError("FloatNodes: the outputs have no noise that few nodes in float would take away.")
+    logger.info("In float, for the noise that they put into the outputs: %s.", ", ".join(nodes))
+    return replace(settings, specs=replace(settings.specs, exclude=(*settings.specs.exclude, *nodes)))
+
+
+# Ranges --------------------------------------------------------------------------------------------------------------
+
 
 GAIN = 0.9
 """A range is changed where this share of its noise is not left: less is chance, with few samples."""

@@ -1,0 +1,85 @@
+"""change: what a search does to settings, the same for all of them.
+
+    (settings, situation) -> other settings; or as text why it is out of the question; or None: it would change nothing
+
+An `Evaluator` says what a model by the changed settings gives and takes; what is better is kept (`recovery/search.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from quark.core.metrics import Metric
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.config.settings import Settings
+from quark.onnx.search.evaluator import Judge
+from quark.onnx.search.noise.choices import Measured
+
+NOISY = 2.0
+"""What a forward takes with noise added to its tensors, in times of one without."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is to be reached.
+
+    Attributes:
+        metric: Of the worst output.
+        target: Its value; None for as good as it gets.
+        samples: On how many samples it is measured.
+        output: Position of the output that is worst so far.
+    """
+
+    metric: Metric = field(default_factory=lambda: Metric("sqnr"))
+    target: float | None = None
+    samples: int = 1
+    output: int = 0
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a step may take into account.
+
+    Attributes:
+        plain: The settings that recovery began with.
+        share: Of the layers, for which there is time.
+        goal: What is to be reached.
+        model: The float model, after its passes.
+        identity: Its fingerprint.
+        data: The samples to calibrate with.
+        known: Statistics on these by the fingerprint of the model that they are of; read, and completed.
+        lost: Whether the best model so far lost so much that the task suffers.
+        noises: What nodes in float were chosen by before; read, and completed.
+        judge: Gives what outputs are compared by, as models are; None for the outputs themselves.
+        forward: Seconds of a forward of the float model.
+        seconds: For what a change runs itself.
+    """
+
+    plain: Settings
+    share: float = 1.0
+    goal: Goal = field(default_factory=Goal)
+    model: ir.Model | None = None
+    identity: str = ""
+    data: Samples | None = None
+    known: Mapping[str, Statistics] = field(default_factory=dict)
+    lost: bool = False
+    noises: Measured = field(default_factory=list)
+    judge: Judge | None = None
+    forward: float = 0.0
+    seconds: float = math.inf
+
+    def skipped(self, forwards: int) -> str:
+        """Why there is no time for forwards with noise, or ""."""
+        needed = NOISY * forwards * self.forward
+        return (
+            "" if needed <= self.seconds else f"skipped: about {needed:.0f} s, and {max(0.0, self.seconds):.0f} s left"
+        )
+
+
+Change = Callable[[Settings, Situation], Settings | str | None]
+"""(the best settings so far, situation) -> what the step does to them."""
