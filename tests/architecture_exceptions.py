@@ -8,7 +8,6 @@ LISTS = {
     "onnx/passes": "a pass each",
 }
 FULL_FOLDERS = {
-    "core": "a concept of quantizing each; two of them are the block types of GGUF, their rows and their search",
     "torch": "the rooms of the flowand its files",
 }
 

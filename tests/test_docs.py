@@ -24,10 +24,10 @@ from quark import errors
 from quark.commands import COMMANDS
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerGroup
+from quark.core.names.registry import Registry
+from quark.core.names.scheme_families import FAMILIES
 from quark.core.observers import OBSERVERS
-from quark.core.registry import Registry
 from quark.core.rounding import RoundType
-from quark.core.scheme_families import FAMILIES
 from quark.core.schemes import SCHEMES
 from quark.core.spec import ScaleRule, ScaleType, TensorSpec
 from quark.errors import NotSupportedError

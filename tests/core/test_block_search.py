@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quark.core.block_types import BLOCK_TYPES, NL_VALUES, block_codes
+from quark.core.blocks.block_types import BLOCK_TYPES, NL_VALUES, block_codes
 from quark.core.granularity import PerGroup
 from quark.core.quantize import block_qparams, compute_qparams, dequantize, fake_quantize, quantize
 from quark.core.spec import TensorSpec, block_spec

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quark.core.patterns import first_match, matches, matches_any, require_matches
-from quark.core.registry import Registry
+from quark.core.names.patterns import first_match, matches, matches_any, require_matches
+from quark.core.names.registry import Registry
 from quark.errors import (
     CalibrationError,
     ConfigError,

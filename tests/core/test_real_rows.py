@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from quark.core.real_rows import rows_at
+from quark.core.observers.real_rows import rows_at
 
 MASK = np.arange(20) < np.array([12, 7, 16])[:, None]
 SHAPES = [(3, 20, 8), (60, 8), (3, 4, 20, 8), (3, 8, 20), (3, 20, 4, 8), (3, 20, 20), (3, 4, 8, 20)]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from quark.base import native
-from quark.core import runs
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
+from quark.core.kernels import runs
 from quark.core.packing import AWQ_ORDER, SEQUENTIAL, encode, pack_bits
 from quark.core.quantize import compute_qparams, effective, quantize, range_of
 from quark.core.rounding import RoundType

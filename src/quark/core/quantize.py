@@ -25,8 +25,8 @@ from dataclasses import replace
 import numpy as np
 
 from quark.core.array import Array, astype, chunk_bytes_for, dtype_name, is_torch, minmax, namespace, on_cpu, row_chunks
-from quark.core.block_search import search_levels
-from quark.core.block_types import BlockType, block_codes, block_values
+from quark.core.blocks.block_search import search_levels
+from quark.core.blocks.block_types import BlockType, block_codes, block_values
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerTensor
 from quark.core.kernels.groups import fake_quantize_at_once, takes

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quark.core.block_types import BLOCK_TYPES
+from quark.core.blocks.block_types import BLOCK_TYPES
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
-from quark.core.registry import Registry
+from quark.core.names.registry import Registry
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec, block_spec, spec
 
 SCHEMES: Registry[LayerSpec] = Registry("scheme")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import Enum
 
-from quark.core.block_types import BLOCK_TYPES, BlockType
+from quark.core.blocks.block_types import BLOCK_TYPES, BlockType
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import Granularity, PerGroup, PerTensor
 from quark.core.rounding import RoundType

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quark.core.block_types import BLOCK_TYPES, BlockType
+from quark.core.blocks.block_types import BLOCK_TYPES, BlockType
 
 Parts = dict[str, torch.Tensor]
 """The numbers of blocks, (..., n) each, int32: "q" codes, "c" and "k" of the groups; "d" and "e" float32, n = 1."""

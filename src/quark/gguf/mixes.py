@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quark.core.block_types import BLOCK_TYPES, fitting_block_type
-from quark.core.registry import Registry
+from quark.core.blocks.block_types import BLOCK_TYPES, fitting_block_type
+from quark.core.names.registry import Registry
 
 
 @dataclass(frozen=True)

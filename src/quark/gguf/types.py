@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from quark.core.block_types import BLOCK_TYPES, BlockType
+from quark.core.blocks.block_types import BLOCK_TYPES, BlockType
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.packing import decode, encode

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from quark.core.scheme_families import family_of, named_in, suggestion
+from quark.core.names.scheme_families import family_of, named_in, suggestion
 from quark.core.schemes import in_smaller_groups
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.goals.efforts import effort_of, require_data, steps_for

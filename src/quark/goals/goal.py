@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from quark.core.registry import Registry
+from quark.core.names.registry import Registry
 from quark.goals.facts import ONNX_FILE, Answer, Fact, facts_of
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from quark.base.log import logger
-from quark.core.scheme_families import family_of, named_in, suggestion
+from quark.core.names.scheme_families import family_of, named_in, suggestion
 from quark.errors import ConfigError, UsageError, did_you_mean
 
 FOLDER_FORMS = ("quark", "awq", "gptq", "fp8", "compressed-tensors")
@@ -63,7 +63,7 @@ def layer_schemes(layers: Sequence[str] | None) -> list[str]:
 
 def scheme_names() -> list[str]:
     """Every name that --scheme takes: schemes, mixes of block types, block types, and names of old versions."""
-    from quark.core.block_types import BLOCK_TYPES
+    from quark.core.blocks.block_types import BLOCK_TYPES
     from quark.core.schemes import OLD_SCHEMES, SCHEMES
     from quark.gguf import MIXES
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from quark.base.log import logger, severity
-from quark.core.patterns import first_match, matches, matches_any, require_matches
+from quark.core.names.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, ShapeError, StructureError
 from quark.torch.calibration.experts import expert_of

@@ -46,7 +46,7 @@ def expression(random: Random, depth: int = 0) -> str:
 
 def _match(pattern: str) -> None:
     """Long names, which must end; then short ones, of which `re` says the same."""
-    from quark.core.patterns import matches
+    from quark.core.names.patterns import matches
 
     for name in LONG:
         matches(name, f"re:{pattern}")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quark.core.patterns import matches_any
+from quark.core.names.patterns import matches_any
 from quark.errors import NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from tests.models.families import family

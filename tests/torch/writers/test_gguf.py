@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quark.core.block_types import BLOCK_TYPES
+from quark.core.blocks.block_types import BLOCK_TYPES
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.schemes import SCHEMES

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from quark.core.block_types import BLOCK_TYPES
+from quark.core.blocks.block_types import BLOCK_TYPES
 from quark.errors import FormatError, NonFiniteError
 from quark.gguf.block_bytes import halves_of
 from quark.gguf.reader import open_gguf

@@ -1,1 +1,1 @@
-"""What kernels of a GPU compute in one launch each, and when they are trusted."""
+"""What kernels of a GPU compute in one launch each, and compiled code in one pass; when kernels are trusted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from quark.core.block_types import BlockType
+from quark.core.blocks.block_types import BlockType
 from quark.core.rounding import RoundType
 from quark.core.spec import TensorSpec
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quark.core.names.registry import Registry
 from quark.core.observers.base import Observer
 from quark.core.observers.block import BlockObserver, MXDiffsObserver
 from quark.core.observers.distribution import DistributionObserver
@@ -24,7 +25,6 @@ from quark.core.observers.power_of_two import (
 )
 from quark.core.observers.quantile_search import QuantileSearchObserver
 from quark.core.observers.three_sigma import ThreeSigmaObserver
-from quark.core.registry import Registry
 
 OBSERVERS: Registry[type[Observer]] = Registry("observer")
 OBSERVERS.register("min_max", MinMaxObserver)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from quark.core.array import Array, astype, chunk_bytes_for, dtype_name, namespace, on_cpu
-from quark.core.block_types import BlockType
+from quark.core.blocks.block_types import BlockType
 from quark.core.granularity import PerChannel, PerGroup
 from quark.core.quantize import block_qparams, effective, fake_quantize, quantize_scales, range_of, second_level
 from quark.core.scales import SCALE_DTYPES, QParams, qparams_from_range

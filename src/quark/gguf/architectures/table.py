@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quark.core.registry import Registry
+from quark.core.names.registry import Registry
 from quark.errors import NotSupportedError
 from quark.gguf.architectures.architecture import (
     Architecture,

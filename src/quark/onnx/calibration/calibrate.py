@@ -23,7 +23,7 @@ from quark.base.progress import progress
 from quark.core.dtypes import DTYPES
 from quark.core.observers import Observer
 from quark.core.observers.min_max import MinMaxObserver
-from quark.core.real_rows import rows_at
+from quark.core.observers.real_rows import rows_at
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, QuarkError

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 from typing_extensions import dataclass_transform
 
 from quark.base.checked import as_dict, checked, known_keys
-from quark.core.registry import Registry
+from quark.core.names.registry import Registry
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 
 __all__ = [

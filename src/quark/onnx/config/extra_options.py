@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from quark.core.registry import Registry
+from quark.core.names.registry import Registry
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.passes import PASSES
 

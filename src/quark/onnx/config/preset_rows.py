@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT
-from quark.core.registry import Registry
+from quark.core.names.registry import Registry
 from quark.onnx.config.algo_configs import AdaQuantConfig, AdaRoundConfig, AlgoConfig
 from quark.onnx.config.enums import (
     CalibrationMethod,

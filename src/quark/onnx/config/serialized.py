@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from quark.core.patterns import Subgraph
+from quark.core.names.patterns import Subgraph
 from quark.errors import ConfigError
 from quark.onnx.config import enums as types
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from quark.core.patterns import Scope
+from quark.core.names.patterns import Scope
 from quark.core.spec import LayerSpec
 from quark.onnx.operators import ACTIVATIONS, FUSE_ACTIVATIONS
 

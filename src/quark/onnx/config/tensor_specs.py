@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from quark.base.checked import checked, known_keys, member
 from quark.core.dtypes import DTYPES
-from quark.core.registry import Registry
+from quark.core.names.registry import Registry
 from quark.errors import ConfigError
 from quark.onnx.config.enums import CalibMethod, QuantGranularity, ScaleType
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import onnx_ir as ir
 
-from quark.core.registry import Registry
+from quark.core.names.registry import Registry
 from quark.onnx.converters.biases import biases_to_int16, biases_to_int32
 from quark.onnx.converters.domains import bfloat16_to_casts, custom_to_standard, rename_custom_ops
 from quark.onnx.converters.half import (

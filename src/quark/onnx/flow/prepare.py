@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from quark.core.granularity import PerGroup
-from quark.core.patterns import Scope, require_matches
+from quark.core.names.patterns import Scope, require_matches
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.calibration.qparams import onnx_range

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from quark.core.patterns import Scope, Subgraph, matches, require_matches
+from quark.core.names.patterns import Scope, Subgraph, matches, require_matches
 from quark.errors import ConfigError, did_you_mean
 from quark.onnx.graph.edit import STANDS_FOR
 from quark.onnx.graph.model_file import SHARED_NAME
@@ -84,7 +84,7 @@ def outside(first: Iterable[str], last: Iterable[str], model: ir.Model) -> set[i
 
 
 def _pattern(scope: str) -> str:
-    """A scope as a pattern of core.patterns."""
+    """A scope as a pattern of `core/names/patterns.py`."""
     if _is_name(scope):
         return "re:" + re.escape(scope)
     return scope if scope.startswith("re:") else "re:" + scope + ("" if scope.endswith("$") else ".*")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quark.core.registry import Registry
+from quark.core.names.registry import Registry
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from quark.core.patterns import matches_any
+from quark.core.names.patterns import matches_any
 from quark.core.spec import LayerSpec, block_spec
 from quark.gguf import CHOSEN_TYPES, WeightRole
 from quark.torch.bit_budget.rules import BudgetLayers, BudgetRules

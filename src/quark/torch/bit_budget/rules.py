@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quark.core.patterns import first_match
+from quark.core.names.patterns import first_match
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec
 from quark.errors import ConfigError, NotSupportedError, ShapeError

@@ -13,12 +13,12 @@ from torch import nn
 from quark.base.profiler import ProfileStep, profile_scope
 from quark.base.progress import progress
 from quark.core.array import dtype_name
-from quark.core.block_types import BlockType
+from quark.core.blocks.block_types import BlockType
 from quark.core.checks import all_finite, check, gathered, naming, read
+from quark.core.kernels.runs import run_ranges
 from quark.core.observers import OBSERVERS
 from quark.core.observers.base import bring_to_host
 from quark.core.quantize import compute_qparams, fake_quantize, quantize_scales, range_of, second_level
-from quark.core.runs import run_ranges
 from quark.core.scales import EPS, TINY, QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, NonFiniteError

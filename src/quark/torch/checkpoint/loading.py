@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.core.block_types import BlockType
+from quark.core.blocks.block_types import BlockType
 from quark.core.granularity import PerTensor
 from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, TensorSpec

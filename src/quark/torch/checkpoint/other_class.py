@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quark.core.patterns import first_match, matches_any
+from quark.core.names.patterns import first_match, matches_any
 from quark.torch.config.config import QConfig
 from quark.torch.model.names import layers_in_model
 

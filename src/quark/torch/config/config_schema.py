@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quark.core.bounded_regex import full_match
+from quark.base.bounded_regex import full_match
 from quark.errors import ConfigError, FormatError
 
 SECTIONS = ("quantization_config", "compression_config")

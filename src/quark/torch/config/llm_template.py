@@ -14,10 +14,10 @@ from torch import nn
 
 from quark.base.checked import as_dict, as_list, snapshot
 from quark.base.log import logger
-from quark.core.block_types import BLOCK_TYPES
+from quark.core.blocks.block_types import BLOCK_TYPES
 from quark.core.granularity import HEADS
-from quark.core.registry import Registry
-from quark.core.scheme_families import suggestion
+from quark.core.names.registry import Registry
+from quark.core.names.scheme_families import suggestion
 from quark.core.schemes import OLD_SCHEMES, SCHEMES, scheme_of
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, did_you_mean

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quark.core.block_types import BlockType
+from quark.core.blocks.block_types import BlockType
 from quark.core.dtypes import DTYPES
 from quark.core.dtypes import Dtype as Row
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.base.checked import as_dict, known_keys
-from quark.core.registry import Registry
+from quark.core.names.registry import Registry
 from quark.errors import ConfigError, FormatError
 from quark.torch.config.algo_configs import (
     AlgoConfig,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from quark.core.patterns import matches
+from quark.core.names.patterns import matches
 from quark.torch.config.families import PATTERNS
 from quark.torch.diffusion.component import is_denoiser
 

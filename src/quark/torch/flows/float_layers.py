@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from quark.base.log import logger
-from quark.core.patterns import matches
+from quark.core.names.patterns import matches
 from quark.errors import NotSupportedError
 from quark.goals.float_layers import FloatLayer, float_layers
 from quark.goals.goal import RuntimeGoal

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quark.core.registry import Registry
+from quark.core.names.registry import Registry
 from quark.torch.formats.awq import AwqFormat
 from quark.torch.formats.compressed_tensors.format import CompressedTensorsFormat
 from quark.torch.formats.format import Folder, FolderFormat, Format, Stored

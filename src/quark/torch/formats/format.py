@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quark.core.granularity import HEADS, PerBlock, PerGroup
-from quark.core.patterns import matches_any
+from quark.core.names.patterns import matches_any
 from quark.core.schemes import SCHEMES, scheme_of
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError, NotSupportedError, ShapeError

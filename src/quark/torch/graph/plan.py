@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx, nn
 
-from quark.core.patterns import matches_any, require_matches
+from quark.core.names.patterns import matches_any, require_matches
 from quark.core.spec import LayerSpec
 from quark.errors import ConfigError
 from quark.torch.config.config import QConfig, QLayerConfig

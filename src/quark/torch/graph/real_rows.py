@@ -1,6 +1,6 @@
 """Masked positions count nowhere in a graph of one length either, whose batches cannot be cut.
 
-Quantizers see the rows of real positions, see `quark.core.real_rows`.
+Quantizers see the rows of real positions, see `quark.core.observers.real_rows`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from quark.core.array import NumpyArray
-from quark.core.real_rows import rows_at
+from quark.core.observers.real_rows import rows_at
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.model.calibration_data import ModelArguments, real_positions
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 
 from quark.core.granularity import PerTensor
+from quark.core.kernels.runs import codes as run_codes
+from quark.core.kernels.runs import has_live_codes, is_compiled, live_codes, ranges, rule_of
 from quark.core.rounding import RoundType
-from quark.core.runs import codes as run_codes
-from quark.core.runs import has_live_codes, is_compiled, live_codes, ranges, rule_of
 from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.torch.kernels.kernel import input_codes

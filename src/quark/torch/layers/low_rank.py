@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.core.patterns import matches_any
+from quark.core.names.patterns import matches_any
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 from quark.torch.config.algo_configs import SVDQuantConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quark.core.block_types import BLOCK_TYPES, BlockType
+from quark.core.blocks.block_types import BLOCK_TYPES, BlockType
 from quark.core.dtypes import Dtype
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ShapeError

@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
-from quark.core.real_rows import rows_at
+from quark.core.observers.real_rows import rows_at
 from quark.errors import CalibrationError
 from quark.onnx.calibration.data.inputs import Feed, Input, model_inputs
 from quark.onnx.calibration.data.readers import CalibrationDataReader, as_reader

@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from quark.base.files import atomic_file
 from quark.base.progress import progress
-from quark.core.patterns import Subgraph
+from quark.core.names.patterns import Subgraph
 from quark.core.spec import LayerSpec
 from quark.errors import ConfigError, FormatError, NothingQualifiesError, did_you_mean
 from quark.onnx.calibration.data.samples import Samples

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from quark.core.patterns import matches
+from quark.core.names.patterns import matches
 from quark.errors import ConfigError, QuarkError, StructureError, did_you_mean
 from quark.torch.config.algo_configs import RotationConfig
 from quark.torch.layers.modes import quantizers_off

@@ -34,7 +34,7 @@ from torch import nn
 from quark.base.log import logger
 from quark.base.progress import progress, status
 from quark.core.array import dtype_name
-from quark.core.block_types import BlockType
+from quark.core.blocks.block_types import BlockType
 from quark.core.dtypes import Dtype
 from quark.core.quantize import elementwise, quantize_elements
 from quark.core.rounding import step_of

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quark.core.array import dtype_name
-from quark.core.block_types import BlockType
+from quark.core.blocks.block_types import BlockType
 from quark.core.dtypes import MICRO_EXPONENT
 from quark.core.granularity import PerChannel, PerGroup
 from quark.core.quantize import blockwise, quantize_elements, quantize_scales, range_of, second_level

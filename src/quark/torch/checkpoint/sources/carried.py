@@ -17,7 +17,7 @@ from torch import nn
 
 from quark.base.log import logger
 from quark.core.checks import naming
-from quark.core.patterns import first_match, matches
+from quark.core.names.patterns import first_match, matches
 from quark.core.spec import LayerSpec
 from quark.errors import ConfigError, FormatError
 from quark.torch.calibration.calibrate import qparams_under, sharing_scales, tensor_qparams

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quark.core import block_types, dtypes
+from quark.core import dtypes
+from quark.core.blocks import block_types
 from quark.core.rounding import RoundType
 from quark.core.spec import ScaleType
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
@@ -38,7 +39,7 @@ class _Rows(EnumMeta):
 
 
 class Dtype(Enum, metaclass=_Rows):
-    """Element types: one for each row of core/dtypes.py, and the block types of core/block_types.py.
+    """Element types: one for each row of core/dtypes.py, and the block types of core/blocks/block_types.py.
 
     `fp4` is E2M1 and `fp8_e5m3` is unsigned. `mx` is an OCP MX block whose element type is `mx_element_dtype`;
     `mx4 mx6 mx9` are micro-exponent formats; `bfp16` is a block of 8 with 8-bit mantissas.

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from quark.core.granularity import Granularity, PerBlock, PerGroup, PerTensor
+from quark.core.names.registry import Registry
 from quark.core.observers import OBSERVERS
 from quark.core.quantize import effective
-from quark.core.registry import Registry
 from quark.core.scales import qparams_from_range, scale_of_magnitude
 from quark.core.spec import Learning, ScaleType, TensorSpec
 from quark.errors import ConfigError

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from quark.core.granularity import PerChannel, PerTensor
-from quark.core.patterns import matches
+from quark.core.names.patterns import matches
 from quark.core.spec import LayerSpec
 from quark.errors import NotSupportedError
 from quark.torch.formats.format import Folder

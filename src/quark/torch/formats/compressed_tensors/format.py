@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.core.patterns import matches_any
+from quark.core.names.patterns import matches_any
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError
 from quark.torch.config.config import QConfig

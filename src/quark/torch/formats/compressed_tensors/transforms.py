@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.core.patterns import matches_any
+from quark.core.names.patterns import matches_any
 from quark.core.solvers.hadamard import is_sylvester
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.config.algo_configs import OnlineRotationConfig, RotationConfig

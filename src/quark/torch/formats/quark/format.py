@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from quark.__version__ import __version__
-from quark.core.block_types import BlockType
+from quark.core.blocks.block_types import BlockType
 from quark.core.spec import LayerSpec
 from quark.errors import NotSupportedError
 from quark.torch.config.config import QConfig

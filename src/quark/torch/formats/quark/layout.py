@@ -25,6 +25,8 @@ import torch
 from quark.core.array import astype
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
+from quark.core.kernels.runs import packed_codes
+from quark.core.names.registry import Registry
 from quark.core.packing import (
     AWQ_ORDER,
     MSB_PAIRS,
@@ -37,8 +39,6 @@ from quark.core.packing import (
     unpack_int4,
 )
 from quark.core.quantize import dequantize, effective, fake_quantize
-from quark.core.registry import Registry
-from quark.core.runs import packed_codes
 from quark.core.scales import QParams, exp2, exponent, flaw
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import ShapeError

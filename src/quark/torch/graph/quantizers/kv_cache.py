@@ -16,7 +16,7 @@ from typing import cast
 from torch import fx
 
 from quark.core.granularity import HEADS
-from quark.core.patterns import first_match, require_matches
+from quark.core.names.patterns import first_match, require_matches
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
 from quark.torch.config.config import QConfig

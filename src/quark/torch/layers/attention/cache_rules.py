@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch import nn
 
 from quark.core.granularity import HEADS, PerTensor
-from quark.core.patterns import first_match, matches, matches_any, require_matches
+from quark.core.names.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.config.config import QConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from quark.core.registry import Registry
+from quark.core.names.registry import Registry
 from quark.torch.layers.base import take_over_forward
 from quark.torch.layers.replace import set_submodule
 from quark.torch.model.passes.base import Pass, Wanted

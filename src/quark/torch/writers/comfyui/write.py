@@ -19,9 +19,9 @@ import torch
 from quark.base.files import atomic_file
 from quark.base.log import logger
 from quark.base.progress import progress
-from quark.core.block_types import fitting_block_type
+from quark.core.blocks.block_types import fitting_block_type
 from quark.core.checks import naming
-from quark.core.patterns import first_match, matches_any, require_matches
+from quark.core.names.patterns import first_match, matches_any, require_matches
 from quark.core.spec import LayerSpec
 from quark.errors import NotSupportedError
 from quark.gguf import MIXES

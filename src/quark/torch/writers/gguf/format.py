@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from quark.core.block_types import BlockType, block_values
+from quark.core.blocks.block_types import BlockType, block_values
 from quark.core.quantize import fake_quantize
 from quark.core.scales import QParams, exp2
 from quark.core.spec import LayerSpec, TensorSpec

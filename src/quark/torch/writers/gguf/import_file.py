@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from quark.core.block_types import BLOCK_TYPES
+from quark.core.blocks.block_types import BLOCK_TYPES
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.core.spec import spec as make_spec
 from quark.errors import FormatError, NonFiniteError

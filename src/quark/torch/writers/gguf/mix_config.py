@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from quark.base.log import logger
-from quark.core.block_types import fitting_block_type
+from quark.core.blocks.block_types import fitting_block_type
 from quark.core.spec import LayerSpec, TensorSpec, block_spec
 from quark.errors import ConfigError, did_you_mean
 from quark.gguf.architectures.table import architecture_of

@@ -23,7 +23,7 @@ import onnx_ir as ir
 import torch
 
 from quark.core.array import NumpyArray, to_numpy
-from quark.core.block_types import BlockType
+from quark.core.blocks.block_types import BlockType
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
 from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.packing import decode, encode

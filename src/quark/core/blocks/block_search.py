@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quark.core.array import Array, astype, like, namespace, row_chunks
-from quark.core.block_types import BlockType, block_codes, block_values
+from quark.core.blocks.block_types import BlockType, block_codes, block_values
 from quark.core.dtypes import DTYPES
 from quark.core.rounding import round_to
 

@@ -21,7 +21,7 @@ from typing import Any
 from quark.base import native
 from quark.base.log import logger
 from quark.core.array import Array, dtype_name, is_torch, namespace
-from quark.core.block_types import BlockType
+from quark.core.blocks.block_types import BlockType
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.packing import SEQUENTIAL
 from quark.core.rounding import RoundType

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
-from quark.core.scheme_families import suggestion
+from quark.core.names.scheme_families import suggestion
 from quark.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quark.core import bounded_regex
-from quark.core.bounded_regex import full_match
-from quark.core.patterns import matches
+from quark.base import bounded_regex
+from quark.base.bounded_regex import full_match
+from quark.core.names.patterns import matches
 from quark.errors import ConfigError
 
 BOMBS = [

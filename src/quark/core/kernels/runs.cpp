@@ -10,7 +10,7 @@
 
 #include "native.h"
 
-// What a code is; core/runs.py fills it in.
+// What a code is; core/kernels/runs.py fills it in.
 struct CodeRule {
     float low, high;         // the range of the type
     float shift;             // taken from integer codes

@@ -10,7 +10,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from quark.core.bounded_regex import full_match
+from quark.base.bounded_regex import full_match
 from quark.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ import numpy as np
 
 from quark.core.array import Array, NumpyArray, astype, like, namespace
 from quark.core.dtypes import Dtype
-from quark.core.registry import Registry
+from quark.core.names.registry import Registry
 
 
 @dataclass(frozen=True)

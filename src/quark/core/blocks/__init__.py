@@ -1,0 +1,1 @@
+"""Block types: rows of codes that hold their own scales, and the search for these."""

@@ -1,0 +1,1 @@
+"""Names that people give: of entries, of layers by patterns, of families of schemes."""
