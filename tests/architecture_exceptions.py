@@ -7,9 +7,6 @@ LISTS = {
     "core/observers": "an observer each",
     "onnx/passes": "a pass each",
 }
-FULL_FOLDERS = {
-    "torch": "the rooms of the flowand its files",
-}
 
 # Names that are documented for both flows, where each has its own meaning: `quark.torch.X` and `quark.onnx.X`.
 IN_BOTH_FLOWS = (
@@ -26,8 +23,3 @@ SEVERAL_MEANINGS = {
 NAMED_OTHERWISE = {
     "cli.py": "the entry point of a program is looked for under this name",
 }
-
-# Habits that a file breaks where clarity costs more, with the reason.
-LONG_FILES: dict[str, str] = {}
-COMPLEX_FUNCTIONS: dict[str, str] = {}
-"""None is left, and none is to be added."""

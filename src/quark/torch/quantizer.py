@@ -25,6 +25,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.config.tensor.enums import QuantFlow, QuantizationMode
 from quark.torch.flows.file2file import quantize_files
+from quark.torch.flows.replaced import attention_quantized, prepared, replaced
 from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.graph.quantize import freeze_graph, quantize_graph
 from quark.torch.kernels.native import RuntimeOptions, check_runtime_options, enable_native_inference
@@ -38,7 +39,6 @@ from quark.torch.model.names import is_transformers_model
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.tied_weights import overlapping
 from quark.torch.plan import make_plan
-from quark.torch.replace import attention_quantized, prepared, replaced
 
 if TYPE_CHECKING:
     from quark.torch.algorithms import Algorithm

@@ -31,12 +31,12 @@ from quark.torch.config.algo_configs import (
 )
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
+from quark.torch.flows.replaced import replaced
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.batches import evaluating
 from quark.torch.model.blocks import find_blocks, record_calls
 from quark.torch.plan import make_plan
-from quark.torch.replace import replaced
 from tests.models.families import family
 from tests.models.torch_zoo import mlp, tiny_llama, token_batches
 

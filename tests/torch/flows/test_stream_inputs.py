@@ -17,8 +17,8 @@ from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.flows.checkpoint_job import CheckpointJob
 from quark.torch.flows.from_disk import FromDisk
+from quark.torch.flows.replaced import replaced
 from quark.torch.model.meta_model import fill_buffers
-from quark.torch.replace import replaced
 from tests.models.doors import HYBRID, float_folder
 from tests.models.families import MOE
 

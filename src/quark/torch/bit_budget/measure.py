@@ -31,6 +31,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate, default_exclusions
 from quark.torch.flows.checkpoint_job import CheckpointJob
 from quark.torch.flows.from_disk import FromDisk
+from quark.torch.flows.replaced import prepared
 from quark.torch.flows.resume import fingerprint_of_data, fingerprint_of_files, in_use
 from quark.torch.model.blocks.offloading import onloaded
 from quark.torch.model.calibration_data import calibration_data
@@ -38,7 +39,6 @@ from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import fill_buffers
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.plan import Plan, make_plan
-from quark.torch.replace import prepared
 
 _TO_5_BITS = ("int3_wo_128", "uint4_wo_128", "uint4_wo_64", "uint4_wo_32")
 RULES: dict[str, Callable[[], BudgetRules]] = {

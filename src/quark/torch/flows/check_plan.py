@@ -21,13 +21,13 @@ from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.config.config import QConfig
 from quark.torch.config.selectors import output_head
+from quark.torch.flows.replaced import replaced
 from quark.torch.formats import FORMATS, Folder, FolderFormat, Format
 from quark.torch.formats.fused_groups import EXPERTS, FusedGroup, fused_groups
 from quark.torch.formats.readers import TRANSFORMERS, check_readers
 from quark.torch.model.names import layers_published
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.plan import Plan
-from quark.torch.replace import replaced
 from quark.torch.writers.gguf.format import GgufFormat
 from quark.torch.writers.gguf.further_tokens import check_further
 

@@ -33,12 +33,12 @@ from quark.torch.checkpoint.sources.origins import Origin
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob, Contents
+from quark.torch.flows.replaced import replaced
 from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.formats.layout import Tensors
 from quark.torch.formats.quark.layout import QuarkLayout
 from quark.torch.layers import QuantLayer
 from quark.torch.plan import Plan
-from quark.torch.replace import replaced
 from quark.torch.writers.safetensors import write_attachments
 
 

@@ -36,13 +36,13 @@ from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob
 from quark.torch.flows.per_block import observed_tensors, quantize_blocks, refuse_whole
 from quark.torch.flows.preflight import estimate, preflight
+from quark.torch.flows.replaced import attention_quantized, replaced
 from quark.torch.flows.resume import Manifest, fingerprint_of_data, fingerprint_of_files, in_use
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention.probabilities import forget_ranges
 from quark.torch.model.blocks import find_blocks
 from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.meta_model import fill_buffers
-from quark.torch.replace import attention_quantized, replaced
 from quark.torch.writers.safetensors import write_attachments
 
 HOW_IT_RAN = ("shared_scale_groups", "sync_moe_expert_input_amax", "calibrate_all_experts")
