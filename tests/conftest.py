@@ -46,6 +46,7 @@ EVERYDAY = (
     "test_docs.py::test_snippets_and_commands_run_as_printed[README.md]",
     "test_docs.py::test_snippets_and_commands_run_as_printed[docs/index.md]",
     "test_one_call.py::test_a_family_is_the_scheme_of_the_goal",
+    "jobs/test_pipelines.py::test_diffusers_runs_a_pipeline_of_which_some_components_are_quantized",
     "kill/test_kill.py::test_kills_leave_nothing_behind",
     "torch/algorithms/test_output_scores.py::test_held_out_divergence_falls[qronos int3]",
     "torch/calibration/test_distributed.py::test_a_rank_that_ends_is_named_by_the_others_and_nothing_stays[killed-0]",

@@ -103,7 +103,7 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
     if twice:
         raise ConfigError(f"{', '.join(twice)}: said twice. Possible: data= for calib, overwrite= for force.")
     _refuse_of_command("quantize", options)
-    said["goal"] = said["goal"] or ("onnxruntime" if is_onnx(model) else IN_MEMORY)
+    said["goal"] = said["goal"] or _usual_goal(model)
     if data is not None and not is_onnx(model):
         raise ConfigError(
             f"data of a folder are a path, got {type(data).__name__}. Possible: the path of a text, a folder or an "
@@ -213,6 +213,14 @@ def _refuse_of_command(command: str, options: Mapping[str, Any]) -> None:
     """Raise ConfigError for options that say what a command writes beside its output."""
     if printed := sorted({*options} & {*OF_THE_COMMAND}):
         raise ConfigError(f"{', '.join(printed)}: written by the command alone. Possible: `quark {command}`.")
+
+
+def _usual_goal(model: Path) -> str:
+    """The goal of a path where none is said."""
+    from quark.jobs.denoisers import holds_denoiser
+    from quark.jobs.request import is_onnx
+
+    return "onnxruntime" if is_onnx(model) else "diffusers" if holds_denoiser(model) else IN_MEMORY
 
 
 @contextmanager

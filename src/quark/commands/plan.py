@@ -16,12 +16,12 @@ from quark.commands.options.of_request import option_for, said_on, takes
 from quark.commands.results.goals import choice_rows, serve_line
 from quark.errors import UsageError
 from quark.jobs import FileJob, FolderJob, request_of, resolve
-from quark.jobs.request import is_adapter, is_onnx
+from quark.jobs.request import is_adapter, is_onnx, is_pipeline
 from quark.jobs.words import usage
 
 PLANNED = (
-    "goal", "effort", "calib", "samples", "exclude", "log_file", "length", "packing", "seed", "scheme", "bits", "size",
-    "candidates", "sensitivity", "layer", "device",
+    "goal", "effort", "component", "calib", "samples", "exclude", "log_file", "length", "packing", "seed", "scheme",
+    "bits", "size", "candidates", "sensitivity", "layer", "device",
 )  # fmt: skip
 """The options of a request that say what would be done."""
 MODEL_HELP = "Folder of a Hugging Face model (config.json is enough), or an ONNX file."
@@ -99,6 +99,7 @@ def _plan_folder(job: FolderJob) -> None:
     from quark.jobs.denoisers import is_for_comfyui
     from quark.jobs.folders.bit_budget import choose_for_budget
     from quark.jobs.folders.models import inputs_of, load_meta_model
+    from quark.jobs.run_folder import parts_of
     from quark.torch.checkpoint.sources.carried import carried_beside
     from quark.torch.checkpoint.stored_types import source_folder
     from quark.torch.flows.check_plan import check_plan
@@ -106,6 +107,11 @@ def _plan_folder(job: FolderJob) -> None:
 
     if is_for_comfyui(job):
         _plan_denoiser(job)
+        return
+    if is_pipeline(job.request.model):
+        for name, part in parts_of(job).items():
+            results().print(f"{name}:", highlight=False)
+            _plan_folder(part)
         return
     if is_adapter(job.request.model):
         from quark.torch.flows.adapters import base_of

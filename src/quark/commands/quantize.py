@@ -83,7 +83,11 @@ def _folder(job: FolderJob) -> tuple[GoalChoice | None, Path]:
 
     request, console = job.request, results()
     made = run_folder(job, lambda table, choice: console.print(choice_table(table, choice)))
-    title = made.configured.title
+    for name, part in made.parts.items():
+        console.print(
+            f"{name}: {size_line(part.configured.title, part.before, part.after, part.seconds)}", highlight=False
+        )
+    title = "all" if made.parts else made.configured.title
     console.print(size_line(title, made.before, made.after, made.seconds), highlight=False)
     # An ONNX file is compared with another one, which there is not; a denoiser reads no text; an adapter is no model.
     if job.form not in (ONNX, COMFYUI) and not holds_denoiser(request.model) and not is_adapter(request.model):

@@ -100,6 +100,11 @@ class GoalChoice:
             return self
         return replace(self, serve=self.serve.removesuffix(self.goal.folder.serve_options.get(self.form, "")))
 
+    def of_pipeline(self) -> GoalChoice:
+        """The choice with the command that runs a whole pipeline, where its program has another one for that."""
+        offer = self.goal.folder
+        return replace(self, serve=offer.serve_pipeline or self.serve) if offer is not None else self
+
     def command(self, output: str) -> str:
         """The command that runs the result.
 

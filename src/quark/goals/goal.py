@@ -19,6 +19,7 @@ class GoalDefaults:
         why: The reason for the default, a clause.
         serve: The command that runs the result; `{out}` is its path.
         serve_options: Form -> words that the command needs behind it, to run in float16.
+        serve_pipeline: The command that runs a pipeline of several models, where it is another.
         without_data: The same as `default` where there are no calibration data; None: the same.
         mixed: Form and schemes of a budget, in which layers differ; no schemes: what the form chooses from by itself.
             None: the program takes one scheme for all layers, or no other was tried.
@@ -35,6 +36,7 @@ class GoalDefaults:
     serve: str
     target: str | None = None
     serve_options: Mapping[str, str] = field(default_factory=dict)
+    serve_pipeline: str = ""
     targets: tuple[str, ...] = ()
 
     def serve_as(self, form: str) -> str:

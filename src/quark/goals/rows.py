@@ -72,6 +72,8 @@ GOALS.register("diffusers", RuntimeGoal(
         {4: ("quark", "uint4_wo_128"), 8: ("quark", "int8_wo"), 16: ("quark", "bfloat16")},
         "8-bit weights, which need no data: a denoiser runs its layers once a step, and errors add up",
         "python -c \"import sys, quark, diffusers as d; print(d.AutoModel.from_pretrained(sys.argv[1]).dtype)\" {out}",
+        serve_pipeline="python -c \"import sys, quark, diffusers as d; "
+        "print(d.DiffusionPipeline.from_pretrained(sys.argv[1]))\" {out}",
     ),
     extra=("diffusers",),
     networks=True,

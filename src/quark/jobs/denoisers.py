@@ -16,7 +16,7 @@ from quark.base.files import check_apart, check_file
 from quark.errors import ConfigError, FormatError, NotSupportedError, OutputError
 from quark.jobs.folders.schemes import layer_rules
 from quark.jobs.options import flag_of
-from quark.jobs.request import FolderRequest, options_of
+from quark.jobs.request import FolderRequest, is_pipeline, options_of
 from quark.jobs.resolve import FolderJob
 from quark.jobs.words import COMFYUI, GGUF
 
@@ -26,7 +26,7 @@ TAKEN = frozenset({
 })  # fmt: skip
 """What may be said of a denoiser."""
 SUFFIXES = {COMFYUI: ".safetensors", GGUF: ".gguf"}
-CLASS, PIPELINE = "_class_name", "model_index.json"
+CLASS = "_class_name"
 
 
 def is_denoiser_file(path: Path) -> bool:
@@ -36,7 +36,7 @@ def is_denoiser_file(path: Path) -> bool:
 
 def holds_denoiser(path: Path) -> bool:
     """Whether a path is a safetensors file, or a folder of diffusers: of a model, or of a pipeline."""
-    if is_denoiser_file(path) or (path / PIPELINE).is_file():
+    if is_denoiser_file(path) or is_pipeline(path):
         return True
     try:
         found = json.loads((path / "config.json").read_text(encoding="utf-8"))

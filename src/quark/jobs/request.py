@@ -117,6 +117,12 @@ class FolderRequest(JobRequest):
         None, "File of what each layer loses: written, or read for another --bits or --size.", "--sensitivity"
     )
     layer: tuple[str, ...] | None = option(None, "PATTERN=SCHEME for some layers; repeatable.", key="layers")
+    component: tuple[str, ...] | None = option(
+        None,
+        "Of a pipeline of diffusers: NAME in place of what it calls once a step, or NAME=SCHEME beside that, as in "
+        "text_encoder=int8_wo; repeatable.",
+        key="components",
+    )
     imatrix: Path | None = option(None, "Importance matrix of llama.cpp, which weighs the errors of a GGUF mix.")
     save_imatrix: Path | None = option(
         None, "Write the importance matrix of --calib: NAME.gguf, or the older NAME.dat.", key="output.save_imatrix",
@@ -214,6 +220,15 @@ QUANTIZE: Kinds[FolderRequest, FileRequest] = (FolderRequest, FileRequest)
 def is_adapter(model: Path) -> bool:
     """Whether a folder is an adapter of PEFT, which has the weights of no whole model."""
     return (model / "adapter_config.json").is_file() and not (model / "config.json").is_file()
+
+
+PIPELINE = "model_index.json"
+"""Of a folder: that it is a pipeline of diffusers, whose components are folders in it."""
+
+
+def is_pipeline(folder: Path) -> bool:
+    """Whether a folder is that of a pipeline of diffusers."""
+    return (folder / PIPELINE).is_file()
 
 
 def is_onnx(model: Path) -> bool:

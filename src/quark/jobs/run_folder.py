@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quark.base.files import atomic_folder, check_apart, check_folder
+from quark.base.log import logger
 from quark.errors import ConfigError
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs.configure_folder import Configured, configure, warn_of_servers
@@ -18,8 +20,10 @@ from quark.jobs.folders.calibration import Calibration
 from quark.jobs.folders.export import Export
 from quark.jobs.folders.flows import write_folder
 from quark.jobs.folders.imatrix import Imatrices
+from quark.jobs.folders.pipeline import copy_rest, requests_of
+from quark.jobs.processes import refuse_processes
 from quark.jobs.recipes.recipe import RECIPE, Recipe
-from quark.jobs.request import FolderRequest, is_adapter
+from quark.jobs.request import FolderRequest, is_adapter, is_pipeline
 from quark.jobs.resolve import FolderJob
 
 if TYPE_CHECKING:
@@ -38,6 +42,7 @@ class FolderResult:
         budget: What a budget chose, and the table behind it; None without one.
         errors: The `quant_errors` of a model in memory.
         recipe: What makes it again.
+        parts: Of a pipeline: component -> what was made of it.
     """
 
     made: Path
@@ -48,6 +53,7 @@ class FolderResult:
     budget: tuple[SensitivityTable, BudgetChoice] | None
     errors: list[Any]
     recipe: Recipe
+    parts: Mapping[str, FolderResult] = field(default_factory=dict)
 
 
 def run_folder(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] | None = None) -> FolderResult:
@@ -63,6 +69,8 @@ def run_folder(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], 
     # The flows import torch: when they run, so that --help is instant.
     if is_for_comfyui(job):
         return _for_comfyui(job)
+    if is_pipeline(job.request.model):
+        return _pipeline(job, show)
     if not is_adapter(job.request.model):
         return _run(job, show, job.request.model)
     from quark.torch.flows.adapters import base_of, merged
@@ -114,6 +122,39 @@ def _for_comfyui(job: FolderJob) -> FolderResult:
     configured = Configured(job, job.choice, made.scheme, None, (), None, Calibration())
     seconds, size = time.perf_counter() - start, made.file.stat().st_size
     return FolderResult(made.file, made.source.bytes, size, seconds, configured, None, [], Recipe.of(request, {}))
+
+
+def _pipeline(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] | None) -> FolderResult:
+    """As `run_folder`, of the components of a pipeline, one after another; the others are copied."""
+    refuse_processes("A pipeline of several models")
+    start, request, output = time.perf_counter(), job.request, Path(job.request.output)
+    check_apart(output, request.model, whole=True)
+    check_apart(output, request.calib)
+    check_folder(output, request.force)
+    parts = parts_of(job)
+    for part in parts.values():  # all are refused before the first is made
+        export_of(part).check(part.request.model, configure(part).schemes)
+    recipe = Recipe.of(request)
+    made: dict[str, FolderResult] = {}
+    with atomic_folder(output, request.force) as folder:
+        copy_rest(request.model, folder, [*parts])
+        for name, part in parts.items():
+            logger.info("Component %s:", name)
+            made[name] = run_folder(replace(part, request=replace(part.request, output=str(folder / name))), show)
+        (folder / RECIPE).write_text(recipe.text(in_folder=True), encoding="utf-8")
+    first = next(iter(made.values()))
+    choice = None if job.choice is None else job.choice.of_pipeline()
+    configured, sizes = replace(first.configured, choice=choice), [(each.before, each.after) for each in made.values()]
+    before, after = (sum(column) for column in zip(*sizes, strict=True))
+    return FolderResult(output, before, after, time.perf_counter() - start, configured, None, [], recipe, made)
+
+
+def parts_of(job: FolderJob) -> dict[str, FolderJob]:
+    """The job of each component of a pipeline that is quantized. Raises ConfigError as `requests_of` does."""
+    return {
+        name: FolderJob(request, None if request.goal is None else job.choice, job.form)
+        for name, request in requests_of(job.request).items()
+    }
 
 
 def export_of(job: FolderJob) -> Export:

@@ -20,7 +20,7 @@ from quark.base.files import atomic_file, check_apart, check_file, digest_of, re
 from quark.base.yaml_objects import write_yaml
 from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.jobs.options import key_of, option_of
-from quark.jobs.request import QUANTIZE, JobRequest, Kinds, options_of
+from quark.jobs.request import QUANTIZE, JobRequest, Kinds, is_pipeline, options_of
 from quark.jobs.words import split_algorithm
 
 RECIPE = "quark_recipe.yaml"
@@ -96,7 +96,8 @@ def model_digest(model: Path) -> str:
     if model.is_file():
         files = [model, *(model.with_name(model.name + end) for end in (".data", "_data"))]
     else:
-        files = [path for path in sorted(model.iterdir()) if path.suffix in WEIGHTS]
+        parts = [path.parent for path in sorted(model.glob("*/config.json"))] if is_pipeline(model) else []
+        files = [path for folder in (model, *parts) for path in sorted(folder.iterdir()) if path.suffix in WEIGHTS]
     return _of_lines(f"{file.name} {digest_of(file)}" for file in files if file.is_file())
 
 

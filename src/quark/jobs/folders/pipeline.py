@@ -1,0 +1,148 @@
+"""A pipeline of diffusers: model_index.json names its components, each a folder beside it. Some become quantized ones.
+
+model_index.json    {"_class_name": ..., "transformer": ["diffusers", "SD3Transformer2DModel"], ...}
+transformer/        quantized, as a folder of a network alone is
+text_encoder/       a folder of transformers: quantized where it is asked for, else copied
+vae/ scheduler/ ... copied, byte by byte
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from quark.base.json_objects import plain_json
+from quark.base.memory_and_disk import check_disk
+from quark.errors import ConfigError, FormatError, did_you_mean, one_line
+from quark.jobs.request import PIPELINE, FolderRequest
+from quark.jobs.words import check_words
+
+OF_ONE = ("report", "save_imatrix", "imatrix", "sensitivity", "size")
+"""Options that say something of one model."""
+OF_DENOISERS = frozenset({
+    "goal", "effort", "calib", "samples", "exclude", "algorithm", "length", "packing", "seed", "synthetic", "bits",
+    "candidates", "layer", "kv_cache", "attention", "calibrate_all_experts", "stream",
+})  # fmt: skip
+"""Options that a component with a scheme of its own does not get."""
+BESIDE = 64 << 20
+"""Most bytes of a file beside model_index.json that is copied: whole models in one file are not read from there."""
+
+
+def components(folder: Path) -> list[str]:
+    """The components of a pipeline that have folders. Raises FormatError for a model_index.json that is none."""
+    path = folder / PIPELINE
+    try:
+        stored = plain_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not JSON: {one_line(error)}.") from None
+    if not isinstance(stored, dict):
+        raise FormatError(f"{path} is no object of components.")
+    named = [name for name, value in stored.items() if isinstance(value, list) and not name.startswith("_")]
+    return [name for name in named if Path(name).name == name and (folder / name).is_dir()]
+
+
+def denoisers(folder: Path) -> list[str]:
+    """The components that a pipeline calls once a step. Raises FormatError where a class of theirs is not known."""
+    from quark.torch.diffusion.component import CLASS, is_component, is_denoiser, network_class
+    from quark.torch.model.model_folder import read_config
+
+    found = []
+    for name in components(folder):
+        if not (folder / name / "config.json").is_file():
+            continue  # a tokenizer, a scheduler
+        config = read_config(folder / name)
+        if is_component(config) and is_denoiser(network_class(folder / name / "config.json", config[CLASS])):
+            found.append(name)
+    return found
+
+
+def requests_of(request: FolderRequest) -> dict[str, FolderRequest]:
+    """What is asked for of each component that is quantized: a request of its own, for the folder of its name.
+
+    Raises:
+        ConfigError: There is no such component, it gets no scheme, or an option does not apply to a pipeline.
+    """
+    _refuse_of_one(request)
+    there, asked = components(request.model), [item.partition("=") for item in request.component or ()]
+    for name, _, _ in asked:
+        if name not in there:
+            raise ConfigError(f"--component {name}: {request.model} has no such folder. {did_you_mean(name, there)}")
+    whole = [name for name, equal, _ in asked if not equal] or denoisers(request.model)
+    own = {name: scheme for name, equal, scheme in asked if equal}
+    if not whole:
+        raise ConfigError(
+            f"{request.model} has no component that takes a timestep. Possible: --component, of {', '.join(there)}."
+        )
+    _check_schemes(own)
+    part = replace(request, component=None, said=request.said - {"component"})
+    return {
+        name: replace(
+            _without(part, OF_DENOISERS) if name in own else part,
+            model=request.model / name,
+            output=str(Path(request.output) / name),
+            **({"scheme": own[name]} if name in own else {"calib": _data_of(request.calib, name)}),
+        )
+        for name in dict.fromkeys((*whole, *own))
+    }
+
+
+def _refuse_of_one(request: FolderRequest) -> None:
+    """Raise ConfigError for an option that is of one model."""
+    for name in OF_ONE:
+        if name in request.said:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is of one model, and {request.model} is a pipeline. Possible: the "
+                "folder of a component."
+            )
+
+
+def _check_schemes(own: dict[str, str]) -> None:
+    """Raise ConfigError for a scheme that there is not, or that needs data, of a component that is no denoiser."""
+    from quark.core.schemes import scheme_of
+
+    check_words(own.values())
+    for name, scheme in own.items():
+        if scheme_of(scheme).needs_data:
+            raise ConfigError(
+                f"--component {name}={scheme}: its static activation scales need data of {name}. Possible: a scheme of "
+                f"weights alone or with dynamic activations, such as int8_wo; or `quark quantize` of the folder {name}."
+            )
+
+
+def _without(request: FolderRequest, names: Collection[str]) -> FolderRequest:
+    """A request without what is said of some fields, and without a scheme."""
+    defaults = FolderRequest(model=request.model)
+    return replace(request, said=request.said - {*names}, **{name: getattr(defaults, name) for name in names})
+
+
+def _data_of(calib: Path | None, name: str) -> Path | None:
+    """The recorded steps of a component: those in the folder of its name, where the data have such folders."""
+    inside = None if calib is None else calib / name
+    return inside if inside is not None and inside.is_dir() else calib
+
+
+def copy_rest(folder: Path, output: Path, made: Sequence[str]) -> None:
+    """Copy what is not quantized: the other components, model_index.json, and small files beside it.
+
+    Raises FormatError for a link that leads out of the folder, and OutputError where the disk is too small.
+    """
+    files = list(_rest(folder, made))
+    check_disk(output, sum(file.stat().st_size for file in files))
+    for file in files:
+        target = output / file.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+
+
+def _rest(folder: Path, made: Sequence[str]) -> Iterator[Path]:
+    from quark.torch.model.folder_files import file_of
+
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and path.stat().st_size <= BESIDE:
+            yield file_of(folder, path.name)
+    for name in components(folder):
+        if name not in made:
+            inside = sorted(path for path in (folder / name).rglob("*") if not path.is_dir())
+            yield from (file_of(folder, path.relative_to(folder).as_posix()) for path in inside)

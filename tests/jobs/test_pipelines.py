@@ -1,0 +1,119 @@
+"""`quark.quantize` of a pipeline of diffusers: what is quantized, copied, and refused; diffusers runs the result."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quark
+from quark.errors import ConfigError, QuarkError
+from quark.torch import LLMTemplate, ModelQuantizer
+from tests.commands.program import quark as program
+from tests.models.denoisers import denoiser
+
+ABSENT = dict.fromkeys(("tokenizer", "tokenizer_2", "tokenizer_3", "image_encoder", "feature_extractor"))
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Stable Diffusion 3 without tokenizers."""
+    import diffusers
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+
+    torch.manual_seed(0)
+    clip = CLIPTextModelWithProjection(
+        CLIPTextConfig(hidden_size=32, intermediate_size=37, num_hidden_layers=1, num_attention_heads=4, vocab_size=99)
+    )
+    t5 = T5EncoderModel(T5Config(d_model=32, d_ff=37, d_kv=8, num_heads=4, num_layers=1, vocab_size=99))
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(4,), latent_channels=4, norm_num_groups=1, shift_factor=0.06, use_quant_conv=False,
+        use_post_quant_conv=False,
+    )  # fmt: skip
+    made = diffusers.StableDiffusion3Pipeline(
+        transformer=denoiser("sd3"), text_encoder=clip, text_encoder_2=clip, text_encoder_3=t5, vae=vae,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), tokenizer=None, tokenizer_2=None, tokenizer_3=None,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("pipeline") / "sd3"
+    made.save_pretrained(folder)
+    return folder
+
+
+def images(pipe: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    words, pooled = torch.randn(1, 7, 32, generator=generator), torch.randn(1, 64, generator=generator)
+    pipe.set_progress_bar_config(disable=True)
+    made = pipe(
+        prompt_embeds=words, pooled_prompt_embeds=pooled, negative_prompt_embeds=-words,
+        negative_pooled_prompt_embeds=-pooled, num_inference_steps=2, height=32, width=32, output_type="latent",
+        generator=generator,
+    )  # fmt: skip
+    return made.images  # type: ignore[no-any-return]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_diffusers_runs_a_pipeline_of_which_some_components_are_quantized(pipeline: Path, tmp_path: Path) -> None:
+    import diffusers
+
+    out = quark.quantize(pipeline, output=tmp_path / "out", component=("text_encoder_3=int8_wo",))
+    loaded = diffusers.DiffusionPipeline.from_pretrained(out, **ABSENT)
+    expected = diffusers.DiffusionPipeline.from_pretrained(pipeline, **ABSENT)
+    plain = images(expected)
+    quantizer = ModelQuantizer(LLMTemplate.get("auto").get_config("int8_wo"))
+    expected.transformer = quantizer.freeze(quantizer.quantize_model(expected.transformer))
+    assert torch.equal(images(loaded), images(expected)) and not torch.equal(images(loaded), plain)
+    assert loaded.text_encoder_3.quark_quantized and not hasattr(loaded.text_encoder, "quark_quantized")
+    before, after = files_of(pipeline), files_of(out)
+    untouched = [name for name in before if not name.startswith(("transformer/", "text_encoder_3/"))]
+    assert all(after[name] == before[name] for name in untouched) and "vae/config.json" in untouched
+    loaded.save_pretrained(tmp_path / "again")
+    again = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "again", **ABSENT)
+    assert torch.equal(images(again), images(loaded))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"component": ("unet",)}, "no such folder. Possible: 'scheduler'"),
+        ({"component": ("text_encoder=int8",)}, "static activation scales need data"),
+        ({"component": ("text_encoder=int9",)}, "Unknown scheme 'int9'"),
+        ({"goal": "vllm"}, "vLLM does not load by itself. Possible: goal diffusers, comfyui"),
+        ({"goal": None, "scheme": "int8_wo", "imatrix": "x.dat"}, "imatrix is of one model"),
+        ({"scheme": "int8"}, "record_steps recorded"),
+        ({"algorithm": "gptq"}, "record_steps recorded"),
+        ({"export_format": "awq"}, "Nobody has tried int8_wo as awq in diffusers"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_is_made(
+    pipeline: Path, tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(QuarkError) as refused:
+        quark.quantize(pipeline, output=tmp_path / "out", **options)
+    assert said in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pipeline_without_a_denoiser_asks_for_a_component(pipeline: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(pipeline, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({k: v for k, v in index.items() if k != "transformer"}))
+    with pytest.raises(ConfigError, match=r"no component that takes a timestep. Possible: component, of .*vae"):
+        quark.quantize(folder, output=tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_recipe_makes_a_pipeline_again(pipeline: Path, tmp_path: Path) -> None:
+    made = program("quantize", pipeline, "--for", "diffusers", "--bits", 4, "-o", tmp_path / "a")
+    assert made.code == 0 and "transformer: uint4_wo_32" in made.out, made
+    again = program("run", tmp_path / "a" / "quark_recipe.yaml", "-o", tmp_path / "b")
+    assert again.code == 0, again
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
