@@ -111,7 +111,7 @@ class History:
         FormatError: It is no file of trials.
     """
 
-    def __init__(self, path: Path | None, study: str, identity: str, resume: bool) -> None:
+    def __init__(self, path: Path | None = None, study: str = "", identity: str = "", resume: bool = False) -> None:
         self._path, self._head = path, {"study": study, "identity": identity}
         self.trials: list[tuple[dict[str, Any], float]] = []
         if path is None or not resume or not path.exists():
@@ -143,11 +143,6 @@ class History:
         trials = [{"params": params, "score": value} for params, value in self.trials]
         with atomic_file(self._path) as temporary:
             temporary.write_text(json.dumps({**self._head, "trials": trials}, default=repr, indent=1), "utf-8")
-
-    def best(self) -> tuple[dict[str, Any], float] | None:
-        """The trial with the least score; None where none succeeded."""
-        finite = [trial for trial in self.trials if math.isfinite(trial[1])]
-        return min(finite, key=lambda trial: trial[1]) if finite else None
 
 
 @contextmanager

@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from quark.base.log import logger
-from quark.errors import ConfigError, NotSupportedError, QuarkError, did_you_mean, one_line
+from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.config.config import Config
 from quark.onnx.config.enums import CalibrationMethod, LayerWiseMethod, PowerOfTwoMethod, QuantType
 from quark.onnx.search.auto_search.qconfig_mapping import JOINT, joint
 from quark.onnx.search.auto_search.search_space import SAMPLERS, SEED, SearchSpace
 from quark.onnx.search.auto_search.search_space import Config as Choice
-from quark.onnx.search.auto_search.trials import SearchTrials
+from quark.onnx.search.auto_search.trials import SearchTrials, Study
 from quark.onnx.search.evaluator import MEANS, distance
-from quark.onnx.search.history import TimeBudget, logged_to, text_of
+from quark.onnx.search.history import History, TimeBudget, logged_to, text_of
 
 ALGORITHMS = ("grid_search", "random")
 CONDITIONS = ("find_n_candidates", "find_best_candidate", "iteration_limit", "time_limit")
+WORDS = ("Search: config %d fails: %s", "Search: config %d differs by %.6g: %s.")
 NONE = -1
 """A stop condition that does not count."""
 
@@ -149,7 +150,6 @@ class AutoSearch:
         self.all_configs = self.build_all_configs(self.auto_search_config.search_space)
         self.candidates: list[dict[str, Any]] = []
         self.searched_space: dict[int, float] = {}
-        self._error: QuarkError | None = None
 
     def _check(self) -> None:
         wanted = self.auto_search_config
@@ -187,7 +187,7 @@ class AutoSearch:
             folder.mkdir(parents=True, exist_ok=True)
         with logged_to(Path(wanted.search_log_path)):
             evaluator = wanted.search_evaluator
-            self._trials = SearchTrials(
+            trials = SearchTrials(
                 self.model_input,
                 self.calibration_data_reader,
                 _items(self.eval_dataloader),
@@ -195,7 +195,9 @@ class AutoSearch:
                 evaluator,
                 wanted.search_cache_dir,
             )
-            self.candidates, self.searched_space, self._error = [], {}, None
+            output = Path(wanted.search_output_dir)
+            self._study = Study(trials, History(), self._config, lambda number: output / f"iter_{number}.onnx", WORDS)
+            self.candidates, self.searched_space = [], {}
             if wanted.two_stage_search:
                 return [self._two_stages()]
             if wanted.advanced_fastft_search:
@@ -259,26 +261,17 @@ class AutoSearch:
         return dict(min(tried, key=lambda trial: trial[1])[0]["FastFinetune"])
 
     def _best(self, choices: Sequence[Choice]) -> Choice:
-        scores = [self._try(choice) for choice in choices]
-        self._require_one()
-        return copy.deepcopy(choices[min(range(len(scores)), key=scores.__getitem__)])
+        return self._study.chosen(choices, [self._try(choice) for choice in choices])
 
     def _require_one(self) -> None:
-        if self._error is not None and not any(map(math.isfinite, self.searched_space.values())):
-            raise self._error
+        if self._study.error is not None and not any(map(math.isfinite, self.searched_space.values())):
+            raise self._study.error
 
     def _try(self, choice: Choice) -> float:
         """Quantize and judge; the model stays where it is a candidate. inf where the config cannot be met."""
-        number = len(self.searched_space)
-        path = Path(self.auto_search_config.search_output_dir) / f"iter_{number}.onnx"
-        config = self._config(choice)
-        try:
-            score = self._trials.run(config, path)
-        except QuarkError as error:
-            self._error, score = error, math.inf
-            logger.warning("Search: config %d fails: %s", number, one_line(error))
+        number, score = len(self.searched_space), self._study.score(choice)
+        path = self._study.path_of(number)
         self.searched_space[number] = score
-        logger.info("Search: config %d differs by %.6g: %s.", number, score, choice)
         if score <= self.auto_search_config.search_metric_tolerance:
             self.candidates.append({"config_index": number, "difference": score, "model_path": str(path)})
         else:

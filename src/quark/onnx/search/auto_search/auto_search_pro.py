@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from quark.base.files import atomic_file
 from quark.base.log import logger
-from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError, did_you_mean, one_line
+from quark.errors import CalibrationError, ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.search.auto_search.qconfig_mapping import ALGORITHMS, qconfig_of
 from quark.onnx.search.auto_search.search_space import (
     SAMPLERS,
@@ -20,11 +19,12 @@ from quark.onnx.search.auto_search.search_space import (
     default_search,
     generate_all_configs,
 )
-from quark.onnx.search.auto_search.trials import SearchTrials
+from quark.onnx.search.auto_search.trials import SearchTrials, Study
 from quark.onnx.search.evaluator import SUMS, distance
 from quark.onnx.search.history import History, identity_of, logged_to
 
 GRID = "Grid"
+WORDS = ("Search: trial %d fails: %s", "Search: trial %d scores %.6g with %s.")
 LEARNED = ("algorithms", *(f"{name}_params" for name in ALGORITHMS))
 """What the second stage of a search chooses: the learned rounding."""
 
@@ -108,8 +108,15 @@ class AutoSearchPro:
             identity = identity_of(config["model_input"], judge, sign, trials.data_digest)
             stored = config["study_storage_db"]
             path = (output / stored).with_suffix(".json") if stored else None
-            study = _Study(
-                trials, output, History(path, config["study_name"], identity, config["load_study_if_exists"]), sign
+            history = History(path, config["study_name"], identity, config["load_study_if_exists"])
+            study = Study(
+                trials,
+                history,
+                qconfig_of,
+                lambda number: output / f"quantized_model_{number}.onnx",
+                WORDS,
+                sign,
+                once=True,
             )
             best = self._search(study)
             with atomic_file(output / "best_params.json") as temporary:
@@ -117,7 +124,7 @@ class AutoSearchPro:
             logger.info("Search: the best parameters are %s.", best)
         return best
 
-    def _search(self, study: _Study) -> Config:
+    def _search(self, study: Study) -> Config:
         space = self.search_space
         if self.config["two_stage_search"]:
             calibration = {name: values for name, values in space.items() if name not in LEARNED}
@@ -139,47 +146,3 @@ def _fixed(best: Config, space: Mapping[str, Any]) -> dict[str, Any]:
             {**{inner: [v] for inner, v in value.items()}, "only_if": space[name]["only_if"]} if group else [value]
         )
     return fixed
-
-
-class _Study:
-    """SearchTrials with their history."""
-
-    def __init__(self, trials: SearchTrials, output: Path, history: History, sign: float) -> None:
-        self._trials, self._output, self._history, self._sign = trials, output, history, sign
-        self._error: QuarkError | None = None
-
-    def best_of(self, configs: list[Config]) -> Config:
-        """Try all; the best of them."""
-        scores = [self.score(config) for config in configs]
-        return self._chosen(configs, scores)
-
-    def sampled(self, sampler: Any, count: int) -> Config:
-        """Try what a sampler gives, a number of times; the best of these and of those before."""
-        before = [trial for trial in self._history.trials if set(trial[0]) <= set(sampler.space)]
-        configs, scores = [config for config, _ in before], [score for _, score in before]
-        for _ in range(count):
-            config = sampler.suggest(list(zip(configs, scores, strict=True)))
-            configs.append(config)
-            scores.append(self.score(config))
-        return self._chosen(configs, scores)
-
-    def score(self, config: Config) -> float:
-        """The score of a config, of which less is better; inf where it cannot be met."""
-        known = self._history.score_of(config)
-        if known is not None:
-            return known
-        request, number = qconfig_of(config), len(self._history.trials)
-        try:
-            score = self._sign * self._trials.run(request, self._output / f"quantized_model_{number}.onnx")
-        except QuarkError as error:
-            self._error, score = error, math.inf
-            logger.warning("Search: trial %d fails: %s", number, one_line(error))
-        logger.info("Search: trial %d scores %.6g with %s.", number, self._sign * score, config)
-        self._history.add(deepcopy(config), score)
-        return score
-
-    def _chosen(self, configs: list[Config], scores: list[float]) -> Config:
-        finite = [position for position, score in enumerate(scores) if math.isfinite(score)]
-        if not finite:
-            raise self._error or ConfigError("No trial succeeded, and none was run anew.")
-        return deepcopy(configs[min(finite, key=scores.__getitem__)])

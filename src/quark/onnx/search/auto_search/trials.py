@@ -1,18 +1,24 @@
-"""The trials of a search: quantize with a config, write, score. All share one calibration and the float outputs."""
+"""The trials of an automatic search: quantize with a config, write, score; the choice of the best.
+
+All share one calibration and the float outputs.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 
+from quark.base.log import logger
 from quark.core.array import NumpyArray
-from quark.errors import CalibrationError, ConfigError
+from quark.errors import CalibrationError, ConfigError, QuarkError, one_line
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.padding import without_padding
@@ -24,7 +30,9 @@ from quark.onnx.config.lowering.lower import lower
 from quark.onnx.flow.flow import finish
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
+from quark.onnx.search.auto_search.search_space import Config as Choice
 from quark.onnx.search.evaluator import Distance
+from quark.onnx.search.history import History
 from quark.onnx.search.settle import check_algorithms, convert
 from quark.onnx_ops.saving import save
 
@@ -118,6 +126,74 @@ class SearchTrials:
         assert self._distance is not None
         pairs = (list(zip(*outputs, strict=True)) for outputs in self._expected.beside(quantized))
         return float(np.mean([self._distance(_vector(x), _vector(y)) for x, y in pairs]))
+
+
+class Study:
+    """The trials of one search with their history; where a config fails, the search goes on.
+
+    Args:
+        trials: What quantizes and scores.
+        history: Of this study.
+        request_of: Choice -> the config that quantizes.
+        path_of: Number of a trial -> where its model goes.
+        words: How the log tells what became of a trial: of one that failed, (number, why); of each, (number, score,
+            choice).
+        sign: -1 where the largest score is the best.
+        once: Whether what was tried is not tried again.
+
+    Attributes:
+        history, path_of: As given.
+        error: What the last config that failed said.
+    """
+
+    def __init__(
+        self,
+        trials: SearchTrials,
+        history: History,
+        request_of: Callable[[Choice], Any],
+        path_of: Callable[[int], Path],
+        words: tuple[str, str],
+        sign: float = 1.0,
+        once: bool = False,
+    ) -> None:
+        self._trials, self.history, self._request_of, self.path_of = trials, history, request_of, path_of
+        self._words, self._sign, self._once = words, sign, once
+        self.error: QuarkError | None = None
+
+    def score(self, choice: Choice) -> float:
+        """The score of a choice, of which less is better; inf where it cannot be met."""
+        known = self.history.score_of(choice) if self._once else None
+        if known is not None:
+            return known
+        request, number = self._request_of(choice), len(self.history.trials)
+        try:
+            score = self._sign * self._trials.run(request, self.path_of(number))
+        except QuarkError as error:
+            self.error, score = error, math.inf
+            logger.warning(self._words[0], number, one_line(error))
+        logger.info(self._words[1], number, self._sign * score, choice)
+        self.history.add(deepcopy(choice), score)
+        return score
+
+    def best_of(self, choices: Sequence[Choice]) -> Choice:
+        """Try all; the best of them. Raises QuarkError where none succeeds: what the last one said."""
+        return self.chosen(choices, [self.score(choice) for choice in choices])
+
+    def sampled(self, sampler: Any, count: int) -> Choice:
+        """Try what a sampler gives, a number of times; the best of these and of those before."""
+        before = [trial for trial in self.history.trials if set(trial[0]) <= set(sampler.space)]
+        choices, scores = [choice for choice, _ in before], [score for _, score in before]
+        for _ in range(count):
+            choices.append(sampler.suggest(list(zip(choices, scores, strict=True))))
+            scores.append(self.score(choices[-1]))
+        return self.chosen(choices, scores)
+
+    def chosen(self, choices: Sequence[Choice], scores: Sequence[float]) -> Choice:
+        """The choice with the least score. Raises QuarkError where there is none."""
+        finite = [position for position, score in enumerate(scores) if math.isfinite(score)]
+        if not finite:
+            raise self.error or ConfigError("No trial succeeded, and none was run anew.")
+        return deepcopy(choices[min(finite, key=scores.__getitem__)])
 
 
 def _vector(arrays: tuple[NumpyArray, ...]) -> NumpyArray:
