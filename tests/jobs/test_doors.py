@@ -20,6 +20,7 @@ from quark.errors import QuarkError
 from quark.goals import GOALS
 from quark.goals.efforts import EFFORTS
 from quark.jobs import run_folder
+from quark.jobs.folders.flows import FolderFlow
 from tests.commands.program import quark
 from tests.models.families import family
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama
@@ -38,8 +39,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What `write_folder` was told: config, calibration data, format."""
     told: list[Any] = []
 
-    def write(model: Any, config: Any, calibration: Any, device: str, dtype: str, export: Any, *rest: Any) -> None:
-        told.append((config.to_dict(), calibration, export.form, device, dtype))
+    def write(flow: FolderFlow) -> None:
+        said = flow.request.device, flow.request.dtype
+        told.append((flow.config.to_dict(), flow.calibration, flow.export.form, *said))
         raise Stopped("here the writing begins")
 
     monkeypatch.setattr(run_folder, "write_folder", write)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from quark.base.log import logger
 from quark.core.schemes import in_smaller_groups
@@ -38,7 +37,7 @@ def _of_folder(request: FolderRequest, goal: str, has_data: bool) -> GoalChoice:
         if scheme is not None or request.bits is not None:
             raise ConfigError("--size chooses the scheme of a model folder. Possible: --size, --bits or --scheme.")
         if not mixes and not measured:
-            scheme = _widest(goal, request.model, request.size, request.export_format, request.trust_remote_code)
+            scheme = _widest(request, goal, request.size)
     elif measured and request.bits is None:
         raise UsageError("--candidates and --sensitivity belong to --bits or --size, which are not given.")
     cache = request.kv_cache
@@ -69,7 +68,7 @@ def _rows(goal: str, defaults: GoalDefaults, form: str | None) -> Iterator[tuple
             yield made, [usual, *(name for name in in_smaller_groups(usual) if (made, name) in loaded)]
 
 
-def _widest(goal: str, model: Path, size: str, form: str | None, trust_remote_code: bool) -> str:
+def _widest(request: FolderRequest, goal: str, size: str) -> str:
     """The largest of a goal's schemes by bits that keeps a model within a size. Reads no weights."""
     # The flow imports torch: after the goal is known.
     from quark.jobs.folders.models import load_meta_model
@@ -80,14 +79,14 @@ def _widest(goal: str, model: Path, size: str, form: str | None, trust_remote_co
     if defaults is None:
         choose(goal, onnx=False)  # which says what is possible
         raise AssertionError(goal)
-    limit = size_within(size, model)
+    limit = size_within(size, request.model)
     sizes: dict[str, int] = {}
     refused: ShapeError | None = None
-    for made, schemes in _rows(goal, defaults, form):
+    for made, schemes in _rows(goal, defaults, request.export_format):
         for scheme in schemes:
-            config = config_of(model, scheme, made, trust_remote_code=trust_remote_code)
+            config = config_of(request, scheme, made)
             try:
-                sizes[scheme] = planned(load_meta_model(model, trust_remote_code), config, made)[1]
+                sizes[scheme] = planned(load_meta_model(request.model, request.trust_remote_code), config, made)[1]
                 break
             except ShapeError as error:
                 refused = refused or error
@@ -112,7 +111,7 @@ def fitted_choice(choice: GoalChoice, request: FolderRequest) -> GoalChoice:
     model, trusted = request.model, request.trust_remote_code
 
     def fits(scheme: str) -> bool:
-        config = config_of(model, scheme, choice.form, request.exclude, request.layer, trust_remote_code=trusted)
+        config = config_of(request, scheme, choice.form)
         try:
             meta = load_meta_model(model, trusted)
             prepare(meta, chooser(config, meta).wanted)

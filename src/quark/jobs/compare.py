@@ -14,7 +14,7 @@ from quark.base.progress import progress
 from quark.errors import QuarkError, UsageError, one_line
 from quark.jobs.evaluate import MeasureFiles, MeasureFolders
 from quark.jobs.options import option, same_as
-from quark.jobs.request import JobRequest, Kinds
+from quark.jobs.request import FolderRequest, JobRequest, Kinds
 from quark.jobs.words import check_words, members, scheme_names
 
 if TYPE_CHECKING:
@@ -147,11 +147,11 @@ def _of_folder(request: CompareFolders, job: ComparisonJob) -> ComparedSchemes:
     inputs = inputs_of(model, before)
     batches = inputs.read(job.data, request.windows or ALL, request.length)
     samples = Calibration(request.calib).read(inputs)
-    perplexity: list[float] = []
+    asked, perplexity = FolderRequest(model=model, trust_remote_code=trusted), list[float]()
 
     def measure(name: str) -> SchemeResult:
         form = GGUF if name in MIXES else "quark"
-        config = config_of(model, name, form, trust_remote_code=trusted)
+        config = config_of(asked, name, form)
         quantizer = ModelQuantizer(config)
         after = quantizer.freeze(quantizer.quantize_model(load_model(model, dequantize=True, **load), samples))
         comparison = compare_outputs(before, after, batches)

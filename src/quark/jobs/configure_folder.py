@@ -71,11 +71,7 @@ class Configured:
         """The config of what a budget chose, with the algorithms of `config`."""
         request = self.job.request
         if self.job.form == GGUF:
-            config = mix_config(
-                request.model, choice.schemes, self.config.exclude, request.layer, self.config.algo_config,
-                imatrix=request.imatrix,
-            )  # fmt: skip
-            return _calibrated(request, config)
+            return _calibrated(request, mix_config(request, choice.schemes, self.config.algo_config))
         return table.config(choice, self.config)
 
 
@@ -226,21 +222,17 @@ def _config(job: FolderJob, scheme: str | None, budget: Budget | None, algorithm
     from quark.torch.model.model_folder import read_config
 
     request = job.request
-    stored = read_config(request.model)
+    read_config(request.model)  # what is no model is said first
     if scheme is None:
         # What it says of all layers is replaced.
-        config = scheme_config(FITS_ALL, request.exclude, request.layer, algorithms=algorithms)
+        config = scheme_config(request, FITS_ALL, algorithms)
         # GGUF files hold the head in a block type too, which templates leave in float.
         return replace(config, exclude=list(request.exclude or ())) if job.form == GGUF else config
     if is_mix(scheme, job.form):
         if request.kv_cache or request.attention:
             raise ConfigError(f"--kv-cache and --attention do not apply to --scheme {scheme}: GGUF files hold weights.")
-        return mix_config(
-            request.model, scheme, request.exclude, request.layer, algorithms, request.trust_remote_code,
-            request.imatrix,
-        )  # fmt: skip
-    kind = stored.get("model_type", "auto") if request.kv_cache or request.attention else "auto"
-    return scheme_config(scheme, request.exclude, request.layer, kind, request.kv_cache, request.attention, algorithms)
+        return mix_config(request, scheme, algorithms)
+    return scheme_config(request, scheme, algorithms, inside_attention=True)
 
 
 def _loadable(job: FolderJob, goal: RuntimeGoal, config: Any) -> Any:

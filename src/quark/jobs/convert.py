@@ -12,7 +12,7 @@ from quark.jobs.evaluate import GGUF_SUFFIX
 from quark.jobs.folders.export import Export
 from quark.jobs.options import option, same_as
 from quark.jobs.processes import refuse_processes
-from quark.jobs.request import JobRequest, Kinds, ModelRequest
+from quark.jobs.request import FolderRequest, JobRequest, Kinds, ModelRequest
 from quark.jobs.words import ONNX
 
 
@@ -72,7 +72,7 @@ def run_conversion(job: ConversionJob) -> tuple[Path, int]:
     with temporary_folder(request.output.absolute()) as scratch:
         loaded, source = _load(request.model, scratch)
         if request.requantize is not None:
-            loaded = _requantized(loaded, request.requantize, request.format)
+            loaded = _requantized(loaded, request.requantize, request)
         size = job.export.write(loaded, source)
         return job.export.made(source), size
 
@@ -91,19 +91,20 @@ def _load(model: Path, scratch: Path) -> tuple[Any, Path]:
     return load_model(model), model
 
 
-def _requantized(model: Any, scheme: str, form: str) -> Any:
+def _requantized(model: Any, scheme: str, request: ConvertRequest) -> Any:
     """The model with its values rounded to another scheme; what was float before stays so, unless a mix has a type."""
     from quark.core.schemes import scheme_of
     from quark.jobs.folders.schemes import is_mix, scheme_config
     from quark.torch import ModelQuantizer, gguf_config
     from quark.torch.checkpoint.dequantize import dequantize_layers
 
-    mixed = is_mix(scheme, form)
+    mixed = is_mix(scheme, request.format)
     if not mixed and scheme_of(scheme).needs_data:
         raise CalibrationError(
             f"--requantize {scheme} has static activation scales, which need calibration data, and convert has none. "
             "Possible: a scheme of weights alone, or with dynamic inputs."
         )
     model = dequantize_layers(model)
-    quantizer = ModelQuantizer(gguf_config(model, scheme) if mixed else scheme_config(scheme, None, None))
+    asked = FolderRequest(model=request.model)
+    quantizer = ModelQuantizer(gguf_config(model, scheme) if mixed else scheme_config(asked, scheme))
     return quantizer.freeze(quantizer.quantize_model(model))

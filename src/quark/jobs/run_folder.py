@@ -18,7 +18,7 @@ from quark.jobs.denoisers import configure_denoiser, is_for_comfyui
 from quark.jobs.folders.bit_budget import choose_for_budget
 from quark.jobs.folders.calibration import Calibration
 from quark.jobs.folders.export import Export
-from quark.jobs.folders.flows import write_folder
+from quark.jobs.folders.flows import FolderFlow, write_folder
 from quark.jobs.folders.imatrix import Imatrices
 from quark.jobs.folders.pipeline import copy_rest, requests_of
 from quark.jobs.processes import refuse_processes
@@ -106,10 +106,8 @@ def _run(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] 
     warn_of_servers(configured, config)
     recipe = _recipe_of(replace(request, model=named), configured.calibration)
     export = replace(export, attachments={RECIPE: recipe.text(in_folder=True)})
-    after, errors = write_folder(
-        request.model, config, configured.calibration, request.device, request.dtype, export, request.stream,
-        request.load, partial(Imatrices.of(request).save, calib=request.calib),
-    )  # fmt: skip
+    save_imatrix = partial(Imatrices.of(request).save, calib=request.calib)
+    after, errors = write_folder(FolderFlow(request, config, configured.calibration, export, save_imatrix))
     seconds = time.perf_counter() - start
     return FolderResult(export.made(request.model), before, after, seconds, configured, chosen, errors, recipe)
 

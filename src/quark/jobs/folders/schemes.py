@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from quark.errors import ConfigError
+from quark.jobs.request import FolderRequest
 from quark.jobs.words import GGUF
 
 
@@ -19,36 +19,18 @@ def is_mix(scheme: str, form: str) -> bool:
     return scheme in MIXES
 
 
-def config_of(
-    model: Path,
-    scheme: str,
-    form: str,
-    exclude: Sequence[str] | None = None,
-    layers: Sequence[str] | None = None,
-    algorithms: list[Any] | None = None,
-    trust_remote_code: bool = False,
-) -> Any:
-    """The config of a scheme or of a mix of block types, for the model of a folder."""
-    if is_mix(scheme, form):
-        return mix_config(model, scheme, exclude, layers, algorithms, trust_remote_code)
-    return scheme_config(scheme, exclude, layers, algorithms=algorithms)
+def config_of(request: FolderRequest, scheme: str, form: str) -> Any:
+    """The config of a scheme or of a mix of block types, for the model of a folder, without algorithms."""
+    return mix_config(request, scheme) if is_mix(scheme, form) else scheme_config(request, scheme)
 
 
-def mix_config(
-    model: Path,
-    scheme: str | Mapping[str, str],
-    exclude: Sequence[str] | None,
-    layers: Sequence[str] | None,
-    algorithms: list[Any] | None,
-    trust_remote_code: bool = False,
-    imatrix: Path | None = None,
-) -> Any:
+def mix_config(request: FolderRequest, mix: str | Mapping[str, str], algorithms: list[Any] | None = None) -> Any:
     """The config of a mix of block types, or of a type for each layer, for the model of a folder."""
     from quark.jobs.folders.models import load_meta_model
     from quark.torch import gguf_config
 
-    skeleton = load_meta_model(model, trust_remote_code)
-    return gguf_config(skeleton, scheme, algorithms, list(exclude or ()), layer_rules(layers), imatrix)
+    meta, exclude = load_meta_model(request.model, request.trust_remote_code), list(request.exclude or ())
+    return gguf_config(meta, mix, algorithms, exclude, layer_rules(request.layer), request.imatrix)
 
 
 def layer_rules(layers: Sequence[str] | None) -> dict[str, str]:
@@ -63,24 +45,30 @@ def layer_rules(layers: Sequence[str] | None) -> dict[str, str]:
 
 
 def scheme_config(
-    scheme: str,
-    exclude: Sequence[str] | None,
-    layers: Sequence[str] | None,
-    kind: str = "auto",
-    kv_cache: str | None = None,
-    attention: str | None = None,
-    algorithms: list[Any] | None = None,
+    request: FolderRequest, scheme: str, algorithms: list[Any] | None = None, inside_attention: bool = False
 ) -> Any:
-    """The config of a scheme with overrides. Raises ConfigError for a wrong name or form."""
+    """The config of a scheme with what is said of some layers.
+
+    Args:
+        request: What was asked for.
+        scheme: Of all other layers.
+        algorithms: As `LLMTemplate.get_config` takes them.
+        inside_attention: Whether the schemes of the KV cache and of attention are part of it.
+
+    Raises:
+        ConfigError: A wrong name or form.
+    """
     from quark.torch import LLMTemplate
     from quark.torch.config.llm_template import default_exclusions
+    from quark.torch.model.model_folder import read_config
 
-    template = LLMTemplate.get(kind)
-    return template.get_config(
+    cache, attention = (request.kv_cache, request.attention) if inside_attention else (None, None)
+    kind = read_config(request.model).get("model_type", "auto") if cache or attention else "auto"
+    return LLMTemplate.get(kind).get_config(
         scheme,
         algorithms,
-        kv_cache_scheme=kv_cache,
+        kv_cache_scheme=cache,
         attention_scheme=attention,
-        layer_config=layer_rules(layers),
-        exclude_layers=[*default_exclusions(kind), *(exclude or ())],
+        layer_config=layer_rules(request.layer),
+        exclude_layers=[*default_exclusions(kind), *(request.exclude or ())],
     )
