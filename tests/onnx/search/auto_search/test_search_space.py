@@ -1,8 +1,9 @@
-"""Search spaces, samplers and distances."""
+"""Search spaces, samplers, distances, and the record of trials."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from quark.onnx import QConfig, SearchSpace, generate_all_configs, get_auto_sear
 from quark.onnx.config.enums import CalibMethod, CalibrationMethod
 from quark.onnx.search.auto_search.qconfig_mapping import qconfig_of
 from quark.onnx.search.auto_search.search_space import RandomSampler, TPESampler
+from quark.onnx.search.auto_search.trials import SearchTrials, Study
 from quark.onnx.search.evaluator import MEANS, SUMS, ssim
+from quark.onnx.search.history import History
 
 FLAT: dict[str, Any] = {
     "activation": ["Int8Spec"],
@@ -175,3 +178,24 @@ def test_distances_by_their_formulas() -> None:
     # Means 4.5 and 3.5, equal deviations: (2 * 15.75 + 6.5025) / (20.25 + 12.25 + 6.5025).
     assert ssim(x, y) == pytest.approx(38.0025 / 39.0025)
     assert all(kinds[name](x, x) <= 1e-12 for kinds in (SUMS, MEANS) for name in kinds)
+
+
+class ScoresAsAsked:
+    """Trials whose score is what the config says; without one it cannot be met."""
+
+    def run(self, config: dict[str, Any], path: Path) -> float:
+        if "score" not in config:
+            raise ConfigError(f"no {config['name']}")
+        return float(config["score"])
+
+
+@pytest.mark.parametrize(("sign", "best"), [(1.0, "a"), (-1.0, "b")])
+def test_the_best_of_a_study_is_none_that_failed(sign: float, best: str) -> None:
+    words = ("%d %s", "%d %g %s")
+    study = Study(cast(SearchTrials, ScoresAsAsked()), History(), dict, lambda n: Path(f"{n}.onnx"), words, sign)
+    choices = [{"name": "a", "score": 1}, {"name": "failed"}, {"name": "b", "score": 2}]
+    assert study.best_of(choices)["name"] == best
+    assert [score for _, score in study.history.trials] == [sign, float("inf"), 2 * sign]
+    # Of a second stage of which every config fails, what the last one said; not a config that failed.
+    with pytest.raises(ConfigError, match="no second"):
+        study.best_of([{"name": "first"}, {"name": "second"}])
