@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from quark.base import native
-from quark.core.observers.histograms import counting
-from quark.core.observers.histograms.counting import count_patterns, count_with_numpy
+from quark.core.observers.histograms import bit_histogram
+from quark.core.observers.histograms.bit_histogram import count_patterns, count_with_numpy
 from quark.errors import MissingDependencyError
 
 
@@ -35,14 +35,14 @@ def require_compiled() -> None:
         native._command("the counter", "")
     except MissingDependencyError:
         pytest.skip("no compiler")
-    assert counting._compiled() is not None
+    assert bit_histogram._compiled() is not None
 
 
 @pytest.mark.parametrize("size", [7, 1000, 32_768, 1_100_000])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_counts(size: int, compiled: bool) -> None:
     x = values(size)
-    counting._compiled.cache_clear()
+    bit_histogram._compiled.cache_clear()
     if compiled:
         require_compiled()
     counts = np.zeros(1 << 16, np.int64)
@@ -54,7 +54,7 @@ def test_counts(size: int, compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("size", [1, 5, 8192, 8193, 40_000])
 def test_extremes(size: int, compiled: bool) -> None:
-    counting._compiled.cache_clear()
+    bit_histogram._compiled.cache_clear()
     if compiled:
         require_compiled()
     random = np.random.default_rng(size)
@@ -72,15 +72,15 @@ def test_extremes(size: int, compiled: bool) -> None:
 def test_without_a_compiler_numpy_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QUARK_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    counting._compiled.cache_clear()
+    bit_histogram._compiled.cache_clear()
     x = values(1_200_000)
     counts = np.zeros(1 << 16, np.int64)
     count_patterns(x, counts)
-    assert counting._compiled() is None and not list(tmp_path.iterdir())
+    assert bit_histogram._compiled() is None and not list(tmp_path.iterdir())
     assert {int(i): int(counts[i]) for i in np.flatnonzero(counts)} == expected(x)
     with pytest.raises(MissingDependencyError, match=r"no C\+\+ compiler.*no-such-compiler.*instead"):
-        native.library(Path(counting.__file__).with_name("counts.cpp"), "the counter", "Do this instead.")
-    counting._compiled.cache_clear()
+        native.library(Path(bit_histogram.__file__).with_name("counts.cpp"), "the counter", "Do this instead.")
+    bit_histogram._compiled.cache_clear()
 
 
 def test_a_library_is_built_once_for_each_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

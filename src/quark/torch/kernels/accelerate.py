@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -26,7 +26,6 @@ from quark.torch.kernels.int8 import Int8Weights
 from quark.torch.kernels.int8_int8 import IntMm, OneDnnInt8
 from quark.torch.kernels.kernel import CodedWeight, Kernel, Multiply, Packed
 from quark.torch.kernels.packed_linear import ROWS, PackedLinear
-from quark.torch.kernels.seconds import Clock, seconds_of
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.linear import QuantLinear
 from quark.torch.layers.low_rank import branch_of
@@ -39,6 +38,15 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 Choice = tuple[Kernel, tuple[str, ...]]
 """A kernel and its way for each of ROWS."""
+
+Clock = Callable[[], float]
+"""Seconds; `time.perf_counter`, or what a test injects."""
+
+RUNS = 5
+"""Of each function at least."""
+
+ENOUGH = 0.02
+"""Seconds that short functions are run again for: the shortest of five runs of some microseconds is chance."""
 
 _CHOICES: dict[Hashable, Choice | None] = {}
 """What was measured in this process; None where the float layer is fastest."""
@@ -248,7 +256,7 @@ def _measured(layer: QuantLinear, weight: CodedWeight, fitting: list[Kernel], cl
         x = x.to(weight.codes.device, weight.dtype)
         timed: dict[Hashable, Callable[[], object]] = {key: partial(made, x) for key, made in right.items()}
         timed["float"] = partial(float_layer, x)
-        seconds.append(seconds_of(timed, x.device, clock))
+        seconds.append(_seconds_of(timed, x.device, clock))
     best = [_fastest_ways(each) for each in seconds]
     faster = [name for name, (_, shortest) in best[0].items() if shortest < seconds[0]["float"]]
     if not faster:
@@ -304,3 +312,27 @@ def _agrees(
 ) -> bool:
     """Whether a way computes the formula on this device."""
     return bool(((run(x).float() - expected).abs() <= AGREEMENT * most).all())
+
+
+def _seconds_of(
+    functions: Mapping[Hashable, Callable[[], object]], device: torch.device, clock: Clock = time.perf_counter
+) -> dict[Hashable, float]:
+    """The shortest of some runs of each function, which take turns, so that a busy moment hits all of them."""
+    times: dict[Hashable, float] = {}
+    for function in functions.values():
+        function()  # the first call of a kernel compiles or allocates
+    runs, begin = 0, time.perf_counter()
+    while runs < RUNS or time.perf_counter() - begin < ENOUGH:
+        runs += 1
+        for name, function in functions.items():
+            _wait(device)
+            start = clock()
+            function()
+            _wait(device)
+            times[name] = min(clock() - start, times.get(name, float("inf")))
+    return times
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,20 +1,29 @@
-"""Along which axis the blocks of a tensor lie: that which its reader multiplies and sums over, as the rule of it says.
+"""What block formats ask of a placement: along which axis the blocks of a tensor lie, and how many nodes they become.
 
-What several nodes read follows the first of them; what none of these reads follows the node that writes it, then the
-axis of the spec, or the last one where the tensor has fewer. A tensor without axes has no blocks: it stays in float.
+The axis is that which the reader of a tensor multiplies and sums over, as the rule of it says. What several nodes read
+follows the first of them; what none of these reads follows the node that writes it, then the axis of the spec, or the
+last one where the tensor has fewer. A tensor without axes has no blocks: it stays in float.
+
+    nodes = sum over quantized tensors of the nodes of the body of their format, which ONNX Runtime writes out at a call
+
+That is known as soon as tensors are placed: too many are refused before anything is calibrated or computed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import onnx_ir as ir
 
 from quark.core.granularity import PerGroup
 from quark.core.spec import TensorSpec
+from quark.errors import NotSupportedError
+from quark.onnx.graph.check_proto import MOST_NODES
 from quark.onnx.operators import rule_of
 from quark.onnx.operators.axes import data_axis, input_axis, result_axis
 from quark.onnx.placement.placement import Placement
+from quark.onnx_ops.operators import block, function
 
 
 def refine_block_axes(placement: Placement, refine: bool) -> None:
@@ -64,3 +73,31 @@ def _summed_axis(node: ir.Node, index: int) -> int | None:
     if index == 0:
         return data_axis(node)
     return input_axis(node) if index == rule_of(node.op_type).weight else None
+
+
+def refuse_too_many(model: ir.Model, placement: Placement) -> None:
+    """Raise NotSupportedError where ONNX Runtime would not load what is written."""
+    opset, calls, sizes = model.opset_imports[""], 0, dict[tuple[str, str], int]()
+    nodes = 0
+    for value, spec in _tensors(placement):
+        if not spec.is_block:
+            continue
+        operator = block(spec, opset, None if value.shape is None else value.shape.dims)
+        key = (operator.name, operator.overload)
+        if key not in sizes:
+            sizes[key] = len(function(operator, opset).node)
+        calls, nodes = calls + 1, nodes + sizes[key]
+    if nodes > MOST_NODES:
+        raise NotSupportedError(
+            f"{calls} tensors of block formats are functions of {nodes} nodes in all, and ONNX Runtime takes "
+            f"a minute to load {MOST_NODES}. Possible: fewer nodes (exclude), weights alone (WeightsOnly), or a format "
+            "without blocks, such as BF16."
+        )
+
+
+def _tensors(placement: Placement) -> Iterator[tuple[ir.Value, TensorSpec]]:
+    for (node, index), spec in placement.weights.items():
+        value = node.inputs[index]
+        if value is not None:
+            yield value, spec
+    yield from placement.activations.items()
