@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from quark.torch.checkpoint.float_model import stored_metas
@@ -70,3 +72,33 @@ def test_a_wrong_path_is_answered_before_libraries_load(arguments: list[str], me
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 1
     assert message in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["", "0_Transformer"])
+def test_a_sentence_encoder_loads_with_its_own_package(layout: str, tmp_path: Path) -> None:
+    """Its model lies beside the list of its modules, or in a folder of its own."""
+    package: Any = pytest.importorskip("sentence_transformers")
+    folder, out = tmp_path / "encoder", tmp_path / "out"
+    inner = folder / layout
+    model_folder("sentence_encoder", inner)
+    width = json.loads((inner / "config.json").read_text())["hidden_size"]
+    kind = "sentence_transformers.models"
+    modules = [{"idx": 0, "name": "0", "path": layout, "type": f"{kind}.Transformer"},
+               {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{kind}.Pooling"}]  # fmt: skip
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": width, "pooling_mode_mean_tokens": True})
+    )
+    done = quark("quantize", folder, "--scheme", "int8_wo", "-o", out)
+    assert done.code == 0, done.err
+    assert {path.name for path in tmp_path.iterdir()} == {"encoder", "out"}
+    assert "quark" in (out / layout / "config.json").read_text() and (out / "1_Pooling" / "config.json").is_file()
+    sentences = ["a model is made smaller", "the cat sleeps", "rates rose"]
+    wanted, found = (package.SentenceTransformer(str(path)).encode(sentences) for path in (folder, out))
+    norms = np.linalg.norm(wanted, axis=1) * np.linalg.norm(found, axis=1)
+    assert ((wanted * found).sum(1) / norms).min() > 0.99 and not np.array_equal(wanted, found)
+    assert quark("plan", folder, "--scheme", "int8_wo").code == 0
+    file = quark("quantize", folder, "--scheme", "q8_0", "--format", "gguf", "-o", tmp_path / "x.gguf")
+    assert file.code == 1 and (not layout or "is a list of modules" in file.err)

@@ -99,6 +99,7 @@ def _plan_folder(job: FolderJob) -> None:
     from quark.jobs.denoisers import is_for_comfyui
     from quark.jobs.folders.bit_budget import choose_for_budget
     from quark.jobs.folders.models import inputs_of, load_meta_model
+    from quark.jobs.folders.sentence_encoders import is_sentence_encoder, model_of
     from quark.jobs.run_folder import parts_of
     from quark.torch.checkpoint.sources.carried import carried_beside
     from quark.torch.checkpoint.stored_types import source_folder
@@ -113,6 +114,8 @@ def _plan_folder(job: FolderJob) -> None:
             results().print(f"{name}:", highlight=False)
             _plan_folder(part)
         return
+    if is_sentence_encoder(job.request.model):
+        job = replace(job, request=replace(job.request, model=model_of(job.request.model)))
     if is_adapter(job.request.model):
         from quark.torch.flows.adapters import base_of
 

@@ -21,6 +21,7 @@ from quark.jobs.folders.export import Export
 from quark.jobs.folders.flows import FolderFlow, write_folder
 from quark.jobs.folders.imatrix import Imatrices
 from quark.jobs.folders.pipeline import copy_rest, requests_of
+from quark.jobs.folders.sentence_encoders import around, is_sentence_encoder
 from quark.jobs.processes import refuse_processes
 from quark.jobs.recipes.recipe import RECIPE, Recipe
 from quark.jobs.request import FolderRequest, is_adapter, is_pipeline
@@ -71,6 +72,8 @@ def run_folder(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], 
         return _for_comfyui(job)
     if is_pipeline(job.request.model):
         return _pipeline(job, show)
+    if is_sentence_encoder(job.request.model):
+        return _around_model(job, show)
     if not is_adapter(job.request.model):
         return _run(job, show, job.request.model)
     from quark.torch.flows.adapters import base_of, merged
@@ -85,6 +88,15 @@ def run_folder(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], 
     base_of(adapter)
     with merged(adapter, Path(job.request.output)) as folder:
         return _run(replace(job, request=replace(job.request, model=folder)), show, adapter)
+
+
+def _around_model(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] | None) -> FolderResult:
+    """As `run_folder`, of a sentence encoder whose model has a folder of its own."""
+    named, output = job.request.model, Path(job.request.output)
+    with around(named, output, job.form, job.request.force) as (model, place):
+        inner = replace(job.request, model=model, output=str(place))
+        made = _run(replace(job, request=inner), show, named)
+    return replace(made, made=output)
 
 
 def _run(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] | None, named: Path) -> FolderResult:

@@ -11,6 +11,7 @@ import typer
 from quark.base.files import require_config, require_regular
 from quark.errors import UsageError
 from quark.jobs.denoisers import holds_denoiser, is_denoiser_file
+from quark.jobs.folders.sentence_encoders import is_sentence_encoder
 from quark.jobs.options import FOR_FILES, FOR_FOLDERS
 from quark.jobs.request import is_adapter, is_onnx
 
@@ -41,7 +42,7 @@ def require_model(model: Path) -> None:
     """Raise FormatError for a path where no model can be, before the libraries that read one load."""
     if is_onnx(model) or is_denoiser_file(model):
         require_regular(model)
-    elif not holds_denoiser(model) and not is_adapter(model):
+    elif not any(has(model) for has in (holds_denoiser, is_adapter, is_sentence_encoder)):
         require_config(model)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.json_objects import plain_json
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored, mark_loaded
 from quark.torch.checkpoint.other_class import config_for
@@ -18,7 +19,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
 from quark.torch.layers import ROLES
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.folder_files import shard_files
+from quark.torch.model.folder_files import regular_file, shard_files
 from quark.torch.model.meta_model import saved_dtype
 from quark.torch.model.names import merged_names, names_in
 from quark.torch.model.passes import UnfusedExperts
@@ -100,7 +101,25 @@ def _folder_of(model: Any) -> Path:
             f"The files of {model.name_or_path or 'this checkpoint'} are not where its name says, and so cannot be "
             "checked before they are loaded. Possible: from_pretrained with the path of their folder."
         )
-    return Path(name)
+    return _with_subfolder(Path(name))
+
+
+def _with_subfolder(folder: Path) -> Path:
+    """The folder itself, or the one of its folders that quark quantized: `subfolder=` is not told to quantizers."""
+    if (folder / "config.json").is_file():
+        return folder
+    found = [path.parent for path in sorted(folder.glob("*/config.json")) if _is_quantized(path)]
+    if len(found) > 1:
+        raise FormatError(
+            f"{folder} has several quantized models: {', '.join(path.name for path in found)}. Possible: "
+            "from_pretrained with the path of one of them, without subfolder."
+        )
+    return found[0] if found else folder
+
+
+def _is_quantized(config: Path) -> bool:
+    found = plain_json(regular_file(config).read_text(encoding="utf-8"))
+    return isinstance(found, dict) and "model_type" in found and bool(found.get("quantization_config"))
 
 
 MERGED = ("gate_up_proj", "up_proj", "down_proj")
