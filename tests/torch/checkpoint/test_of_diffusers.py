@@ -12,6 +12,7 @@ from quark.errors import FormatError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.flows.file2file import quantize_files
+from quark.torch.flows.from_disk import stream
 from tests.models.denoisers import denoiser, output, step
 
 
@@ -88,3 +89,17 @@ def test_a_damaged_folder_is_refused(quantized: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((quantized / "config.json").read_text())
     with pytest.raises(FormatError, match="lacks 1 tensors"):
         diffusers.SD3Transformer2DModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd3", "wan"])
+def test_block_by_block_gives_the_files_of_a_model_in_memory(name: str, tmp_path: Path) -> None:
+    denoiser(name, torch.bfloat16).save_pretrained(tmp_path / "float")
+    config = LLMTemplate.get("auto").get_config("fp8")
+    data = [step(name, seed, torch.bfloat16) for seed in (1, 2)]
+    stream(config, tmp_path / "float", tmp_path / "stream", data)
+    quantizer = ModelQuantizer(config)
+    frozen = quantizer.freeze(quantizer.quantize_model(load_float_model(tmp_path / "float"), data))
+    export_safetensors(frozen, tmp_path / "memory")
+    for file in ("diffusion_pytorch_model.safetensors", "config.json"):
+        assert (tmp_path / "stream" / file).read_bytes() == (tmp_path / "memory" / file).read_bytes()

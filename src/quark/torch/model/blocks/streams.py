@@ -220,6 +220,18 @@ class _EndsHereError(Exception):
     """What is behind need not run."""
 
 
+class _WithoutHooks(nn.Module):
+    """A block that runs without the hooks on itself: those of one whose weights are on disk take no meta tensors."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block's own forward gives."""
+        return self.block.forward(*args, **kwargs)
+
+
 class _Recorder:
     """Runs forwards of a model in which its blocks stand aside."""
 
@@ -293,10 +305,10 @@ class _Recorder:
     def _run(self, index: int, leaves: list[Any], structure: TreeSpec) -> Any:
         block = self.blocks[index]
         own = dict([*block.named_parameters(), *block.named_buffers()])
-        on_meta = {name: x.to("meta") for name, x in own.items()}
+        on_meta = {f"block.{name}": x.to("meta") for name, x in own.items()}
         try:
             args, kwargs = tree_unflatten([_to(x, torch.device("meta")) for x in leaves], structure)
-            return torch.func.functional_call(block, on_meta, args, kwargs)
+            return torch.func.functional_call(_WithoutHooks(block), on_meta, args, kwargs)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             if any(x.is_meta for x in own.values()):
                 raise StructureError(
