@@ -92,6 +92,16 @@ def _plan_denoiser(job: FolderJob) -> None:
     console.print(f"{made.source.kind.name}: {rest} other tensors stay in float", highlight=False)
 
 
+def _with_shapes(model: Path) -> Path:
+    """The folder whose config says the shapes: that of the base of an adapter, that of the model of an encoder."""
+    from quark.jobs.folders.sentence_encoders import is_sentence_encoder, model_of
+    from quark.torch.flows.adapters import base_of
+
+    if is_sentence_encoder(model):
+        return model_of(model)
+    return base_of(model) if is_adapter(model) else model
+
+
 def _plan_folder(job: FolderJob) -> None:
     # The flow imports torch: after the arguments are parsed, so that --help is instant.
     from quark.commands.results.choice import choice_table
@@ -99,7 +109,6 @@ def _plan_folder(job: FolderJob) -> None:
     from quark.jobs.denoisers import is_for_comfyui
     from quark.jobs.folders.bit_budget import choose_for_budget
     from quark.jobs.folders.models import inputs_of, load_meta_model
-    from quark.jobs.folders.sentence_encoders import is_sentence_encoder, model_of
     from quark.jobs.run_folder import parts_of
     from quark.torch.checkpoint.sources.carried import carried_beside
     from quark.torch.checkpoint.stored_types import source_folder
@@ -114,13 +123,7 @@ def _plan_folder(job: FolderJob) -> None:
             results().print(f"{name}:", highlight=False)
             _plan_folder(part)
         return
-    if is_sentence_encoder(job.request.model):
-        job = replace(job, request=replace(job.request, model=model_of(job.request.model)))
-    if is_adapter(job.request.model):
-        from quark.torch.flows.adapters import base_of
-
-        # The shapes are those of the base.
-        job = replace(job, request=replace(job.request, model=base_of(job.request.model)))
+    job = replace(job, request=replace(job.request, model=_with_shapes(job.request.model)))
     request, console = job.request, results()
     configured = configure(job)
     config, calibration = configured.config, configured.calibration
