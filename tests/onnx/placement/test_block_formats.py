@@ -7,7 +7,7 @@ import pytest
 
 from quark.errors import NotSupportedError
 from quark.onnx import ModelQuantizer
-from quark.onnx.placement import function_nodes
+from quark.onnx.placement import block_formats
 from tests.models.onnx_zoo import Reader, mlp, vectors
 
 
@@ -23,8 +23,8 @@ def test_the_count_before_is_that_of_the_file(monkeypatch: pytest.MonkeyPatch, n
     assert written is not None
     count = _written_out(written)
     assert count > 50
-    monkeypatch.setattr(function_nodes, "MOST_NODES", count)
+    monkeypatch.setattr(block_formats, "MOST_NODES", count)
     ModelQuantizer(name).quantize_model(mlp(), None, Reader(vectors(2)))
-    monkeypatch.setattr(function_nodes, "MOST_NODES", count - 1)
+    monkeypatch.setattr(block_formats, "MOST_NODES", count - 1)
     with pytest.raises(NotSupportedError, match=f"tensors of block formats are functions of {count} nodes in all"):
         ModelQuantizer(name).quantize_model(mlp(), None, Reader([]))
