@@ -34,7 +34,7 @@ def confirms_experts(tree: SourceTree, row: ExpertNames) -> bool:
         return False
     parts = list(dict.fromkeys(part for each in file.classes.values() for part in built_of(each)))
     attributes = {attribute for part in parts for attribute, _ in part.assigned}
-    names = _expert_leaves(parts)
+    names = _expert_leaves(parts, tree.package)
     # Where a program has a branch of its own for experts of some formats, what it looks for is in its text.
     found = set(row.leaves) in names or (bool(row.quark) and set(row.leaves) <= words_in(file))
     return found and set(row.place.split(".")) <= attributes
@@ -47,7 +47,7 @@ def words_in(file: SourceFile) -> set[str]:
     return found.union(*(text.split(".") for text in strings if isinstance(text, str)))
 
 
-def _expert_leaves(parts: Iterable[Source]) -> list[set[str]]:
+def _expert_leaves(parts: Iterable[Source], package: str) -> list[set[str]]:
     """What is looked for of an expert: of each layer of experts, and of each mapping that a model makes."""
     found = []
     for part in parts:
@@ -56,7 +56,7 @@ def _expert_leaves(parts: Iterable[Source]) -> list[set[str]]:
             named = [value for name, value in given.items() if name and name.startswith("ckpt_") and "name" in name]
             if named:
                 found.append({each for value in named for each in _strings(value)})
-            elif ast.unparse(call.func).rpartition(".")[2].startswith(EXPERTS_ARE):
+            elif package == "vllm" and ast.unparse(call.func).rpartition(".")[2].startswith(EXPERTS_ARE):
                 found.append(set(DEFAULT))
     return found
 

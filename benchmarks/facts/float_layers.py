@@ -57,22 +57,28 @@ def float_layers(model: Source) -> dict[str, Source]:
     """The layers of a model that are built without a quantization: `module.layer` by their last names -> their class.
 
     A layer alone where nothing says what its module is called, and `quant_config=None` is said of it. What some other
-    part of the model builds quantized under the same names (attention of its text, and of its tower) is left out.
+    part of the model builds quantized under the same names (attention of its text, and of its tower) is left out, but
+    for layers that become one in some branch: in float each branch loads them.
     """
     parts = built_of(model)
     stacked, places = _stacked(parts), _places(parts)
     found: dict[str, Source] = {}
     quantized: set[str] = set()
+    forced: set[str] = set()
     for part in parts:
-        for leaf, how in _linear_in(part).items():
+        linear = _linear_in(part)
+        joined = {member for leaf, how in linear.items() if not how for member in _joined(leaf, linear)}
+        for leaf, how in linear.items():
             for member in stacked.get(leaf, (leaf,)):
                 names = [f"{place}.{member}" for place in sorted(places.get(part, ())) if not place.startswith("is_")]
                 alone = [member] if how is not None and not names else []
-                if how:
+                if member in joined:
+                    forced.update(names)
+                if how and member not in joined:
                     quantized.update(names, [member])
                 else:
                     found.update(dict.fromkeys([*names, *alone], part))
-    return {name: part for name, part in found.items() if name not in quantized}
+    return {name: part for name, part in found.items() if name in forced or name not in quantized}
 
 
 def rows(tree: SourceTree) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -113,6 +119,11 @@ def _linear_in(part: Source) -> dict[str, bool | None]:
     }
 
 
+def _joined(leaf: str, attributes: Iterable[str]) -> list[str]:
+    """The attributes of a class that one of its branches has as one layer, named as both: `wk_weights_proj`."""
+    return next(([a, b] for a in attributes for b in attributes if leaf == f"{a}_{b}"), [])
+
+
 def _is_layer(kind: str) -> bool:
     return kind.endswith("Linear") or kind in EMBEDDINGS
 
@@ -130,14 +141,26 @@ def _places(parts: Iterable[Source]) -> dict[Source, set[str]]:
     """Class -> the attributes of other classes that are made of it, or of a class that is one."""
     places: dict[Source, set[str]] = defaultdict(set)
     for part in parts:
+        chosen = _chosen(part)
         for attribute, value in part.assigned:
             asked = {id(node) for call in ast.walk(value) if _is_question(call) for node in ast.walk(call)}
             names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name) and id(node) not in asked}
-            for name in names:
+            for name in names.union(*(chosen.get(name, ()) for name in names)):
                 for found in part.file.classes_named(name):
                     for each in _ancestry(found):
                         places[each].add(attribute)
     return places
+
+
+def _chosen(part: Source) -> dict[str, list[str]]:
+    """Variable -> the names that it is one of: `indexer_cls = IndexerKPool if ... else Indexer`."""
+    return {
+        target.id: [each.id for each in (node.value.body, node.value.orelse) if isinstance(each, ast.Name)]
+        for node in ast.walk(part.tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
 
 
 def _is_question(node: ast.AST) -> bool:

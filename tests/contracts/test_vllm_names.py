@@ -1,4 +1,4 @@
-"""The names of experts in folders of every mixture that vLLM is known to load, against those that it looks for."""
+"""The names of experts in folders of every mixture that a server is known to load, against those it looks for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def published_experts(model: Any) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
-def test_experts_of_a_folder_have_the_names_that_vllm_looks_for(name: str) -> None:
+def test_experts_of_a_folder_have_the_names_that_servers_look_for(name: str) -> None:
     from benchmarks.architectures.__main__ import build
 
     try:
@@ -41,9 +41,10 @@ def test_experts_of_a_folder_have_the_names_that_vllm_looks_for(name: str) -> No
     found = published_experts(model)
     if not found:
         pytest.skip("no experts in the tiny model")
-    row = expert_names(name)
-    assert row is not None and unread_experts(name, found) == []
-    assert {layer.rpartition(".")[2] for layer in found} == set(row.leaves)
+    for program in dict.fromkeys(row.program for row in EXPERT_NAMES if name in row.model_types):
+        row = expert_names(name, program)
+        assert row is not None and unread_experts(name, found, program) == []
+        assert {layer.rpartition(".")[2] for layer in found} == set(row.leaves)
 
 
 def test_other_names_are_found_out() -> None:
@@ -51,10 +52,11 @@ def test_other_names_are_found_out() -> None:
     assert unread_experts("gpt_oss", ["model.layers.0.mlp.experts.0.gate_proj"]) != []
     assert unread_experts("mixtral", ["model.layers.0.mlp.experts.0.w1", "model.layers.0.w1"]) != []
     assert unread_experts("nobody", ["anything"]) == []
+    assert unread_experts("mixtral", ["model.layers.0.mlp.experts.0.w1"], "SGLang") != []
 
 
 def test_each_type_has_one_row_and_types_of_weights_exist() -> None:
-    names = [name for row in EXPERT_NAMES for name in row.model_types]
+    names = [(row.program, name) for row in EXPERT_NAMES for name in row.model_types]
     assert len(names) == len(set(names))
     assert {dtype for row in EXPERT_NAMES for dtype in row.quark} <= set(DTYPES)
 

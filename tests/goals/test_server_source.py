@@ -21,13 +21,22 @@ class Indexer:
         self.either = Linear(8, quant_config=None)
         if quant_config:
             self.either = Linear(8, quant_config=quant_config)
+        if quant_config:
+            self.q_k = Linear(8)
+        else:
+            self.q = Linear(8, quant_config=quant_config)
+            self.k = Linear(8, quant_config=quant_config)
+class Pooled:
+    def __init__(self, quant_config):
+        self.q = Linear(8, quant_config=quant_config)
 """,
     "some.py": """
-from vllm.model_executor.models.parts import Indexer
+from vllm.model_executor.models.parts import Indexer, Pooled
 STACKED = [("wk_weights", "wk", 0), ("wk_weights", "weights", 1)]
 class Layer:
     def __init__(self, quant_config):
-        self.indexer = Indexer(quant_config)
+        indexer_cls = Pooled if quant_config else Indexer
+        self.indexer = indexer_cls(quant_config)
         self.mlp = Mixture()
 class Mixture:
     def __init__(self):
@@ -59,7 +68,8 @@ def written(root: Path) -> SourceTree:
 
 def test_what_is_built_without_a_quantization_is_found_by_its_names_in_the_folder(tmp_path: Path) -> None:
     found = {layer: models for layer, (models, _) in rows(written(tmp_path)).items()}
-    assert found == {"eh_proj": ("*",), "indexer.weights": ("SomeForCausalLM",), "indexer.wk": ("SomeForCausalLM",)}
+    inside = ("k", "q", "q_k", "weights", "wk")
+    assert found == {"eh_proj": ("*",)} | {f"indexer.{layer}": ("SomeForCausalLM",) for layer in inside}
 
 
 def test_rows_of_fused_layers_and_of_experts_are_confirmed_by_what_the_files_say_only(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Names of experts: under which vLLM looks for the layers of experts in a quantized folder, one expert after the other.
+"""Names of experts: under which a server looks for the layers of experts in a quantized folder, one after the other.
 
     model.layers.3.mlp.experts.5.gate_proj.weight = prefix of the block, place, number, leaf, tensor
 
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("expert_names.tsv")
+VLLM = "vLLM"
+"""Whose rows hold where no program is named: folders can be written for it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class ExpertNames:
     note: str
 
     def finds(self, layer: str) -> bool:
-        """Whether vLLM has a place for a layer of an expert, by its name in the folder."""
+        """Whether the program has a place for a layer of an expert, by its name in the folder."""
         leaves = "|".join(map(re.escape, self.leaves))
         return re.search(rf"\.{re.escape(self.place)}\.\d+\.({leaves})$", layer) is not None
 
@@ -59,17 +61,18 @@ with TABLE.open(encoding="utf-8", newline="") as _file:
     EXPERT_NAMES: tuple[ExpertNames, ...] = tuple(map(_row, csv.DictReader(_file, delimiter="\t")))
 
 
-def expert_names(model_type: str) -> ExpertNames | None:
-    """The row of a type of models; None where vLLM's is not known."""
-    return next((row for row in EXPERT_NAMES if model_type in row.model_types), None)
+def expert_names(model_type: str, program: str = VLLM) -> ExpertNames | None:
+    """The row of a type of models; None where that of the program is not known."""
+    return next((row for row in EXPERT_NAMES if row.program == program and model_type in row.model_types), None)
 
 
-def unread_experts(model_type: str, layers: Iterable[str]) -> list[str]:
-    """The layers of experts that vLLM is known to pass over.
+def unread_experts(model_type: str, layers: Iterable[str], program: str = VLLM) -> list[str]:
+    """The layers of experts that a server is known to pass over.
 
     Args:
         model_type: Of config.json.
         layers: Names of layers of experts in the folder.
+        program: The server.
     """
-    row = expert_names(model_type)
+    row = expert_names(model_type, program)
     return [] if row is None else [layer for layer in layers if not row.finds(layer)]

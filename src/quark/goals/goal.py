@@ -64,7 +64,7 @@ class RuntimeGoal:
             hold.
         bfloat16: Types of models, by their config.json, that it does not run in float16.
         fuses: Whether it makes one layer of several (`quark.goals.fused_layers`), which must have one scheme then.
-        named_experts: Whether it looks for experts under the names of `quark.goals.expert_names`.
+        reader: What its folders are written for, as `export_safetensors` has it.
         float_layers: Whether layers are known that it builds in float (`quark.goals.float_layers`).
         networks: Whether its folders are those of networks of diffusers, and not of transformers.
         heads: Forms in which it reads a quantized output head; None: all that it reads.
@@ -79,7 +79,7 @@ class RuntimeGoal:
     cache_layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     bfloat16: tuple[str, ...] = ()
     fuses: bool = False
-    named_experts: bool = False
+    reader: str = "transformers"
     float_layers: bool = False
     networks: bool = False
     heads: tuple[str, ...] | None = None
@@ -88,11 +88,6 @@ class RuntimeGoal:
     def looks_at_layers(self) -> bool:
         """Whether what single layers get decides if it loads the result."""
         return self.fuses or self.heads is not None
-
-    @property
-    def reader(self) -> str:
-        """What its folders are written for, as `export_safetensors` has it."""
-        return self.name if self.named_experts else "transformers"
 
     def defaults(self, onnx: bool) -> GoalDefaults | None:
         """What is chosen for a kind of model."""

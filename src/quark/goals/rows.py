@@ -30,7 +30,7 @@ GOALS.register("vllm", RuntimeGoal(
     bfloat16=("gemma2", "gemma3", "gemma3_text", "plamo2", "glm4"),
     # "requires all to use the same scheme": its quark and compressed-tensors loaders, of packed_modules_mapping.
     fuses=True,
-    named_experts=True,
+    reader="vllm",
     float_layers=True,
     # Its source: the loader of quark folders asks for LinearBase, which a ParallelLMHead is not; those of awq and of
     # compressed-tensors ask for both.

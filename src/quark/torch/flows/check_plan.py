@@ -84,7 +84,7 @@ def check_goal(model: nn.Module, made: Plan, goal: RuntimeGoal, form: str) -> No
     said = split_said(model, made, goal.program) if goal.fuses else None
     if said is not None:
         raise NotSupportedError(f"{goal.program} {said}")
-    if goal.named_experts and (lost := lost_experts(model, made, form)) is not None:
+    if (lost := lost_experts(model, made, form, goal.program)) is not None:
         raise NotSupportedError(f"{goal.program} {lost}")
     if (unnamed := unnamed_cache(made, goal, form)) is not None:
         raise NotSupportedError(f"{goal.program} {unnamed}")
@@ -115,20 +115,21 @@ def unnamed_cache(made: Plan, goal: RuntimeGoal, form: str) -> str | None:
     )
 
 
-def lost_experts(model: nn.Module, made: Plan, form: str) -> str | None:
-    """What vLLM does with experts of a plan that it would not find in the folder; None where it finds all of them.
+def lost_experts(model: nn.Module, made: Plan, form: str, program: str) -> str | None:
+    """What a server does with experts of a plan that it would not find in the folder; None where it finds all of them.
 
     Args:
         model, made: As `split_said` takes them.
         form: A value of --export-format.
+        program: The server, as the table of facts names it.
     """
     blocks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, UnfusedExperts))
     experts = [name for name in made.layers if name.startswith(blocks)] if blocks else []
     kind = str(getattr(getattr(model, "config", None), "model_type", ""))
-    row, publish = expert_names(kind), layers_published(model)
+    row, publish = expert_names(kind, program), layers_published(model)
     if row is None or form == "gguf" or not experts:
         return None
-    unread = unread_experts(kind, map(publish, experts))
+    unread = unread_experts(kind, map(publish, experts), program)
     if unread:
         return f"has no place for the experts of {kind} in the folder ({unread[0]}). Possible: the quark format."
     other = _of_other_type(made, experts, row.quark) if form == "quark" and row.quark else None
