@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from quark.errors import ConfigError
 from quark.goals import GOALS
+from quark.jobs import FolderRequest
 from quark.jobs.folders.bit_budget import asked_budget, bytes_of, size_within
 from quark.torch import LLMTemplate
 from quark.torch.bit_budget.measure import FITS_ALL, mixed_format, settings_of_folder
@@ -51,8 +54,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_layers_that_a_program_fuses_are_alike(
     goal: str | None, form: str, candidates: list[str] | None, alike: tuple[str, ...]
 ) -> None:
-    row = None if goal is None else GOALS[goal]
-    budget = asked_budget(LANGUAGE_MODEL, None, 5.0, None, candidates, None, form, row)
+    choice: Any = None if goal is None else SimpleNamespace(goal=GOALS[goal], mixed=tuple(candidates or ()))
+    request = FolderRequest(model=LANGUAGE_MODEL, bits=5.0, candidates=tuple(candidates or ()) or None)
+    budget = asked_budget(request, form, choice)
     assert budget is not None and budget.alike == alike
 
 

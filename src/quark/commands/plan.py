@@ -130,7 +130,7 @@ def _plan_folder(job: FolderJob) -> None:
     if configured.choice is not None:
         console.print(choice_rows(configured.choice))
     if configured.budget is not None:
-        found = choose_for_budget(request.model, configured.budget, config, calibration, request.device)
+        found = choose_for_budget(request, configured.budget, config, calibration)
         config = configured.completed(*found)
         console.print(choice_table(*found))
     meta = load_meta_model(request.model)

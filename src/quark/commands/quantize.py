@@ -62,11 +62,8 @@ def quantize_as(request: FolderRequest | FileRequest) -> None:
     say_first("Quantizing", request.model, first, goal, *(request.algorithm or ()), output=request.output)
     with usage():
         job = resolve(request)
-    check_report(request.report, request.model, request.output, request.calib, job.form, request.force)
-    check_recipe(
-        request.write_recipe, request.output, request.force, request.model, request.calib, request.report,
-        request.log_file,
-    )  # fmt: skip
+    check_report(request, job.form)
+    check_recipe(request)
     files = {name: named.get(name) for name in ("report", "log_file", "write_recipe", "save_imatrix")}
     with log_to(request.log_file), together(isinstance(job, FileJob), job.form, **files):
         # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.

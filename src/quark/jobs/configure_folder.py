@@ -84,7 +84,7 @@ def configure(job: FolderJob) -> Configured:
     request, choice, form = job.request, job.choice, job.form
     network = _check_library(job)
     choice = fitted_choice(choice, request) if choice is not None else None
-    budget = _budget_of(job, choice)
+    budget = asked_budget(request, form, choice)
     scheme = None if budget is not None else _scheme_of(request, choice)
     inside = [request.kv_cache, request.attention]
     if budget is not None:
@@ -98,9 +98,11 @@ def configure(job: FolderJob) -> Configured:
     config = _calibrated(request, _config(job, scheme, budget, algorithms or None))
     if choice is not None and choice.goal.looks_at_layers:
         config = _loadable(job, choice.goal, config)
-    data = (scheme, request.layer, inside, config)
-    calibration = Calibration.of(request)
-    calibration = _recorded(calibration, *data) if network else with_default(calibration, *data, budget)
+    calibration, why = Calibration.of(request), _reason_for_data(request, scheme, config)
+    if network:
+        _require_recorded(calibration, why)
+    else:
+        calibration = _or_default(calibration, why, budget)
     return Configured(job, choice, scheme, budget, algorithms, config, calibration)
 
 
@@ -112,18 +114,15 @@ def _scheme_of(request: FolderRequest, choice: GoalChoice | None) -> str:
     return scheme
 
 
-def _recorded(
-    calibration: Calibration,
-    scheme: str | None,
-    layers: Sequence[str] | None,
-    inside: Sequence[str | None],
-    config: Any,
-) -> Calibration:
-    """The calibration data of a network of diffusers. Raises CalibrationError where some are needed and none given."""
-    why = _reason_for_data(scheme, layers, inside, config)
+def _require_recorded(calibration: Calibration, why: str | None) -> None:
+    """Raise CalibrationError where a network of diffusers needs calibration data, and none are given.
+
+    Args:
+        calibration: What is asked for.
+        why: What needs data; None: nothing does.
+    """
     if calibration.path is None and why is not None:
         raise CalibrationError(f"{why[0].upper()}{why[1:]} needs calibration data: pass --calib, {RECORDED}.")
-    return calibration
 
 
 def _check_library(job: FolderJob) -> bool:
@@ -198,19 +197,6 @@ def warn_of_servers(configured: Configured, config: Any) -> None:
         logger.info("Servers: %s", said)
 
 
-def _budget_of(job: FolderJob, choice: GoalChoice | None) -> Budget | None:
-    request = job.request
-    if choice is None:
-        return asked_budget(
-            request.model, request.scheme, request.bits, request.size, request.candidates, request.sensitivity, job.form
-        )
-    if choice.mixed is None:
-        return None
-    return asked_budget(
-        request.model, None, request.bits, request.size, choice.mixed, request.sensitivity, job.form, choice.goal
-    )
-
-
 def _in_file(scheme: str | None, budget: Budget | None, form: str) -> bool:
     """Whether the layers get block types of a GGUF file, which are no schemes."""
     return is_mix(scheme, form) if scheme is not None else budget is not None and form == GGUF
@@ -275,40 +261,28 @@ def _refuse_beside_budget(budget: Budget, inside: list[str | None], load: dict[s
         )
 
 
-def with_default(
-    calibration: Calibration,
-    scheme: str | None,
-    layers: Sequence[str] | None,
-    inside: Sequence[str | None],
-    config: Any,
-    budget: Budget | None = None,
-) -> Calibration:
+def _or_default(calibration: Calibration, why: str | None, budget: Budget | None) -> Calibration:
     """The calibration data, or the text of the package where there are none and something needs them.
 
     Args:
         calibration: What is asked for.
-        scheme, layers, inside: Of all layers, of some, and of what is inside attention: names of schemes.
-        config: With the algorithms.
+        why: What needs data; None: no scheme and no algorithm does.
         budget: That takes the place of the scheme.
     """
-    why = _reason_for_data(scheme, layers, inside, config)
     if why is None and budget is not None and budget.is_measured:
         why = budget.named()
     return calibration if why is None else calibration.or_default(why)
 
 
-def _reason_for_data(
-    scheme: str | None, layers: Sequence[str] | None, inside: Sequence[str | None], config: Any
-) -> str | None:
+def _reason_for_data(request: FolderRequest, scheme: str | None, config: Any) -> str | None:
     """What needs calibration data: a scheme with static activations, or an algorithm; None where nothing does."""
     from quark.core.schemes import scheme_of
     from quark.gguf import MIXES
     from quark.torch.algorithms import algorithms_of
 
-    names = (*filter(None, [scheme]), *(item.rpartition("=")[2] for item in layers or ()))
-    static = [name for name in names if name not in MIXES and scheme_of(name).needs_data] + [
-        name for name in inside if name
-    ]
+    names = (*filter(None, [scheme]), *(item.rpartition("=")[2] for item in request.layer or ()))
+    static = [name for name in names if name not in MIXES and scheme_of(name).needs_data]
+    static += filter(None, [request.kv_cache, request.attention])
     if static:
         return f"the scheme {static[0]!r}, which has static activation scales,"
     algorithms = algorithms_of(config.algo_config or [])

@@ -111,7 +111,7 @@ def _run(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] 
     start, before, chosen = time.perf_counter(), folder_bytes(request.model), None
     config = configured.config
     if configured.budget is not None:
-        chosen = choose_for_budget(request.model, configured.budget, config, configured.calibration, request.device)
+        chosen = choose_for_budget(request, configured.budget, config, configured.calibration)
         if show is not None:
             show(*chosen)
         config = configured.completed(*chosen)

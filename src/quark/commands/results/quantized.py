@@ -9,27 +9,28 @@ from quark.base.command_line import results
 from quark.base.files import check_apart
 from quark.base.log import logger
 from quark.errors import ConfigError
+from quark.jobs import JobRequest
 from quark.report.page import Section, check_page, write_page
 
 
-def check_report(page: Path | None, model: Path, output: str, calib: Path | None, form: str, force: bool) -> None:
+def check_report(request: JobRequest, form: str) -> None:
     """Find what would stop the page before anything is quantized.
 
     Raises:
         ConfigError: There are no data to measure on, or what is written cannot be loaded again.
         MissingDependencyError, OutputExistsError, OutputError: See `check_page`.
     """
-    if page is None:
+    if request.report is None:
         return
-    if calib is None:
+    if request.calib is None:
         raise ConfigError(
             "--report measures outputs on calibration data, and there are none. Possible: --calib, or afterwards "
             "`quark evaluate FLOAT QUANTIZED --data DATA --report FILE`."
         )
     if form in ("gguf", "onnx"):
         raise ConfigError(f"--report compares folders, and --export-format {form} is a file. Possible: no --report.")
-    check_page(page, model, calib, overwrite=force)
-    check_apart(page, output)
+    check_page(request.report, request.model, request.calib, overwrite=request.force)
+    check_apart(request.report, request.output)
 
 
 def size_line(title: str, before: int, after: int, seconds: float, rest: str = "") -> str:

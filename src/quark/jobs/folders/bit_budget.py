@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from quark.base.files import check_file
 from quark.errors import CalibrationError, UsageError
-from quark.goals.choice import fusing_programs
-from quark.goals.goal import RuntimeGoal
+from quark.goals.choice import GoalChoice, fusing_programs
 from quark.jobs.folders.calibration import Calibration
+from quark.jobs.request import FolderRequest
 
 if TYPE_CHECKING:
     from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
@@ -54,46 +54,52 @@ class Budget:
         return f"--bits {self.bits:g}" if self.bits is not None else f"--size {(self.size or 0) / 1e6:.2f}MB"
 
 
-def asked_budget(
-    model: Path,
-    scheme: str | None,
-    bits: float | None,
-    size: str | None,
-    candidates: Sequence[str] | None,
-    sensitivity: Path | None,
-    export_format: str = "quark",
-    goal: RuntimeGoal | None = None,
-) -> Budget | None:
-    """The budget that the options ask for of the model of a folder, or None where --scheme says all.
+def asked_budget(request: FolderRequest, form: str, choice: GoalChoice | None) -> Budget | None:
+    """The budget that a request asks for, or None where a scheme says all.
 
     Layers of which a goal makes one are alike; without a goal, those of which any program does that may load the mix.
+
+    Args:
+        request: What was asked for.
+        form: How the result is written.
+        choice: What its goal chose; None without a goal.
 
     Raises:
         UsageError: None or several of --scheme, --bits and --size; an option that belongs to a budget without one; a
             size that is no size, or as large as the model.
         NotSupportedError: A format that holds one scheme only.
     """
-    given = {"--scheme": scheme, "--bits": bits, "--size": size}
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise UsageError(f"{' and '.join(names)} say the same twice. Possible: one of --scheme, --bits and --size.")
-    if bits is None and size is None:
-        for name, value in (("--candidates", candidates), ("--sensitivity", sensitivity)):
-            if value:
-                raise UsageError(f"{name} belongs to --bits or --size, which are not given.")
+    if choice is None:
+        _check_words(request)
+        if request.bits is None and request.size is None:
+            return None
+    elif choice.mixed is None:
         return None
-    if bits is not None and not 0 < bits < math.inf:
-        raise UsageError(f"--bits {bits:g} is no number of bits for a weight. Possible: 4.25, 3.5.")
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.torch.bit_budget.measure import mixed_format
 
-    rules = mixed_format(export_format)
-    named = named_candidates(candidates)
-    if goal is None:
-        alike = fusing_programs(export_format, named or rules.candidates)
+    rules = mixed_format(form)
+    named = named_candidates(request.candidates if choice is None else choice.mixed)
+    if choice is None:
+        alike = fusing_programs(form, named or rules.candidates)
     else:
-        alike = (goal.program,) if goal.fuses else ()
-    return Budget(bits, None if size is None else size_within(size, model), named, sensitivity, export_format, alike)
+        alike = (choice.goal.program,) if choice.goal.fuses else ()
+    limit = None if request.size is None else size_within(request.size, request.model)
+    return Budget(request.bits, limit, named, request.sensitivity, form, alike)
+
+
+def _check_words(request: FolderRequest) -> None:
+    """Raise UsageError for words of a budget that do not go together; with a goal, its choice has looked at them."""
+    given = {"--scheme": request.scheme, "--bits": request.bits, "--size": request.size}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise UsageError(f"{' and '.join(names)} say the same twice. Possible: one of --scheme, --bits and --size.")
+    if request.bits is None and request.size is None:
+        for name, value in (("--candidates", request.candidates), ("--sensitivity", request.sensitivity)):
+            if value:
+                raise UsageError(f"{name} belongs to --bits or --size, which are not given.")
+    elif request.bits is not None and not 0 < request.bits < math.inf:
+        raise UsageError(f"--bits {request.bits:g} is no number of bits for a weight. Possible: 4.25, 3.5.")
 
 
 def named_candidates(words: Sequence[str] | None) -> tuple[str, ...]:
@@ -129,50 +135,54 @@ def bytes_of(text: str) -> int:
 
 
 def choose_for_budget(
-    model: Path,
-    budget: Budget,
-    base: Any,
-    data: Calibration,
-    device: str = "cpu",
+    request: FolderRequest, budget: Budget, base: Any, calibration: Calibration
 ) -> tuple[SensitivityTable, BudgetChoice]:
     """The table of a model, read from its file or measured, and the choice within the budget.
 
     Args:
-        model: Folder.
+        request: Says the model, and where blocks run.
         budget: What is asked for.
         base: Config of what is excluded, and of layers with a scheme of their own.
-        data: Calibration data, needed where there is no table yet.
-        device: Where blocks run.
+        calibration: Calibration data, needed where there is no table yet.
 
     Raises:
         CalibrationError: Neither a table nor data.
         ConfigError: The table is of another model or other data, has other candidates, or the budget cannot be met.
     """
-    table = _table(model, budget, base, data, device)
+    from quark.jobs.folders.models import inputs_of, load_meta_model
+
+    data = calibration.read(inputs_of(request.model, load_meta_model(request.model)))
+    if budget.sensitivity is not None and not budget.is_measured:
+        table = _read_table(budget.sensitivity, request.model, budget, base, data)
+    elif data is None:
+        raise CalibrationError(f"{budget.named()} needs calibration data: pass --calib FILE.")
+    else:
+        table = _measured_table(request, budget, base, data)
     return table, table.choose(bits=budget.bits, size=budget.size, candidates=budget.candidates or None)
 
 
-def _table(model: Path, budget: Budget, base: Any, calibration: Calibration, device: str) -> SensitivityTable:
-    from quark.jobs.folders.models import inputs_of, load_meta_model
-    from quark.torch.bit_budget.measure import measure_sensitivity, mixed_format, settings_of_folder
-    from quark.torch.bit_budget.sensitivity import AskedBudget, SensitivityTable
+def _read_table(file: Path, model: Path, budget: Budget, base: Any, data: Sequence[Any] | None) -> SensitivityTable:
+    """The table of a file, which must be of this model, these data and this budget's layers."""
+    from quark.torch.bit_budget.measure import mixed_format, settings_of_folder
+    from quark.torch.bit_budget.sensitivity import SensitivityTable
 
-    file = budget.sensitivity
-    data = calibration.read(inputs_of(model, load_meta_model(model)))
-    if file is not None and not budget.is_measured:
-        table = SensitivityTable.load(file)
-        rules = mixed_format(budget.export_format, budget.alike)
-        table.check(settings_of_folder(model, base, rules), data)
-        return table
-    if data is None:
-        raise CalibrationError(f"{budget.named()} needs calibration data: pass --calib FILE.")
-    work = None
+    table = SensitivityTable.load(file)
+    table.check(settings_of_folder(model, base, mixed_format(budget.export_format, budget.alike)), data)
+    return table
+
+
+def _measured_table(request: FolderRequest, budget: Budget, base: Any, data: Sequence[Any]) -> SensitivityTable:
+    """The table of a model, measured, and written where a file is named."""
+    from quark.torch.bit_budget.measure import measure_sensitivity
+    from quark.torch.bit_budget.sensitivity import AskedBudget
+
+    file, work = budget.sensitivity, None
     if file is not None:
         check_file(file, overwrite=False)
         work = file.with_name(f"{file.name}.partial")
     table = measure_sensitivity(
-        model, data, budget.candidates or None, base, export_format=budget.export_format, alike=budget.alike,
-        device=device, work=work, budget=AskedBudget(budget.bits, budget.size),
+        request.model, data, budget.candidates or None, base, export_format=budget.export_format, alike=budget.alike,
+        device=request.device, work=work, budget=AskedBudget(budget.bits, budget.size),
     )  # fmt: skip
     if file is not None:
         table.save(file)

@@ -77,11 +77,12 @@ class Recipe:
         return found | {name: data_digest(Path(inputs[name])) for name in ("calib", "imatrix") if name in inputs}
 
 
-def check_recipe(file: Path | None, output: str, force: bool, *inputs: Path | None) -> None:
+def check_recipe(request: JobRequest) -> None:
     """Find what would stop the file of --write-recipe before any work. Raises as `check_file` does."""
-    if file is not None:
-        check_file(file, force)
-        check_apart(file, output, *inputs)
+    if request.write_recipe is not None:
+        check_file(request.write_recipe, request.force)
+        others = request.output, request.model, request.calib, request.report, request.log_file
+        check_apart(request.write_recipe, *others)
 
 
 def save_recipe(file: Path | None, recipe: Recipe) -> None:
