@@ -12,6 +12,8 @@ import torch
 
 import quark
 from quark.errors import ConfigError, QuarkError
+from quark.jobs import request_of
+from quark.jobs.folders.pipeline import requests_of
 from quark.torch import LLMTemplate, ModelQuantizer
 from tests.commands.program import quark as program
 from tests.models.denoisers import denoiser
@@ -101,6 +103,11 @@ def test_what_does_not_go_together_is_refused_before_anything_is_made(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_component_of_one_model_is_refused(pipeline: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is one model, and no pipeline"):
+        quark.quantize(pipeline / "transformer", output=tmp_path / "out", component="transformer")
+
+
 def test_a_pipeline_without_a_denoiser_asks_for_a_component(pipeline: Path, tmp_path: Path) -> None:
     folder = tmp_path / "other"
     shutil.copytree(pipeline, folder)
@@ -108,6 +115,21 @@ def test_a_pipeline_without_a_denoiser_asks_for_a_component(pipeline: Path, tmp_
     (folder / "model_index.json").write_text(json.dumps({k: v for k, v in index.items() if k != "transformer"}))
     with pytest.raises(ConfigError, match=r"no component that takes a timestep. Possible: component, of .*vae"):
         quark.quantize(folder, output=tmp_path / "out")
+
+
+def test_two_denoisers_are_both_quantized_each_with_its_own_steps(pipeline: Path, tmp_path: Path) -> None:
+    folder, steps = tmp_path / "two", tmp_path / "steps"
+    shutil.copytree(pipeline, folder)
+    shutil.copytree(folder / "transformer", folder / "transformer_2")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "transformer_2": index["transformer"]}))
+    (steps / "transformer_2").mkdir(parents=True)
+    asked = requests_of(request_of(folder, {"scheme": "int8", "calib": steps, "component": ("vae=int8_wo",)}))
+    parts = {name: (part.scheme, part.calib) for name, part in asked.items()}
+    assert parts == {
+        "transformer": ("int8", steps), "transformer_2": ("int8", steps / "transformer_2"), "vae": ("int8_wo", None)
+    }  # fmt: skip
+    assert [part.model.name for part in asked.values()] == [*parts]
 
 
 @pytest.mark.slow

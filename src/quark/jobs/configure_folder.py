@@ -135,6 +135,10 @@ def _check_library(job: FolderJob) -> bool:
 
     folder, goal = job.request.model, None if job.choice is None else job.choice.goal
     network = is_component(read_config(folder))
+    if job.request.component:
+        raise ConfigError(
+            f"--component {job.request.component[0]}: {folder} is one model, and no pipeline (model_index.json)."
+        )
     if goal is not None and goal.networks != network:
         others = [name for name, row in GOALS.items() if row.folder is not None and row.networks == network]
         raise ConfigError(

@@ -57,7 +57,9 @@ def test_several_variants_and_pickles_are_refused(folder: Path, tmp_path: Path) 
     with pytest.raises(FormatError, match=r"several variants .*ema.*fp16"):
         load_float_model(tmp_path / "several")
     model.save_pretrained(tmp_path / "pickle", safe_serialization=False)
-    with pytest.raises(FormatError, match="holds neither diffusion_pytorch_model.safetensors nor"):
+    with pytest.raises(
+        FormatError, match=r"diffusion_pytorch_model.bin is not read: save the model once by save_pretrained\."
+    ):
         load_float_model(tmp_path / "pickle")
 
 
@@ -76,6 +78,14 @@ def test_diffusers_takes_other_types_and_places_or_says_what_it_does_not_take(qu
         kind.from_pretrained(quantized, torch_dtype=torch.float16)
     with pytest.raises(NotSupportedError, match="no part on the disk"):
         kind.from_pretrained(quantized, device_map={"": "disk"}, offload_folder=tmp_path)
+
+
+def test_other_formats_are_refused(folder: Path, tmp_path: Path) -> None:
+    quantizer = ModelQuantizer(LLMTemplate.get("auto").get_config("uint4_wo_32"))
+    model = quantizer.freeze(quantizer.quantize_model(load_float_model(folder)))
+    with pytest.raises(NotSupportedError, match="diffusers loads no awq folder"):
+        export_safetensors(model, tmp_path / "out", "awq")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_folder_is_refused(quantized: Path, tmp_path: Path) -> None:

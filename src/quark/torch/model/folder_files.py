@@ -112,10 +112,13 @@ def shard_files(folder: Path) -> list[Path]:
         return [file_of(folder, name) for name in names]
     if not single.exists():
         pickled = next(iter(sorted(folder.glob("*pytorch_model*.bin"))), None)
+        network = single.name.startswith(STEM)
+        read = "" if network else "is read for --scheme and --for, whole in memory; "
+        block = "" if network else " for what reads it block by block"
         raise FormatError(
             f"{folder} holds neither {single.name} nor {index.name}."
-            + (f" {pickled.name} is read for --scheme and --for, whole in memory; save the model once by "
-               "save_pretrained for what reads it block by block." if pickled else "")
+            + (f" {pickled.name} {read or 'is not read: '}save the model once by save_pretrained{block}."
+               if pickled else "")
         )  # fmt: skip
     return [file_of(folder, single.name)]
 

@@ -81,6 +81,8 @@ def export_safetensors(
     weight_format = weight_format or REAL_QUANTIZED
     check_options(custom_mode, weight_format, pack_method, max_shard_size)
     _require_transformers(model, "export_safetensors")
+    if is_network(model) and custom_mode != "quark":
+        raise NotSupportedError(f"diffusers loads no {custom_mode} folder of quark's. Possible: custom_mode='quark'.")
     source = source_folder(model)
     form, real = FORMATS[custom_mode], weight_format == REAL_QUANTIZED
     carried = carried_beside_model(model, config, plan, form, pack_method, real)
