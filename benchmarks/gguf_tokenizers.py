@@ -19,7 +19,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from quark.errors import QuarkError
-from quark.torch.writers.gguf.tokenizer import write_tokenizer
+from quark.gguf.tokenizer import write_tokenizer
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's naïve, isn't it? I'LL go; WE'VE won.",

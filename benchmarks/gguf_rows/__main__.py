@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from quark.gguf.mixes import MIXES
 from quark.torch import ModelQuantizer, gguf_config
-from quark.torch.config.block_mixes import MIXES
-from quark.torch.writers.gguf.writer import write_gguf
+from quark.torch.writers.gguf.tensors import write_gguf
 from tests.models.gguf_rows import CONFIGS, FACTS, VARIANTS, facts_of, filled, known_facts
 from tests.models.torch_zoo import LANGUAGE_MODEL
 

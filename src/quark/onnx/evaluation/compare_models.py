@@ -26,7 +26,7 @@ from quark.onnx.calibration.data.readers import samples
 from quark.onnx.graph.model_file import read
 from quark.onnx.graph.output_parts import OutputPart, output_parts, parts_of
 from quark.onnx.graph.proto_file import read_header
-from quark.onnx.graph.sessions import open_session, run_sample
+from quark.onnx.graph.sessions import ask_for, open_session, run_sample
 
 DECODED = "_DequantizeLinear_Output"
 OUTPUT = "_QuantizeLinear_Input"
@@ -281,8 +281,7 @@ def instrumented(
     model: onnx.ModelProto, folder: Path | None, tensors: Sequence[str], threads: int
 ) -> onnxruntime.InferenceSession:
     """A session that can give the tensors too."""
-    present = {value.name for value in model.graph.output}
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors if name not in present)
+    ask_for(model, tensors)
     return open_session(model, folder, threads)
 
 

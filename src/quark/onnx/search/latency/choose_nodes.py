@@ -25,7 +25,7 @@ import onnx_ir as ir
 from quark.core.solvers.choices.min_cut import MinCut
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import read_once
-from quark.onnx.graph.model_file import is_constant
+from quark.onnx.graph.model_file import live_inputs
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.place import writes_float
 from quark.onnx.placement.placement import Placement
@@ -260,11 +260,10 @@ def placement_choice(
 def _needs(groups: NodeGroups, followers: Sequence[ir.Node]) -> Iterator[tuple[str, str]]:
     """(group of a node that computes in integers only behind such, group of one that it reads)."""
     for node in followers:
-        for value in node.inputs:
-            if value is not None and not is_constant(value):
-                one, other = groups.find(node.name), groups.find(_name(value.producer()))
-                if one != other:
-                    yield one, other
+        for value in live_inputs(node):
+            one, other = groups.find(node.name), groups.find(_name(value.producer()))
+            if one != other:
+                yield one, other
 
 
 def _absorbed(groups: NodeGroups, placement: Placement, edges: Mapping[ir.Value, Edge]) -> Iterator[Absorbed]:

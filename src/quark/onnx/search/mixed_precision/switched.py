@@ -36,7 +36,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.decide import Decision
 from quark.onnx.graph.edit import replace_output
 from quark.onnx.graph.model_file import constant, opset, split_weights
-from quark.onnx.graph.sessions import failing_on
+from quark.onnx.graph.sessions import ask_for, failing_on
 from quark.onnx.placement.placement import Operand
 from quark.onnx.qdq.activations import ActivationWriter
 from quark.onnx.qdq.constants import bias_codes, bias_scale, bias_type
@@ -280,8 +280,7 @@ class SwitchedModel:
 
     def _part(self, part: onnx.ModelProto, gives: list[str], weights: Weights, open_session: OpenSession) -> Part:
         """A part that gives these tensors."""
-        present = {output.name for output in part.graph.output}
-        part.graph.output.extend(onnx.ValueInfoProto(name=name) for name in gives if name not in present)
+        ask_for(part, gives)
         constants = {tensor.name for tensor in part.graph.initializer}
         session = open_session(part, {name: array for name, array in weights.items() if name in constants})
         inputs = [entry.name for entry in part.graph.input]
