@@ -16,11 +16,11 @@ from quark.commands.results.goals import serve_line
 from quark.commands.results.quantized import check_report, say_how_to_evaluate, size_line
 from quark.goals.choice import GoalChoice
 from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, request_of, resolve
-from quark.jobs.denoisers import holds_denoiser
+from quark.jobs.denoisers import is_for_comfyui
 from quark.jobs.processes import together
 from quark.jobs.recipes.recipe import Recipe, check_recipe, save_recipe
 from quark.jobs.request import is_adapter
-from quark.jobs.words import COMFYUI, ONNX, usage
+from quark.jobs.words import ONNX, usage
 
 Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face model, or an ONNX file; see --for comfyui.")]
 
@@ -86,8 +86,8 @@ def _folder(job: FolderJob) -> tuple[GoalChoice | None, Path]:
         )
     title = "all" if made.parts else made.configured.title
     console.print(size_line(title, made.before, made.after, made.seconds), highlight=False)
-    # An ONNX file is compared with another one, which there is not; a denoiser reads no text; an adapter is no model.
-    if job.form not in (ONNX, COMFYUI) and not holds_denoiser(request.model) and not is_adapter(request.model):
+    # There is no ONNX file to compare one with, ComfyUI alone runs its files, and an adapter is no model.
+    if job.form != ONNX and not is_for_comfyui(job) and not is_adapter(request.model):
         say_how_to_evaluate(request.model, made.made, request.calib)
     page_of_folder(request, made)
     save_recipe(request.write_recipe, made.recipe)

@@ -14,6 +14,8 @@ from quark.base.files import require_regular
 from quark.base.json_objects import without_doubles
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.checkpoint.safetensors_file import TensorFile
+from quark.torch.diffusion.component import CLASS
+from quark.torch.model.folder_files import shard_files
 from quark.torch.writers.comfyui.names import (
     DenoiserKind,
     OriginalTensor,
@@ -23,8 +25,7 @@ from quark.torch.writers.comfyui.names import (
     without_prefix,
 )
 
-CONFIG, INDEX, FILE = "config.json", "model_index.json", "diffusion_pytorch_model.safetensors"
-CLASS = "_class_name"
+CONFIG, INDEX = "config.json", "model_index.json"
 DENOISERS = ("transformer", "unet")
 """Beginnings of the names of the folders of a pipeline that hold a denoiser."""
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -75,7 +76,7 @@ def open_denoiser(path: Path) -> DenoiserSource:
     if path.is_dir():
         folder = _component(path)
         class_name = str(_json(folder / CONFIG).get(CLASS))
-        places = _places(_files(folder))
+        places = _places(shard_files(folder))
         kind = kind_of_class(class_name, places)
         tensors = original_tensors(kind, places)
     else:
@@ -99,23 +100,13 @@ def _component(path: Path) -> Path:
     """The folder of the one denoiser of a pipeline, or the folder itself."""
     if not (path / INDEX).is_file():
         return path
-    found = [name for name in _json(path / INDEX) if name.startswith(DENOISERS) and (path / name / CONFIG).is_file()]
+    named = [name for name in _json(path / INDEX) if name.startswith(DENOISERS) and Path(name).name == name]
+    found = [name for name in named if (path / name / CONFIG).is_file()]
     if len(found) != 1:
         what = f"has {len(found)} denoisers" if found else "has no denoiser"
         possible = ", ".join(str(path / name) for name in found) or "a folder with model_index.json and transformer/"
         raise FormatError(f"{path} {what}; a file for ComfyUI holds one. Possible: {possible}.")
     return path / found[0]
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / f"{FILE}.index.json"
-    if index.is_file():
-        names = sorted(set(_json(index).get("weight_map", {}).values()))
-        return [folder / str(name) for name in names]
-    found = [folder / FILE] if (folder / FILE).is_file() else sorted(folder.glob("*.safetensors"))
-    if len(found) != 1:
-        raise FormatError(f"{folder} has {len(found)} safetensors files, and no {index.name}. Possible: {FILE}.")
-    return found
 
 
 def _places(files: list[Path]) -> dict[str, tuple[TensorFile, str]]:
