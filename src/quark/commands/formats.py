@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quark.base.command_line import new_table, results
-from quark.commands.results.counted import counted
+from quark.commands.results.tables import counted
 from quark.goals.facts import FACTS, Answer
 from quark.jobs.words import FILE_FORMS, FOLDER_FORMS
 

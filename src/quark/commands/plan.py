@@ -13,7 +13,7 @@ from quark.base.progress import log_to
 from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
 from quark.commands.options.of_request import option_for, said_on, takes
-from quark.commands.results.goals import choice_rows, serve_line
+from quark.commands.results.tables import choice_rows, choice_table, serve_line
 from quark.errors import UsageError
 from quark.jobs import FileJob, FolderJob, request_of, resolve
 from quark.jobs.request import is_adapter, is_onnx, is_pipeline
@@ -104,7 +104,6 @@ def _with_shapes(model: Path) -> Path:
 
 def _plan_folder(job: FolderJob) -> None:
     # The flow imports torch: after the arguments are parsed, so that --help is instant.
-    from quark.commands.results.choice import choice_table
     from quark.jobs.configure_folder import configure, servers_say
     from quark.jobs.denoisers import is_for_comfyui
     from quark.jobs.folders.bit_budget import choose_for_budget

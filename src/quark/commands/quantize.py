@@ -12,8 +12,8 @@ from quark.base.progress import log_to
 from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
 from quark.commands.options.of_request import said_on, takes
-from quark.commands.results.goals import serve_line
 from quark.commands.results.quantized import check_report, say_how_to_evaluate, size_line
+from quark.commands.results.tables import choice_table, recovery_line, recovery_table, serve_line
 from quark.goals.choice import GoalChoice
 from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, request_of, resolve
 from quark.jobs.denoisers import is_for_comfyui
@@ -75,7 +75,6 @@ def quantize_as(request: FolderRequest | FileRequest) -> None:
 def _folder(job: FolderJob) -> tuple[GoalChoice | None, Path]:
     """Quantize a folder; return what its goal chose, and what a program opens."""
     from quark.commands.folders.quantized_page import page_of_folder
-    from quark.commands.results.choice import choice_table
     from quark.jobs.run_folder import run_folder
 
     request, console = job.request, results()
@@ -97,7 +96,6 @@ def _folder(job: FolderJob) -> tuple[GoalChoice | None, Path]:
 def _file(job: FileJob) -> tuple[GoalChoice | None, Path]:
     """Quantize an ONNX file; return what its goal chose, and the file that was made."""
     from quark.commands.onnx_files.quantized_page import page_of_file
-    from quark.commands.results.recovered import recovery_line, recovery_table
     from quark.jobs.run_file import run_file
 
     request, console = job.request, results()

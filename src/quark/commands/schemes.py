@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from quark.base.command_line import Results, new_table, results
-from quark.commands.results.goals import facts_table
+from quark.commands.results.tables import facts_table
 from quark.core.schemes import SCHEMES
 from quark.errors import MissingDependencyError
 from quark.goals import GOALS

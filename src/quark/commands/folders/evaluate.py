@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from quark.base.command_line import new_table, results
-from quark.commands.results.counted import counted
+from quark.commands.results.tables import counted
 from quark.jobs.evaluate import EvaluateFolders, held_out
 from quark.jobs.folders.measure import WHY_SLOW, MeasuredFolders, Output
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from quark.commands.results.counted import counted
+from quark.commands.results.tables import counted
 from quark.core.granularity import PerTensor
 from quark.core.quantize import fake_quantize
 from quark.jobs.folders.measure import WHY_SLOW, MeasuredFolders

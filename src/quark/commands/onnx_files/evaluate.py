@@ -8,7 +8,7 @@ from rich.table import Table
 
 from quark.base.command_line import new_table, results
 from quark.commands.onnx_files.report import onnx_sections
-from quark.commands.results.counted import counted
+from quark.commands.results.tables import counted
 from quark.core.metrics import Comparison
 from quark.jobs.evaluate import MeasuredFiles
 from quark.onnx.evaluation.compare_models import ComparedLayer

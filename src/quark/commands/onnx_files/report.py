@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from quark.commands.results.counted import counted
+from quark.commands.results.tables import counted
 from quark.jobs.evaluate import MeasuredFiles
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.padding import without_padding
