@@ -190,10 +190,11 @@ def _stacked(parts: Iterable[Source]) -> dict[str, tuple[str, ...]]:
 def pairs_in(file: SourceFile) -> list[tuple[str, str]]:
     """(layer, part of it) of the tables of a file: rows of three, and lists of parts."""
     found: list[tuple[Any, Any]] = []
+    looped = {id(node.iter) for node in ast.walk(file.body) if isinstance(node, ast.For | ast.comprehension)}
     for node in ast.walk(file.body):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
             found += _listed(node.targets[0].slice, node.value)
-        elif isinstance(node, ast.Tuple) and len(node.elts) == 3:
+        elif isinstance(node, ast.Tuple) and len(node.elts) == 3 and id(node) not in looped:
             row = [each.value for each in node.elts if isinstance(each, ast.Constant)]
             found += [(row[0], row[1])] if len(row) == 3 else []
         elif isinstance(node, ast.Dict):
