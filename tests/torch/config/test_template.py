@@ -309,3 +309,26 @@ def test_algorithms_may_be_named_in_one_text() -> None:
         for algorithm in config("int4_wo_64", algorithm="rotation, autosmoothquant,gptq").algo_config or []
     ]
     assert names == ["rotation", "autosmoothquant", "gptq"]
+
+
+class Denoiser(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.out = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)]), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        return self.out(self.blocks[0](self.embed(x) + timestep))  # type: ignore[no-any-return]
+
+
+class NoDenoiser(Denoiser):
+    def forward(self, x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, length)
+
+
+def test_what_stands_outside_the_blocks_of_a_denoiser_stays_in_float_unless_it_is_named() -> None:
+    assert SELECTORS["@outside_blocks"](Denoiser()) == {"embed", "out"}
+    assert not SELECTORS["@outside_blocks"](NoDenoiser())
+    template = LLMTemplate.get("auto")
+    assert set(make_plan(template.get_config("int8_wo"), Denoiser()).layers) == {"blocks.0"}
+    named = template.get_config("int8_wo", layer_config={"out": "int8_wo"})
+    assert set(make_plan(named, Denoiser()).layers) == {"blocks.0", "out"}

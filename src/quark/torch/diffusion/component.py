@@ -23,7 +23,7 @@ from quark.base.loading import without_collection
 from quark.errors import FormatError, require_packages
 
 CLASS, STEM = "_class_name", "diffusion_pytorch_model"
-NOISE = frozenset({"timestep", "timesteps", "timestep_ratio", "sigma"})
+NOISE = frozenset({"timestep", "timesteps", "timestep_ratio", "sigma", "t"})
 """What denoisers call the argument that says how much noise there is; no other network of a pipeline has one."""
 
 
