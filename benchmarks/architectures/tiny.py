@@ -36,7 +36,7 @@ SIZES: dict[str, int] = {
                      "mamba_d_head"),
                     HIDDEN // HEADS),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "rotary_dim", "rope_head_dim"), 8),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 48),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 48),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_layer",
                      "moe_num_primary_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k"), 2),
@@ -114,7 +114,7 @@ def tiny_config(kind: Any, fill: bool = False, **sizes: Any) -> Any:
 def _small(default: Any, fill: bool, sizes: dict[str, Any]) -> dict[str, Any]:
     own = {name: value for name, value in vars(default).items() if name not in sizes}
     renamed = set(getattr(default, "attribute_map", ()))
-    if "qk_rope_head_dim" in own:
+    if "qk_nope_head_dim" in own:
         renamed.add("head_dim")  # follows from it
     small: dict[str, Any] = {}
     for name, value in own.items():
