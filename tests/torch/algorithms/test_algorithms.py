@@ -229,7 +229,8 @@ def test_solved_weights_lie_on_the_grid(name: str, kind: str) -> None:
 def test_gptq_on_one_linear_layer_is_the_solver_on_its_inputs() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 8, bias=False))
-    data = [torch.randn(20, 32) * torch.linspace(0.1, 3, 32) for _ in range(3)]
+    # So many tokens for a channel that nothing is added to the damping.
+    data = [torch.randn(600, 32) * torch.linspace(0.1, 3, 32) for _ in range(3)]
     rule = spec("int4", PerChannel(0))
     weight = model[0].weight.detach().clone()
     quantized = ModelQuantizer(config(rule, GPTQConfig(desc_act=False, refine_passes=0))).quantize_model(model, data)
@@ -372,6 +373,24 @@ def test_autoround_needs_one_tensor() -> None:
 
     with pytest.raises(StructureError, match="returns a dict; AutoRound"):
         ModelQuantizer(config(INT3, AutoRoundConfig(iters=2))).quantize_model(Named(), [torch.randn(4, 32)])
+
+
+@pytest.mark.parametrize("algorithm", [GPTQConfig(), QRONOS])
+@pytest.mark.parametrize("tokens", [4, 16, 64, 256])
+def test_what_is_solved_on_few_tokens_holds_on_others(algorithm: Any, tokens: int) -> None:
+    torch.manual_seed(0)
+    mix = torch.randn(64, 64) * torch.logspace(0, -1, 64)[:, None]
+    layer, others = nn.Linear(64, 64, bias=False), torch.randn(4096, 64) @ mix
+    expected = others @ layer.weight.detach().T
+
+    def error(solver: Any, count: int) -> float:
+        data = [torch.randn(count, 64, generator=torch.Generator().manual_seed(1)) @ mix]
+        made = config(spec("int4", PerChannel(0)), *solver)
+        rounded = ModelQuantizer.freeze(ModelQuantizer(made).quantize_model(nn.Sequential(copy.deepcopy(layer)), data))
+        with torch.no_grad():
+            return float((rounded(others) - expected).norm() / expected.norm())
+
+    assert error([algorithm], tokens) < error([], tokens)
 
 
 @pytest.mark.slow

@@ -47,6 +47,9 @@ ROWS = 64
 FACTOR_BLOCK = 512
 """Columns of a triangle that is factored at once."""
 
+OF_FEW = 0.5
+"""Share of the mean of the diagonal that is added, at least, for each column to a token; see `least_damping`."""
+
 PROBES, SLIGHT = 8, 0.01
 """A factor is exact if it misses less than SLIGHT of the damping, measured with so many vectors: then it is the factor
 of a problem whose damping is that much another one."""
@@ -69,6 +72,21 @@ def damped(hessian: Array, damp: Damping, dtype: str = "float64", order: Array |
     diagonal = _diagonal(hessian)
     diagonal += xp.where(diagonal == 0, 1.0, _times_mean(damp, diagonal))
     return hessian
+
+
+def least_damping(columns: int, tokens: int) -> float:
+    """Share of the mean of the diagonal below which what few tokens say of H is taken for what all others do.
+
+        damp >= OF_FEW columns / tokens
+
+    The noise in the eigenvalues of H falls with tokens / columns, and those below it are told wrongly: a solution that
+    trusts them loses on other tokens what it wins on these. With next to no tokens it comes near to plain rounding.
+
+    Args:
+        columns: Of the weight.
+        tokens: That H was found of.
+    """
+    return OF_FEW * columns / max(1, tokens)
 
 
 def _times_mean(damp: Damping, diagonal: Array) -> Array:

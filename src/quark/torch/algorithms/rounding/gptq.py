@@ -117,7 +117,8 @@ class GPTQ(ByScores):
     def _factor(self, problems: list[ColumnProblem]) -> tuple[torch.Tensor, torch.Tensor]:
         """F and d; where those of several experts cannot be had at once, each is damped by itself."""
         for problem in problems:
-            problem.damping = self.damping(problem.group.gram)
+            given, least = self.damping(problem.group.gram), gptq.least_damping(len(problem.order), problem.group.count)
+            problem.damping = given.clip(min=least) if isinstance(given, torch.Tensor) else max(given, least)
         if len(problems) == 1:
             only = problems[0]
             with naming(names_of(problems)):
