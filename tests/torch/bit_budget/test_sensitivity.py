@@ -24,6 +24,7 @@ from quark.torch.bit_budget.sensitivity import AskedBudget, SensitivityTable
 from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.flows.from_disk import stream
 from tests.models.architectures import build
+from tests.models.denoisers import denoiser, step
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama, token_batches
 
 pytestmark = pytest.mark.slow
@@ -400,3 +401,15 @@ def test_embeddings_are_measured_and_a_tied_head_counts_once(tied: bool) -> None
         total += ids.numel()
     expected = float(counts @ error @ scores) / (2 * total * total)
     assert group.losses["q4_0"] == pytest.approx(expected, rel=1e-3)
+
+
+@torch.no_grad()
+def test_a_denoiser_of_two_streams_is_measured() -> None:
+    model = denoiser("sd3")
+    table = measure_sensitivity(model, [step("sd3", seed) for seed in (1, 2)], ["uint4_wo_32", "int8_wo"])
+    losses = {name: group.losses for group in table.groups for name in group.layers}
+    # The text of the last block ends there: its queries are read by nothing. Modulations read the timestep alone.
+    assert {name for name, loss in losses.items() if not any(loss.values())} == {"transformer_blocks.1.attn.add_q_proj"}
+    assert all(loss["uint4_wo_32"] >= 4 * loss["int8_wo"] for loss in losses.values())
+    assert losses["transformer_blocks.0.norm1.linear"]["uint4_wo_32"] > 0
+    assert not any(name.startswith("context_embedder") for name in losses), "what is outside the blocks stays in float"

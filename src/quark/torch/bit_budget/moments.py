@@ -161,10 +161,14 @@ def collecting(
         for name, layer in layers.items()
     }
 
-    def note(own: Moments, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+    def note(own: Moments, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         own.add_inputs(args[0].detach())
-        if output.requires_grad:
-            output.register_hook(own.add_scores)  # type: ignore[no-untyped-call]
+        if not torch.is_grad_enabled():
+            return output
+        if not output.requires_grad:  # it reads what no block gives: a timestep, a text
+            output = output.detach().requires_grad_()
+        output.register_hook(own.add_scores)  # type: ignore[no-untyped-call]
+        return output
 
     with ExitStack() as hooks:
         for name, layer in layers.items():

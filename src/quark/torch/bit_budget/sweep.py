@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from quark.base.log import logger
 from quark.core.spec import LayerSpec
 from quark.errors import CalibrationError, NotSupportedError, QuarkError, StructureError
 from quark.torch.algorithms.block_loop import is_inside
@@ -25,6 +26,7 @@ from quark.torch.calibration.distributed import from_first, part_of, shared_work
 from quark.torch.formats.fused_groups import architectures, mixtures_of
 from quark.torch.model.batches import calibration_step, evaluating, input_device, to_device
 from quark.torch.model.blocks import WHOLE, BlockOutput, Call, find_blocks, passing_through
+from quark.torch.model.blocks.streams import StreamCall
 
 Losses = dict[str, list[float | None]]
 """Full name of a layer -> divergence in nats for each position, under each candidate; None: it does not fit."""
@@ -99,7 +101,8 @@ class Sweep(ScorePasses):
 
     def result(self, block: str | None, call: Call | None, positions: int) -> dict[str, Any]:
         """The losses of its layers, and which of them must be alike."""
-        losses = self._losses(self._moments, positions)
+        # The last of blocks of several streams gives all of them, and the model reads one: queries of others are idle.
+        losses = self._losses(self._moments, positions, isinstance(call, StreamCall))
         if block is None or call is None:
             return {"losses": losses, "groups": [[name] for name in losses]}
         module = self.model.get_submodule(block)
@@ -150,11 +153,16 @@ class Sweep(ScorePasses):
         found = {spec.input for name in names for spec in self.layers[name] if spec is not None and spec.input}
         return sorted(found, key=str)
 
-    def _losses(self, moments: Mapping[str, Moments], positions: int) -> dict[str, list[float | None]]:
+    def _losses(
+        self, moments: Mapping[str, Moments], positions: int, streams: bool = False
+    ) -> dict[str, list[float | None]]:
         experts = {layer for group in mixtures_of(self.layers).values() for layer in group}
         for name, own in moments.items():
             # An expert that no token reaches loses nothing here; its mixture is chosen by those that are reached.
             if name not in experts and (own.count == 0 or not bool(own.scores.any())):
+                if own.count and streams:
+                    logger.info("%s: nothing reads what it gives; it gets the smallest candidate.", name)
+                    continue
                 raise CalibrationError(
                     f"{name}: no output depends on this layer in the calibration data. Possible: other data, or "
                     "exclude it."
