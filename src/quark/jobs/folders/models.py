@@ -93,9 +93,9 @@ def is_read(folder: Path) -> bool:
 
 def inputs_of(folder: Path, model: Any) -> ModelInputs | StepInputs:
     """What the model of a folder takes."""
-    if is_network(model):
-        return StepInputs(type(model))
     dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
+    if is_network(model):
+        return StepInputs(type(model), dtype)
     return ModelInputs(folder, model.config, type(model), dtype)
 
 

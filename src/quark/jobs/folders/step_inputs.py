@@ -18,9 +18,11 @@ class StepInputs:
 
     Attributes:
         model_class: Its class.
+        dtype: That it computes in; None: of calls as they were recorded.
     """
 
     model_class: Any
+    dtype: Any = None
     reads_text = False
 
     @property
@@ -57,4 +59,4 @@ class StepInputs:
                 f"{data}: {self.model_class.__name__} takes calls of its own ({', '.join(self.names[:4])} ...): a "
                 "folder of .npz files as quark.torch.record_steps writes them, or one .npz file."
             )
-        return stored_batches(data, self.model_class, limit)
+        return stored_batches(data, self.model_class, limit, self.dtype)

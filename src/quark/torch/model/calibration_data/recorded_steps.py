@@ -26,14 +26,12 @@ from quark.base.files import atomic_folder
 from quark.base.log import logger
 from quark.base.progress import progress
 from quark.errors import CalibrationError, ConfigError, StructureError
-from quark.torch.model.calibration_data.stored_batches import StoredBatches, write_batch
+from quark.torch.model.calibration_data.stored_batches import TIMESTEPS, StoredBatches, write_batch
 
 GOLDEN = 0.618034
 """Multiples of it, modulo 1, are spread evenly, however many there are."""
 DENOISERS = ("transformer", "unet", "prior")
 """What pipelines of diffusers call their denoiser; one with a number behind it is of other timesteps."""
-TIMESTEPS = ("timestep", "timesteps", "t", "sigma")
-"""What denoisers call the argument that says how much noise there is."""
 NO_INPUTS = ("return_dict",)
 """Arguments that say how a result is returned."""
 

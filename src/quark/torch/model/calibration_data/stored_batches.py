@@ -25,6 +25,8 @@ from quark.base.json_objects import plain_json
 from quark.errors import CalibrationError, StructureError, did_you_mean
 from quark.torch.model.calibration_data.model_arguments import positional_parameters
 
+TIMESTEPS = ("timestep", "timesteps", "t", "sigma", "timestep_ratio")
+"""What denoisers call the argument that says how much noise there is."""
 LAYOUT = "batch_layout"
 """The entry that says where the arrays of a batch belong."""
 
@@ -89,10 +91,11 @@ class StoredBatches(Sequence[dict[str, Any]]):
 
     Args:
         files: One for each batch.
+        dtype: Of what the model computes with; see `stored_batches`.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.files = tuple(files)
+    def __init__(self, files: Sequence[Path], dtype: torch.dtype | None = None) -> None:
+        self.files, self.dtype = tuple(files), dtype
 
     def __len__(self) -> int:
         return len(self.files)
@@ -104,14 +107,30 @@ class StoredBatches(Sequence[dict[str, Any]]):
     def __getitem__(self, index: slice) -> StoredBatches: ...
 
     def __getitem__(self, index: int | slice) -> Any:
-        return StoredBatches(self.files[index]) if isinstance(index, slice) else read_batch(self.files[index])
+        if isinstance(index, slice):
+            return StoredBatches(self.files[index], self.dtype)
+        return _in_dtype(read_batch(self.files[index]), self.dtype)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(read_batch, self.files)
+        return (self[index] for index in range(len(self)))
+
+
+def _in_dtype(value: Any, dtype: torch.dtype | None, name: str = "") -> Any:
+    """Floats of two axes or more in a type; timesteps, which are told apart by their last digits, as they are."""
+    if isinstance(value, dict):
+        return {key: _in_dtype(item, dtype, key) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_in_dtype(item, dtype, name) for item in value)
+    if dtype is None or not isinstance(value, torch.Tensor) or value.ndim < 2 or name in TIMESTEPS:
+        return value
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 def stored_batches(
-    path: str | os.PathLike[str], model: nn.Module | type[nn.Module] | None = None, limit: int | None = None
+    path: str | os.PathLike[str],
+    model: nn.Module | type[nn.Module] | None = None,
+    limit: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Sequence[dict[str, Any]]:
     """The batches of a model in a file or a folder.
 
@@ -121,6 +140,8 @@ def stored_batches(
         model: What takes them, or its class: names that it does not take are refused here. None: they are not looked
             at.
         limit: Most batches; of more, as many are taken, spread evenly. None: all.
+        dtype: Of floats of two axes or more, as a pipeline gives them to a model of this type. None: that of `model`,
+            and where that is no module, as they are.
 
     Returns:
         Of a folder, batches that are read one at a time.
@@ -129,20 +150,23 @@ def stored_batches(
         CalibrationError: Nothing is there, a file cannot be read, or it names arguments that the model does not take.
     """
     place = Path(path)
+    if dtype is None and isinstance(model, nn.Module):
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1), None)
     if place.is_dir():
         files = sorted(place.glob("*.npz"))
         if not files:
             raise CalibrationError(f"{place} holds no .npz file. Possible: a folder that record_steps wrote.")
-        found: Sequence[dict[str, Any]] = StoredBatches(files)
+        found: Sequence[dict[str, Any]] = StoredBatches(files, dtype)
     elif place.suffix == ".npz" and place.is_file():
-        found = _rows(read_batch(place))
+        found = _rows(_in_dtype(read_batch(place), dtype))
     else:
         raise CalibrationError(f"{place} is no folder of .npz files, and no such file.")
     if model is not None:
         _refuse_unknown(place, found[0], model)
     if limit is not None and limit < len(found):
         chosen = [index * len(found) // limit for index in range(limit)]
-        found = StoredBatches([found.files[i] for i in chosen]) if isinstance(found, StoredBatches) else found[:limit]
+        kept = [found.files[i] for i in chosen] if isinstance(found, StoredBatches) else []
+        found = StoredBatches(kept, dtype) if kept else [found[i] for i in chosen]
     return found
 
 
