@@ -8,22 +8,26 @@ fails      any other exception, or numbers that are not finite
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import logging
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.architectures.denoisers import denoisers, tiny_denoiser
 from benchmarks.architectures.isolated import DiedError, isolated
 from benchmarks.architectures.tiny import batches, tiny_model, variants
 from quark.core.metrics import sqnr
 from quark.errors import QuarkError
+from quark.jobs.words import torch_algorithms
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.model.batches import named_outputs
 
@@ -44,6 +48,18 @@ RUNS: dict[str, tuple[str, Any]] = {
     "autoround": ("uint4_wo_32", "autoround"),
 }
 """Column -> scheme and algorithm."""
+DENOISER_RUNS: dict[str, tuple[str, Any]] = {
+    "int8": ("int8", None),
+    "int4": ("int4_wo_per_channel", None),
+    "gptq": ("int4_wo_per_channel", "gptq"),
+    "qronos": ("int4_wo_per_channel", "qronos"),
+    "awq": ("int4_wo_per_channel", "awq"),
+    "smooth": ("int8", "smooth"),
+    "autoround": ("int4_wo_per_channel", "autoround:iters=2"),
+    "svdquant": ("int4_wo_per_channel", "svdquant:svd_rank=4,min_layer_size=16"),
+    "rotation": ("int4_wo_per_channel", "rotation"),
+}
+"""The same of a denoiser: widths of its layers are divided by nothing."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +118,39 @@ def result(model: Any, batch: Any) -> torch.Tensor:
         return max((x for _, x in named_outputs(model(**batch))), key=torch.Tensor.numel)
 
 
-def run(name: str, class_name: Any, column: str) -> Outcome:
+@dataclass(frozen=True)
+class Subjects:
+    """What the rows of a table are.
+
+    Attributes:
+        classes: By name.
+        build: Name and class -> a tiny model and its batches.
+        runs: Column -> scheme and algorithm.
+    """
+
+    classes: Mapping[str, Any]
+    build: Callable[[str, Any], tuple[Any, list[Any]]]
+    runs: Mapping[str, tuple[str, Any]]
+
+
+def build_denoiser(_: str, kind: Any) -> tuple[Any, list[Any]]:
+    """A tiny denoiser, and its batches; what its class takes is looked for once."""
+    model, make = _found(kind)
+    torch.manual_seed(0)
+    return copy.deepcopy(model), [make() for _ in range(2)]
+
+
+_found = lru_cache(maxsize=1)(tiny_denoiser)
+
+
+def run(subjects: Subjects, name: str, column: str) -> Outcome:
     """Quantize a fresh model of the family, freeze it, and run it."""
-    scheme, algorithm = RUNS[column]
-    model, data = build(name, class_name)
+    scheme, algorithm = subjects.runs[column]
+    model, data = subjects.build(name, subjects.classes[name])
     before = result(model, data[0])
+    kind = getattr(model.config, "model_type", "auto")
     try:
-        config = LLMTemplate.get(model.config.model_type).get_config(scheme, algorithm)
+        config = LLMTemplate.get(kind).get_config(scheme, torch_algorithms([algorithm] if algorithm else None) or None)
         quantizer = ModelQuantizer(config)
         model = quantizer.freeze(quantizer.quantize_model(model, data))
         after = result(model, data[0])
@@ -124,10 +166,10 @@ def run(name: str, class_name: Any, column: str) -> Outcome:
     return Outcome("works", f"{float(sqnr(before, after)):.1f}")
 
 
-def cells(name: str, class_name: Any, columns: list[str]) -> dict[str, Outcome]:
+def cells(subjects: Subjects, name: str, columns: list[str]) -> dict[str, Outcome]:
     """The outcomes of one family; raises where its model cannot be made or run in float."""
-    build(name, class_name)
-    return {column: run(name, class_name, column) for column in columns}
+    subjects.build(name, subjects.classes[name])
+    return {column: run(subjects, name, column) for column in columns}
 
 
 def shown(name: str, outcomes: dict[str, Outcome]) -> str:
@@ -152,8 +194,9 @@ def main() -> None:
     """Run what is asked, print the table, and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", action="store_true", help="all causal and seq2seq families")
+    parser.add_argument("--denoisers", action="store_true", help="the denoisers of diffusers, in place of transformers")
     parser.add_argument("--family", action="append", help="only these")
-    parser.add_argument("--run", action="append", choices=list(RUNS), help="only these columns")
+    parser.add_argument("--run", action="append", choices=[*{**RUNS, **DENOISER_RUNS}], help="only these columns")
     parser.add_argument("--part", default="1/1", help="2/5: the second of five parts of the families")
     parser.add_argument("--seconds", type=int, default=300, help="limit for one family")
     parser.add_argument("--json", type=Path, help="where the outcomes go")
@@ -164,16 +207,19 @@ def main() -> None:
     import transformers.generation
     import transformers.modeling_utils  # noqa: F401 - once, and not in each process
 
-    chosen = families(options.every or bool(options.family))
-    if options.family:
-        chosen = {name: chosen[name] for name in options.family}
+    subjects = (
+        Subjects(denoisers(), build_denoiser, DENOISER_RUNS)
+        if options.denoisers
+        else Subjects(families(options.every or bool(options.family)), build, RUNS)
+    )
+    chosen = options.family or list(subjects.classes)
     index, count = map(int, options.part.split("/"))
-    columns = options.run or list(RUNS)
+    columns = options.run or list(subjects.runs)
     results: dict[str, dict[str, Outcome]] = {}
     not_built: dict[str, str] = {}
-    for name, class_name in list(chosen.items())[index - 1 :: count]:
+    for name in chosen[index - 1 :: count]:
         try:
-            results[name] = isolated(partial(cells, name, class_name, columns), options.seconds)
+            results[name] = isolated(partial(cells, subjects, name, columns), options.seconds)
         except DiedError as error:
             not_built[name] = str(error)
             print(f"{name:24} not built: {error}"[:200], flush=True)
