@@ -98,10 +98,17 @@ def _outside_quantizers(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that are asked for, but for those of quantizers, which are stored with what these quantize."""
     roles = ("", *(f".{role}" for role in ROLES))
-    held = tuple(f"{name}{role}_quantizer." for name in quantized for role in roles)
+    held = {f"{name}{role}_quantizer" for name in quantized for role in roles}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not name.startswith(held) and (only is None or name in only):
+        if held.isdisjoint(_modules_around(name)) and (only is None or name in only):
             yield name, tensor
+
+
+def _modules_around(name: str) -> Iterator[str]:
+    """The names of the modules that a tensor lies in, the innermost first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _is_shared(tensor: torch.Tensor, seen: set[Any]) -> bool:
