@@ -152,22 +152,27 @@ def stored_batches(
     place = Path(path)
     if dtype is None and isinstance(model, nn.Module):
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1), None)
+    found = _found(place, dtype)
+    if model is not None:
+        _refuse_unknown(place, found[0], model)
+    if limit is None or limit >= len(found):
+        return found
+    chosen = [index * len(found) // limit for index in range(limit)]
+    if isinstance(found, StoredBatches):
+        return StoredBatches([found.files[index] for index in chosen], dtype)
+    return [found[index] for index in chosen]
+
+
+def _found(place: Path, dtype: torch.dtype | None) -> Sequence[dict[str, Any]]:
+    """All batches of a folder or a file. Raises CalibrationError where there is none."""
     if place.is_dir():
         files = sorted(place.glob("*.npz"))
         if not files:
             raise CalibrationError(f"{place} holds no .npz file. Possible: a folder that record_steps wrote.")
-        found: Sequence[dict[str, Any]] = StoredBatches(files, dtype)
-    elif place.suffix == ".npz" and place.is_file():
-        found = _rows(_in_dtype(read_batch(place), dtype))
-    else:
-        raise CalibrationError(f"{place} is no folder of .npz files, and no such file.")
-    if model is not None:
-        _refuse_unknown(place, found[0], model)
-    if limit is not None and limit < len(found):
-        chosen = [index * len(found) // limit for index in range(limit)]
-        kept = [found.files[i] for i in chosen] if isinstance(found, StoredBatches) else []
-        found = StoredBatches(kept, dtype) if kept else [found[i] for i in chosen]
-    return found
+        return StoredBatches(files, dtype)
+    if place.suffix == ".npz" and place.is_file():
+        return _rows(_in_dtype(read_batch(place), dtype))
+    raise CalibrationError(f"{place} is no folder of .npz files, and no such file.")
 
 
 def _rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
