@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+import quark
 from quark.core.granularity import PerGroup
 from quark.core.quantize import fake_quantize
 from quark.core.scales import qparams_from_range
 from quark.core.spec import LayerSpec, TensorSpec, spec
+from quark.errors import StructureError
 from quark.torch.algorithms.rounding.autoround import AutoRound, BlockLoss
 from quark.torch.algorithms.rounding.learned_rounding import LearnedRounding, Readers
 from quark.torch.config.algo_configs import AutoRoundConfig
@@ -166,3 +169,39 @@ def test_scores_are_taken_of_as_many_tokens_as_moments_need() -> None:
     assert len(scored(model, batches)) == -(-16 * 16 // tokens)
     assert len(scored(model, batches[:1])) == 1
     assert len(scored(nn.Linear(4, 4), batches)) == 40  # of no known width: all
+
+
+class TwoStreams(nn.Module):
+    """A block whose layers run on one half of the tokens, then on the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halves = x[:, :2], x[:, 2:]
+        return x + torch.cat([self.down(self.up(half).tanh()) for half in halves], 1)
+
+
+class TwoStreamModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([TwoStreams(), TwoStreams()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_layers_that_run_twice_in_a_block_are_learned_and_by_others_refused() -> None:
+    torch.manual_seed(0)
+    model, data = TwoStreamModel(), [torch.randn(2, 5, 64) for _ in range(3)]
+    expected = [model(x).detach() for x in data]
+    errors = {}
+    for name, taken in ((None, None), ("autoround", data)):
+        made = quark.quantize(copy.deepcopy(model), "uint4_wo_64", algorithm=name, data=taken)
+        errors[name] = sum(float((made(x).detach() - y).square().sum()) for x, y in zip(data, expected, strict=True))
+    assert errors["autoround"] < 0.8 * errors[None]
+    with pytest.raises(StructureError, match=r"blocks.0.down, blocks.0.up: these layers run more than once.*AutoRound"):
+        quark.quantize(copy.deepcopy(model), "uint4_wo_64", algorithm="gptq", data=data)

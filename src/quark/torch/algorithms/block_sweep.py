@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from graphlib import CycleError, TopologicalSorter
@@ -228,6 +229,8 @@ def sweep_block(
             original = copy.deepcopy(block.module)
         last = index == len(stages) - 1
         start, before = time.perf_counter(), check.keep() if stage.keeps_better else None
+        if stage.by_inputs:
+            _refuse_repeated(block, stage)
         watch = _observing_inputs(block, layers, experts) if last else nullcontext()
         float_once = not any(later.needs_float for later in stages[index + 1 :])
         hidden, beside = _run(block, stage, original if stage.needs_float else None, watch, float_once)
@@ -238,6 +241,23 @@ def sweep_block(
                 hidden = block.run(block.calls)
     experts.left += len(block.left)
     return hidden, float_hidden
+
+
+def _repeated(block: Block) -> set[str]:
+    """The layers of a block that run several times, on other tensors each time; relative names."""
+    runs = Counter(leaf for group in block.groups for leaf in group)
+    return {leaf for leaf, count in runs.items() if count > 1}
+
+
+def _refuse_repeated(block: Block, stage: Algorithm) -> None:
+    """Raise StructureError where layers run several times: their second input comes of what is not solved yet."""
+    repeated = _repeated(block)
+    if repeated:
+        raise StructureError(
+            f"{', '.join(sorted(map(block.full, repeated)))}: these layers run more than once in a block, so "
+            f"{stage.name} cannot solve the block in one sweep. Possible: AutoRound, which learns whole blocks, or "
+            "leaving these layers out (exclude)."
+        )
 
 
 def _experts_of(block: Block, leaves: Collection[str]) -> set[str]:
@@ -258,12 +278,16 @@ def _run(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """One algorithm on one block; `watch` is around the forward, not around what the algorithm runs before."""
     stage.enter(block)
+    once = block.groups  # a batch halts at each layer once
+    if not stage.by_inputs:
+        repeated = _repeated(block)
+        once = [group for group in block.groups if repeated.isdisjoint(group)]
     with watch:
         outputs = lockstep(
             block.name,
             block.module,
             block.calls,
-            block.groups,
+            once,
             lambda group: stage.on_inputs(group, block),
             original,
             block.float_calls if original is not None else (),

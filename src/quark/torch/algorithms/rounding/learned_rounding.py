@@ -14,6 +14,7 @@ On a device each step is a kernel launch, and those of small layers take longer 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -250,8 +251,14 @@ def row_of(weight: torch.Tensor, spec: TensorSpec) -> int | None:
 
 
 def readers_of(block: Block, layers: Mapping[str, QuantLayer]) -> list[Readers]:
-    """Layers of a block, by full name, those together that read one tensor and may be multiplied at once."""
-    groups = [[name for name in map(block.full, group) if name in layers] for group in block.groups]
+    """Layers of a block, by full name, those together that read one tensor and may be multiplied at once; each once,
+    and one that runs several times alone.
+    """
+    named = [[name for name in map(block.full, group) if name in layers] for group in block.groups]
+    runs = Counter(name for names in named for name in names)
+    groups = [[name for name in names if runs[name] == 1] for names in named] + [
+        [name] for name in runs if runs[name] > 1
+    ]
     joined = [Readers({name: layers[name] for name in names}) for names in groups if _join(names, layers)]
     together = {some.names[0]: some for some in joined} if joined and _fit(joined, block) else {}
     found: list[Readers] = []
