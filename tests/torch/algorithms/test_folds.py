@@ -271,6 +271,26 @@ def test_proofs_read_a_half_precision_block_in_float64() -> None:
     assert model.dtype == torch.bfloat16 and torch.get_default_dtype() == torch.float32
 
 
+class Conditioned(nn.Module):
+    """A table that reads row numbers, and a layer that reads one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.row, self.out = nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return self.out(x + self.row(self.table(label).sum(0)))  # type: ignore[no-any-return]
+
+
+def test_a_table_and_a_layer_of_one_row_stand_beside_folds() -> None:
+    block = Conditioned()
+    args = torch.randn(2, 3, 8), torch.tensor([1, 4])
+    _, inputs = Exact(block, args, {}).run(watch=["table", "row", "out"])
+    assert {name: tuple(x.shape) for name, x in inputs.items()} == {"row": (1, 8), "out": (6, 8)}
+    found = Discovery().folds(block, args, {})
+    assert all(isinstance(item, Refusal) for item in found)
+
+
 def test_a_block_of_a_known_structure_is_proved_again() -> None:
     model, discovery = Leaky(), Discovery()
     call = Call((torch.randn(1, 12, 16),), {})

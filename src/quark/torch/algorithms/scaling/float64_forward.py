@@ -68,7 +68,8 @@ class Exact:
         Args:
             parameters: Full name -> value to use instead.
             inputs, outputs: Name of a submodule -> factors that its first input (its output) is multiplied by.
-            watch: Submodules whose first input is wanted (of several calls, the rows of all).
+            watch: Submodules whose first input is wanted (of several calls, the rows of all); none is of a table, which
+                reads row numbers.
             instead: Watched submodule -> the rows that it reads instead of its input.
 
         Returns:
@@ -121,8 +122,10 @@ def _times(factors: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def _watcher(rows: list[torch.Tensor], instead: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor | None]:
     def watch(x: torch.Tensor) -> torch.Tensor | None:
+        if not x.is_floating_point():
+            return None
         start = sum(map(len, rows))
-        rows.append(x.flatten(0, -2))
+        rows.append(x.reshape(-1, x.shape[-1]))
         given = None if instead is None else instead[start : start + len(rows[-1])]
         return given.view_as(x) if given is not None and given.shape == rows[-1].shape else None
 
