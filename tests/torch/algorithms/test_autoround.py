@@ -194,6 +194,7 @@ class TwoStreamModel(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_layers_that_run_twice_in_a_block_are_learned_and_by_others_refused() -> None:
     torch.manual_seed(0)
     model, data = TwoStreamModel(), [torch.randn(2, 5, 64) for _ in range(3)]

@@ -229,8 +229,7 @@ def sweep_block(
             original = copy.deepcopy(block.module)
         last = index == len(stages) - 1
         start, before = time.perf_counter(), check.keep() if stage.keeps_better else None
-        if stage.by_inputs:
-            _refuse_repeated(block, stage)
+        _refuse_repeated(block, stage)
         watch = _observing_inputs(block, layers, experts) if last else nullcontext()
         float_once = not any(later.needs_float for later in stages[index + 1 :])
         hidden, beside = _run(block, stage, original if stage.needs_float else None, watch, float_once)
@@ -250,9 +249,11 @@ def _repeated(block: Block) -> set[str]:
 
 
 def _refuse_repeated(block: Block, stage: Algorithm) -> None:
-    """Raise StructureError where layers run several times: their second input comes of what is not solved yet."""
+    """Raise StructureError where a layer runs several times in a block and is solved by what it reads: the second
+    time, that comes of layers which are not solved yet.
+    """
     repeated = _repeated(block)
-    if repeated:
+    if repeated and stage.by_inputs:
         raise StructureError(
             f"{', '.join(sorted(map(block.full, repeated)))}: these layers run more than once in a block, so "
             f"{stage.name} cannot solve the block in one sweep. Possible: AutoRound, which learns whole blocks, or "

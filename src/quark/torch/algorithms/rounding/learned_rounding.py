@@ -251,14 +251,8 @@ def row_of(weight: torch.Tensor, spec: TensorSpec) -> int | None:
 
 
 def readers_of(block: Block, layers: Mapping[str, QuantLayer]) -> list[Readers]:
-    """Layers of a block, by full name, those together that read one tensor and may be multiplied at once; each once,
-    and one that runs several times alone.
-    """
-    named = [[name for name in map(block.full, group) if name in layers] for group in block.groups]
-    runs = Counter(name for names in named for name in names)
-    groups = [[name for name in names if runs[name] == 1] for names in named] + [
-        [name] for name in runs if runs[name] > 1
-    ]
+    """Layers of a block, by full name, those together that read one tensor and may be multiplied at once."""
+    groups = _each_once([[name for name in map(block.full, group) if name in layers] for group in block.groups])
     joined = [Readers({name: layers[name] for name in names}) for names in groups if _join(names, layers)]
     together = {some.names[0]: some for some in joined} if joined and _fit(joined, block) else {}
     found: list[Readers] = []
@@ -266,6 +260,14 @@ def readers_of(block: Block, layers: Mapping[str, QuantLayer]) -> list[Readers]:
         one = together.get(names[0])
         found += [Readers({name: layers[name]}) for name in names] if one is None else [one]
     return found
+
+
+def _each_once(groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Groups of names, each name once, and one that was in several groups in one of its own."""
+    counts = Counter(name for names in groups for name in names)
+    return [[name for name in names if counts[name] == 1] for names in groups] + [
+        [name] for name, count in counts.items() if count > 1
+    ]
 
 
 def _fit(readers: Sequence[Readers], block: Block) -> bool:
