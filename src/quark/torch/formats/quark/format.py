@@ -10,11 +10,13 @@ from torch import nn
 
 from quark.__version__ import __version__
 from quark.core.blocks.block_types import BlockType
+from quark.core.names.patterns import first_match
 from quark.core.spec import LayerSpec
 from quark.errors import NotSupportedError
 from quark.torch.config.config import QConfig
 from quark.torch.formats.format import Folder, FolderFormat, Stored
 from quark.torch.formats.quark.layout import QuarkLayout
+from quark.torch.formats.quark.server_rules import with_server_rules
 
 
 class QuarkFormat(FolderFormat):
@@ -43,9 +45,21 @@ class QuarkFormat(FolderFormat):
         config, stored = folder.config, folder.written
         # Readers look for the patterns of the cache among the layers, too.
         own = config.layer_type_quant_config.get(nn.Linear, config.global_quant_config)
-        for pattern, cache in config.kv_cache_quant_config.items():
-            layer = replace(own, output_tensors=cache.output_tensors)
-            stored["layer_quant_config"].setdefault(pattern, layer.to_dict())
+        rules = stored["layer_quant_config"]
+        caches = {
+            pattern: replace(own, output_tensors=cache.output_tensors).to_dict()
+            for pattern, cache in config.kv_cache_quant_config.items()
+        }
+        for pattern, cache_layer in caches.items():
+            rules.setdefault(pattern, cache_layer)
+        rules = with_server_rules(rules, folder)
+        # vLLM refuses rules whose name a pattern of the cache matches and that do not say the same of it.
+        stored["layer_quant_config"] = {
+            name: {**rule, "output_tensors": cache["output_tensors"]}
+            if (cache := first_match(name, caches)) is not None
+            else rule
+            for name, rule in rules.items()
+        }
         patterns = stored["exclude"]
         return {
             "quant_method": "quark",
