@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quark.errors import NotSupportedError
 from quark.torch import ModelQuantizer
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.tensor.shorthand_specs import Int8PerTensorSpec
@@ -127,3 +128,34 @@ def test_experts_that_got_no_token_are_as_the_others() -> None:
 
 def test_where_the_forward_fails_the_code_is_read() -> None:
     assert weights_read_elsewhere(Half(), [torch.ones(2, 3)]) == {"second"}
+
+
+CHANGED: dict[str, Callable[[nn.Linear, torch.Tensor], torch.Tensor]] = {
+    "mul_": lambda layer, x: layer(x * layer.weight.mul_(2).sum()),
+    "copy_": lambda layer, x: layer(x + layer.weight.copy_(x[0])[0]),
+}
+
+
+@pytest.mark.parametrize("by", CHANGED)
+def test_a_model_that_changes_weights_of_its_layers_is_refused_before_it_does(by: str) -> None:
+    model = Net(CHANGED[by])
+    weight = model.second.weight.clone()
+    for empty in (False, True):
+        with pytest.raises(NotSupportedError, match=f"changes the weight of second .{by}. while that layer is not"):
+            weights_read_elsewhere(model.to("meta") if empty else model, [BATCH.to("meta") if empty else BATCH])
+        assert empty or torch.equal(model.second.weight, weight)
+    reading = Net(lambda layer, x: layer(x.copy_(layer.weight[0])))
+    assert weights_read_elsewhere(reading, [BATCH]) == {"second"}
+
+
+@pytest.mark.slow
+def test_a_rwkv_that_rescales_its_layers_is_refused_and_one_that_does_not_is_not() -> None:
+    from transformers import AutoModelForCausalLM, RwkvConfig
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "context_length": 64}
+    model = AutoModelForCausalLM.from_config(RwkvConfig(**sizes, rescale_every=2)).eval()
+    with pytest.raises(NotSupportedError, match="div_"):
+        weights_read_elsewhere(model)
+    assert (
+        weights_read_elsewhere(AutoModelForCausalLM.from_config(RwkvConfig(**sizes, rescale_every=0)).eval()) == set()
+    )

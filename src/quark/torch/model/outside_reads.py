@@ -3,6 +3,9 @@
 `F.linear(x, self.dt_proj.weight)` never calls the layer, so its quantizers would never run; and
 `x.to(self.projection.weight.dtype)` would cast to the dtype of codes, once codes are what the layer holds. Which layers
 these are is seen in one small forward.
+
+A model that changes such weights (`self.blocks[3].output.weight.div_(2)`) is refused: it would do so again to the ones
+that were written.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
+from quark.errors import NotSupportedError
 from quark.torch.model.batches import evaluating, forward_batch, main_inputs, text_config
 
 HARMLESS = frozenset(
@@ -27,6 +31,8 @@ HARMLESS = frozenset(
                  "__hash__", "get_device")
 )  # fmt: skip
 """What codes answer as the float weight does."""
+CHANGES = re.compile(r"torch\.Tensor\.(?!requires_grad_$)(?:\w*[^_]_|__i(?:add|sub|mul|truediv|div)__|__setitem__)")
+"""Functions that write into their first argument."""
 
 WEIGHT_READ = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:device|shape|size|ndim)\b)")
 """In the source of a module: the weight of a child, taken for more than its place or shape."""
@@ -45,6 +51,9 @@ def weights_read_elsewhere(model: nn.Module, data: Iterable[Any] | None = None) 
     Returns:
         The names, and those of the layers at the same place in modules of the same class: an expert that got no token
         is as the others. Where the forward fails, those that the code of their module names.
+
+    Raises:
+        NotSupportedError: The forward changes a weight there, which is then as it was.
     """
     with torch.random.fork_rng(devices=[]):  # a shuffled loader draws when it is begun
         batch = example(model, data)
@@ -60,6 +69,12 @@ def weights_read_elsewhere(model: nn.Module, data: Iterable[Any] | None = None) 
         stack.enter_context(watch)
         forward_batch(model, batch, _device(model))
         finished = True
+    if watch.changed is not None:
+        raise NotSupportedError(
+            f"The forward of this model changes the weight of {watch.changed} ({watch.by}) while that layer is not "
+            "running: it would change the weights of the quantized model once more. Possible: a setting of its config "
+            "that leaves them alone, or a class that does not."
+        )
     return _with_siblings(model, watch.found if finished else watch.found | _named_in_code(model))
 
 
@@ -137,6 +152,8 @@ class _Watch(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.found: set[str] = set()
+        self.changed: str | None = None
+        self.by = ""
         self._names: dict[int, list[str]] = {}
         self._holders: dict[int, list[nn.Module]] = {}
         self._running: list[nn.Module] = []
@@ -160,6 +177,10 @@ class _Watch(TorchFunctionMode):
         for leaf in tree_leaves((args, kwargs)):
             names = self._names.get(id(leaf), ()) if isinstance(leaf, nn.Parameter) else ()
             inside = not names or any(module in self._running for module in self._holders[id(leaf)])
-            if not inside and resolve_name(func) not in HARMLESS:
+            function = resolve_name(func) or ""
+            if not inside and args and leaf is args[0] and CHANGES.fullmatch(function):
+                self.changed, self.by = names[0], function.rpartition(".")[2]
+                raise NotSupportedError(f"{self.changed}: {self.by}")  # before it is done
+            if not inside and function not in HARMLESS:
                 self.found.update(names)
         return func(*args, **(kwargs or {}))
