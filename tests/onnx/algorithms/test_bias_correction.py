@@ -178,8 +178,7 @@ def certain(differences: Array) -> Array:
     return np.array(found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_each_bias_moves_by_the_mean_error_behind_the_corrected_layers(bias: bool) -> None:
     """By hand: layer after layer, the error that is left, from runs of the whole files."""
     model, data = chain(bias, beta=0.5), feeds(3)

@@ -63,6 +63,20 @@ class SlicedRun:
         for (array,) in self._compute(self._slice(goal, set(self._reads)), [goal]):
             yield array
 
+    def add(self, goal: ir.Value, vector: NumpyArray, axis: int) -> None:
+        """Add to a goal that was reached what a weight that has changed since gives it.
+
+        Args:
+            goal: The tensor.
+            vector: What is added, the same for every sample and position.
+            axis: Along which the vector lies.
+        """
+        for sample in range(self.count):
+            held = self.store[self, sample, goal]
+            shape = [1] * held.ndim
+            shape[axis] = len(vector)
+            self.store[self, sample, goal] = held + vector.reshape(shape).astype(held.dtype)
+
     def release(self, goal: ir.Value) -> None:
         """Forget a goal, once nothing that is to come reads it."""
         self.goals.discard(goal)

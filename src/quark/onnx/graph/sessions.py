@@ -27,6 +27,7 @@ def open_session(
     in_float: bool = False,
     weights: Mapping[str, Any] | None = None,
     name: str = "",
+    arena: bool = True,
 ) -> onnxruntime.InferenceSession:
     """A session on the CPU with all graph optimisation.
 
@@ -38,13 +39,14 @@ def open_session(
         in_float: Compute with the decoded values, as Q/DQ define it, not in integer kernels; weights are decoded once.
         weights: Arrays of a model of `split_weights`.
         name: What an error calls it; "" for the file.
+        arena: Keep the memory of a run for the next.
 
     Raises:
         FormatError: ONNX Runtime does not load it.
         NotSupportedError: It lacks an operator of another domain, or a kernel.
     """
     options = session_options()
-    options.log_severity_level = 4
+    options.log_severity_level, options.enable_cpu_mem_arena = 4, arena
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     # Threads that wait for the next operator by spinning take the time of another that computes.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")

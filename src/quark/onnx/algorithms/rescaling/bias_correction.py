@@ -1,7 +1,8 @@
 """Bias correction of an ONNX model, layer after layer, each with those before it corrected already.
 
-Both models run once over the data. Layers with a bias of their own, or of an Add behind a MatMul; one without gets
-zeros first. The formula is in `core/solvers/bias_correction.py`.
+Both models run once over the data, the float one for its means alone. The quantized one is cut at the output of each
+layer: what a correction adds is added there, and the layers behind go on from it. Layers with a bias of their own, or
+of an Add behind a MatMul; one without gets zeros first. The formula is in `core/solvers/bias_correction.py`.
 
 The named configurations with one scale a weight correct biases by themselves. Small channels have few codes, and their
 errors a mean, which adds up from layer to layer where noise cancels; a scale that is a power of two clips the largest
@@ -10,21 +11,32 @@ values of most tensors, an error of one sign too.
 
 from __future__ import annotations
 
-import numpy as np
-import onnx_ir as ir
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+
+from quark.base.progress import progress
 from quark.core.array import NumpyArray
 from quark.core.solvers.bias_correction import LEAST, LEAST_OF_WEIGHTS, certain_mean, require_examples
 from quark.core.spec import ScaleType
 from quark.errors import CalibrationError
-from quark.onnx.algorithms.layer_sweep import Visit, sweep
+from quark.onnx.algorithms.layer_sweep import PRODUCTS, RealRows
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers, decoded
-from quark.onnx.calibration.data.samples import Samples, required
+from quark.onnx.algorithms.sliced_run import SlicedRun
+from quark.onnx.calibration.data.padding import Padding
+from quark.onnx.calibration.data.samples import Samples, Store, required
+from quark.onnx.calibration.sliced_session import SlicedSession
 from quark.onnx.config.algo_configs import AdaQuantConfig, AdaRoundConfig, BiasCorrectionConfig
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.channels import output_channels
+from quark.onnx.graph.channels import matmul_bias, output_channels
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.graph.sessions import open_session
 from quark.onnx.operators.axes import result_axis
 from quark.onnx.placement.select_nodes import select_nodes
 from quark.onnx_ops.graph_writer import add_constant
@@ -115,18 +127,44 @@ def _correct(quantized: QuantizedLayers, data: Samples, skips: bool = False) -> 
     """Correct every bias; layers with too few examples keep theirs where they may be skipped."""
     least = _least(quantized.decision.settings)
     layers, count = [layer for layer in quantized.layers if _qualifies(layer)], 0
-    for visit in sweep(quantized, layers, data):
-        layer, offset = visit.layer, visit.layer.offset
-        assert offset is not None
-        differences = _differences(visit)
-        if skips and len(differences) < least:
-            continue
-        try:
-            change = certain_mean(differences + _rounding(quantized, layer), least) / layer.factor
-        except CalibrationError as error:
-            raise CalibrationError(f"{layer.name}: {error}") from None
-        layer.offset, count = offset + change.astype(np.float32), count + 1
+    means = _Means(quantized, data)
+    goals = means.of_float(layers)
+    outputs = {layer: quantized.output_of(layer) for layer in layers}
+    run = SlicedRun(quantized.decision.model, data, len(data), Store(), outputs.values())
+    for layer in progress(layers, "layers", len(layers), name=lambda layer: layer.name):
+        data.check_time()
+        output = outputs[layer]
+        run.reach(output)
+        found = np.concatenate([means(layer, sample, run.value(sample, output)) for sample in range(len(data))])
+        if not skips or len(found) >= least:
+            added = _move_bias(quantized, layer, goals.pop(layer) - found, least)
+            count += 1
+            # The bias of an Add behind a product is still to be read.
+            if matmul_bias(layer.twin) is None:
+                run.add(output, added, _axis(layer))
+        run.release(output)
     return count
+
+
+def _move_bias(quantized: QuantizedLayers, layer: QuantizedLayer, differences: NumpyArray, least: int) -> NumpyArray:
+    """Correct the bias of a layer; return what that adds to each channel of its output.
+
+    Args:
+        quantized: The models.
+        layer: The layer.
+        differences: Of each example the mean over positions, float output less quantized one, (examples, channels).
+        least: How many examples it takes.
+    """
+    offset, before = layer.offset, _written(quantized, layer)
+    assert offset is not None
+    # What rounding the bias itself adds to the output is no error that another bias could make up for.
+    rounding = layer.factor * (before - offset)
+    try:
+        change = certain_mean(differences + rounding, least) / layer.factor
+    except CalibrationError as error:
+        raise CalibrationError(f"{layer.name}: {error}") from None
+    layer.offset = offset + change.astype(np.float32)
+    return layer.factor * (_written(quantized, layer) - before)
 
 
 def _qualifies(layer: QuantizedLayer) -> bool:
@@ -134,22 +172,52 @@ def _qualifies(layer: QuantizedLayer) -> bool:
     return own and not layer.shared and layer.factor != 0
 
 
-def _differences(visit: Visit) -> NumpyArray:
-    """Of each example the mean over positions, float output less quantized one, shape (examples, channels)."""
-    axis = result_axis(visit.layer.node)
+def _axis(layer: QuantizedLayer) -> int:
+    """Axis of the output along which the channels lie."""
+    axis = result_axis(layer.node)
     assert axis is not None
-    means = []
-    for index, output in enumerate(visit.quantized_outputs()):
-        difference = np.atleast_2d(np.subtract(visit.outputs[index], output, dtype=np.float32))
-        error = np.moveaxis(difference, axis, -1)
-        for each in visit.examples(index, error):
-            means.append(each.mean(tuple(range(1, each.ndim - 1)), dtype=np.float64))
-    return np.concatenate(means)
+    return axis
 
 
-def _rounding(quantized: QuantizedLayers, layer: QuantizedLayer) -> NumpyArray | float:
-    """What rounding the bias itself adds to the output: no error that another bias could make up for."""
+class _Means:
+    """Means over the positions of an output, apart for each example of a sample, shape (examples, channels).
+
+    Args:
+        quantized: The models.
+        data: The samples.
+    """
+
+    def __init__(self, quantized: QuantizedLayers, data: Samples) -> None:
+        self._reference, self._data = quantized.reference, data
+        self._real = RealRows(Padding.of(quantized.reference), data)
+
+    def __call__(self, layer: QuantizedLayer, sample: int, output: NumpyArray) -> NumpyArray:
+        """Those of a sample."""
+        # The positions of a convolution are not apart.
+        apart = layer.twin.op_type in PRODUCTS
+        rows = np.moveaxis(np.atleast_2d(self._real(sample, output) if apart else output), _axis(layer), -1)
+        examples = self._real.examples(sample, rows) if apart else [rows]
+        return np.concatenate([each.mean(tuple(range(1, each.ndim - 1)), dtype=np.float64) for each in examples])
+
+    def of_float(self, layers: Sequence[QuantizedLayer]) -> dict[QuantizedLayer, NumpyArray]:
+        """Those of all samples in the float model, which runs in parts: no more than the outputs of one are held."""
+        named = {layer.twin.outputs[0].name or "": layer for layer in layers}
+        found: dict[QuantizedLayer, list[NumpyArray]] = {layer: [] for layer in layers}
+        run: SlicedSession | None = None
+        for sample, feed in enumerate(self._data if layers else ()):
+            run = run or SlicedSession(self._reference, list(named), feed, _open)
+            for outputs in run.run(feed):
+                for name, output in outputs.items():
+                    found[named[name]].append(self(named[name], sample, output))
+        return {layer: np.concatenate(parts) for layer, parts in found.items()}
+
+
+def _open(proto: onnx.ModelProto, weights: Mapping[str, Any], arena: bool) -> onnxruntime.InferenceSession:
+    return open_session(proto, threads=os.cpu_count() or 1, in_float=True, weights=weights, arena=arena)
+
+
+def _written(quantized: QuantizedLayers, layer: QuantizedLayer) -> NumpyArray:
+    """The bias that the quantized model computes with."""
     spec, offset = quantized.decision.placement.weights.get((layer.node, 2)), layer.offset
-    if spec is None or offset is None:
-        return 0.0
-    return layer.factor * (decoded(offset, quantized.decision.qparams.weights[layer.node, 2], spec) - offset)
+    assert offset is not None
+    return offset if spec is None else decoded(offset, quantized.decision.qparams.weights[layer.node, 2], spec)
