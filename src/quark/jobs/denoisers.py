@@ -26,7 +26,6 @@ TAKEN = frozenset({
 })  # fmt: skip
 """What may be said of a denoiser."""
 SUFFIXES = {COMFYUI: ".safetensors", GGUF: ".gguf"}
-CLASS = "_class_name"
 
 
 def is_denoiser_file(path: Path) -> bool:
@@ -42,7 +41,9 @@ def holds_denoiser(path: Path) -> bool:
         found = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # which the reader of the folder says
         return False
-    return isinstance(found, dict) and CLASS in found
+    from quark.torch.diffusion.component import is_component
+
+    return isinstance(found, dict) and is_component(found)
 
 
 def is_for_comfyui(job: FolderJob) -> bool:

@@ -19,10 +19,10 @@ from torch import nn
 from quark.base.log import logger
 from quark.core.checks import read
 from quark.core.metrics import Comparison
+from quark.torch.diffusion.component import TIMESTEPS
 from quark.torch.model.batches import run_batches
 from quark.torch.model.calibration_data.model_arguments import positional_parameters
 from quark.torch.model.calibration_data.recorded_steps import timestep_of
-from quark.torch.model.calibration_data.stored_batches import TIMESTEPS
 
 BUCKETS = 4
 MUCH = 4.0

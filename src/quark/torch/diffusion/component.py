@@ -23,7 +23,7 @@ from quark.base.loading import without_collection
 from quark.errors import FormatError, require_packages
 
 CLASS, STEM = "_class_name", "diffusion_pytorch_model"
-NOISE = frozenset({"timestep", "timesteps", "timestep_ratio", "sigma", "t"})
+TIMESTEPS = ("timestep", "timesteps", "t", "sigma", "timestep_ratio")
 """What denoisers call the argument that says how much noise there is; no other network of a pipeline has one."""
 
 
@@ -40,7 +40,7 @@ def is_network(model: nn.Module) -> bool:
 
 def is_denoiser(kind: type) -> bool:
     """Whether a class is called once a step: its forward takes a time step, which a VAE's or an encoder's does not."""
-    return not NOISE.isdisjoint(inspect.signature(kind.forward).parameters)  # type: ignore[attr-defined]
+    return not {*TIMESTEPS}.isdisjoint(inspect.signature(kind.forward).parameters)  # type: ignore[attr-defined]
 
 
 def import_diffusers() -> Any:

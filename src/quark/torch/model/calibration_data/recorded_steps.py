@@ -26,7 +26,8 @@ from quark.base.files import atomic_folder
 from quark.base.log import logger
 from quark.base.progress import progress
 from quark.errors import CalibrationError, ConfigError, StructureError
-from quark.torch.model.calibration_data.stored_batches import TIMESTEPS, StoredBatches, write_batch
+from quark.torch.diffusion.component import TIMESTEPS
+from quark.torch.model.calibration_data.stored_batches import StoredBatches, write_batch
 
 GOLDEN = 0.618034
 """Multiples of it, modulo 1, are spread evenly, however many there are."""

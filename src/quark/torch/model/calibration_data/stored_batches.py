@@ -23,10 +23,9 @@ from torch import nn
 
 from quark.base.json_objects import plain_json
 from quark.errors import CalibrationError, StructureError, did_you_mean
+from quark.torch.diffusion.component import TIMESTEPS
 from quark.torch.model.calibration_data.model_arguments import positional_parameters
 
-TIMESTEPS = ("timestep", "timesteps", "t", "sigma", "timestep_ratio")
-"""What denoisers call the argument that says how much noise there is."""
 LAYOUT = "batch_layout"
 """The entry that says where the arrays of a batch belong."""
 
