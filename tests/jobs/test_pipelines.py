@@ -15,8 +15,9 @@ from quark.errors import ConfigError, QuarkError
 from quark.jobs import request_of
 from quark.jobs.folders.pipeline import requests_of
 from quark.torch import LLMTemplate, ModelQuantizer
+from quark.torch.model.calibration_data.stored_batches import write_batch
 from tests.commands.program import quark as program
-from tests.models.denoisers import denoiser
+from tests.models.denoisers import denoiser, step
 
 ABSENT = dict.fromkeys(("tokenizer", "tokenizer_2", "tokenizer_3", "image_encoder", "feature_extractor"))
 
@@ -139,3 +140,12 @@ def test_a_recipe_makes_a_pipeline_again(pipeline: Path, tmp_path: Path) -> None
     again = program("run", tmp_path / "a" / "quark_recipe.yaml", "-o", tmp_path / "b")
     assert again.code == 0, again
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+
+
+def test_a_plan_needs_no_data_and_says_which_steps_are_taken(pipeline: Path, tmp_path: Path) -> None:
+    planned = program("plan", pipeline, "--scheme", "int8")
+    assert planned.code == 0 and "data: needed, and not given (--calib)" in planned.out, planned
+    for index in range(3):
+        write_batch(tmp_path / f"{index}.npz", step("sd3", index))
+    planned = program("plan", pipeline / "transformer", "--scheme", "int8", "--calib", tmp_path, "--samples", 2)
+    assert f"data: {tmp_path}, 2 samples, spread evenly over all" in planned.out, planned

@@ -129,6 +129,7 @@ def _plan_folder(job: FolderJob) -> None:
     if configured.choice is not None:
         console.print(choice_rows(configured.choice))
     if configured.budget is not None:
+        configured.check_data()
         found = choose_for_budget(request, configured.budget, config, calibration)
         config = configured.completed(*found)
         console.print(choice_table(*found))
@@ -147,10 +148,10 @@ def _plan_folder(job: FolderJob) -> None:
     if split is not None:
         console.print(f"servers: {split}", highlight=False, soft_wrap=True)
     inputs = inputs_of(request.model, meta)
-    if calibration.is_default and not inputs.reads_text:
+    if configured.lacks is not None or (calibration.is_default and not inputs.reads_text):
         console.print("data: needed, and not given (--calib)", highlight=False)
     elif configured.budget is None and (data := calibration.samples_of(inputs)) is not None:
-        console.print(f"data: {calibration.described(data)}", highlight=False, soft_wrap=True)
+        console.print(f"data: {calibration.described(data, inputs.taken)}", highlight=False, soft_wrap=True)
     if configured.choice is not None:
         out = {"gguf": "OUT.gguf", "onnx": "OUT/quark_model.onnx"}.get(job.form, "OUT")
         console.print(serve_line(configured.choice, out), highlight=False, soft_wrap=True)

@@ -45,6 +45,7 @@ class Configured:
         algorithms: Names, and configs of those with parameters.
         config: A `quark.torch.QConfig`; with a budget the one that its choice completes.
         calibration: The data, or the text of the package where something needs them.
+        lacks: What needs data where none are given and the package has none that the model takes; None: nothing does.
     """
 
     job: FolderJob
@@ -54,6 +55,13 @@ class Configured:
     algorithms: Sequence[Any]
     config: Any
     calibration: Calibration
+    lacks: str | None = None
+
+    def check_data(self) -> None:
+        """Raise CalibrationError where the job needs data that are not given. A plan needs none."""
+        if self.lacks is not None:
+            why = f"{self.lacks[0].upper()}{self.lacks[1:]}"
+            raise CalibrationError(f"{why} needs calibration data: pass --calib, {RECORDED}.")
 
     @property
     def title(self) -> str:
@@ -98,12 +106,9 @@ def configure(job: FolderJob) -> Configured:
     config = _calibrated(request, _config(job, scheme, budget, algorithms or None))
     if choice is not None and choice.goal.looks_at_layers:
         config = _loadable(job, choice.goal, config)
-    calibration, why = Calibration.of(request), _reason_for_data(request, scheme, config)
-    if network:
-        _require_recorded(calibration, why)
-    else:
-        calibration = _or_default(calibration, why, budget)
-    return Configured(job, choice, scheme, budget, algorithms, config, calibration)
+    why = _reason_for_data(request, scheme, budget, config)
+    calibration, lacks = _data_of(request, why, network)
+    return Configured(job, choice, scheme, budget, algorithms, config, calibration, lacks)
 
 
 def _scheme_of(request: FolderRequest, choice: GoalChoice | None) -> str:
@@ -112,17 +117,6 @@ def _scheme_of(request: FolderRequest, choice: GoalChoice | None) -> str:
     if scheme is None:
         raise UsageError(f"Missing option --scheme or --for, which {request.model} needs.")
     return scheme
-
-
-def _require_recorded(calibration: Calibration, why: str | None) -> None:
-    """Raise CalibrationError where a network of diffusers needs calibration data, and none are given.
-
-    Args:
-        calibration: What is asked for.
-        why: What needs data; None: nothing does.
-    """
-    if calibration.path is None and why is not None:
-        raise CalibrationError(f"{why[0].upper()}{why[1:]} needs calibration data: pass --calib, {RECORDED}.")
 
 
 def _check_library(job: FolderJob) -> bool:
@@ -265,21 +259,24 @@ def _refuse_beside_budget(budget: Budget, inside: list[str | None], load: dict[s
         )
 
 
-def _or_default(calibration: Calibration, why: str | None, budget: Budget | None) -> Calibration:
-    """The calibration data, or the text of the package where there are none and something needs them.
+def _data_of(request: FolderRequest, why: str | None, network: bool) -> tuple[Calibration, str | None]:
+    """The calibration data, and what lacks some: of a network of diffusers the package has none.
 
     Args:
-        calibration: What is asked for.
-        why: What needs data; None: no scheme and no algorithm does.
-        budget: That takes the place of the scheme.
+        request: What is asked for.
+        why: What needs data; None: nothing does.
+        network: Whether the folder is that of a network of diffusers.
     """
-    if why is None and budget is not None and budget.is_measured:
-        why = budget.named()
-    return calibration if why is None else calibration.or_default(why)
+    given = Calibration.of(request)
+    if why is None or given.path is not None:
+        return given, None
+    return (given, why) if network else (given.or_default(why), None)
 
 
-def _reason_for_data(request: FolderRequest, scheme: str | None, config: Any) -> str | None:
-    """What needs calibration data: a scheme with static activations, or an algorithm; None where nothing does."""
+def _reason_for_data(request: FolderRequest, scheme: str | None, budget: Budget | None, config: Any) -> str | None:
+    """What needs calibration data: a scheme with static activations, an algorithm, or a budget that is measured; None
+    where nothing does.
+    """
     from quark.core.schemes import scheme_of
     from quark.gguf import MIXES
     from quark.torch.algorithms import algorithms_of
@@ -291,4 +288,6 @@ def _reason_for_data(request: FolderRequest, scheme: str | None, config: Any) ->
         return f"the scheme {static[0]!r}, which has static activation scales,"
     algorithms = algorithms_of(config.algo_config or [])
     reading = [algorithm.config.name for algorithm in algorithms if algorithm.reads_inputs or algorithm.learns]
-    return f"the algorithm {reading[0]!r}" if reading else None
+    if reading:
+        return f"the algorithm {reading[0]!r}"
+    return budget.named() if budget is not None and budget.is_measured else None

@@ -107,6 +107,7 @@ def _run(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] 
     export = export_of(job)
     export.check_output(request.model, request.calib)  # before the model is looked at
     configured = configure(job)
+    configured.check_data()
     export.check(request.model, configured.schemes)
     start, before, chosen = time.perf_counter(), folder_bytes(request.model), None
     config = configured.config
@@ -143,7 +144,9 @@ def _pipeline(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], N
     check_folder(output, request.force)
     parts = parts_of(job)
     for part in parts.values():  # all are refused before the first is made
-        export_of(part).check(part.request.model, configure(part).schemes)
+        configured = configure(part)
+        configured.check_data()
+        export_of(part).check(part.request.model, configured.schemes)
     recipe = Recipe.of(request)
     made: dict[str, FolderResult] = {}
     with atomic_folder(output, request.force) as folder:

@@ -66,7 +66,7 @@ class Calibration:
         """The samples; None without data. Raises as `ModelInputs.read` does."""
         samples = self.samples_of(inputs)
         if samples is not None:
-            logger.info("Calibration data: %s.", self.described(samples))
+            logger.info("Calibration data: %s.", self.described(samples, inputs.taken))
         return samples
 
     def samples_of(self, inputs: ModelInputs | StepInputs) -> Sequence[Any] | None:
@@ -121,8 +121,13 @@ class Calibration:
         logger.info("%d samples run in %d batches; each is read alone.", len(samples), len(batches))
         return batches
 
-    def described(self, samples: Sequence[Any]) -> str:
-        """What was taken, in words."""
+    def described(self, samples: Sequence[Any], taken: str) -> str:
+        """What was taken, in words.
+
+        Args:
+            samples: Of `samples_of`.
+            taken: Which of all they are where no seed chose them; `ModelInputs.taken`.
+        """
         name = "the text of the package" if self.is_default else str(self.path)
         lengths = [tokens for sample in samples if (tokens := _tokens(sample)) is not None]
         of = ""
@@ -130,7 +135,7 @@ class Calibration:
             low, high = min(lengths), max(lengths)
             of = f" of {high} tokens" if low == high else f" of {low} to {high} tokens"
             of += ", not packed" if self.packing is False else ", packed" if low == high else ""
-        taken = "the first ones" if self.seed is None else f"by chance (seed {self.seed})"
+        taken = taken if self.seed is None else f"by chance (seed {self.seed})"
         return f"{name}, {len(samples)} sample{'s' if len(samples) != 1 else ''}{of}, {taken}"
 
 

@@ -40,12 +40,14 @@ class ModelInputs:
         config: Its transformers config.
         model_class: Its class.
         dtype: Of floating-point inputs.
+        taken: Which of more samples than are asked for.
     """
 
     folder: Path
     config: Any
     model_class: Any
     dtype: torch.dtype = torch.float32
+    taken = "the first ones"
 
     @property
     def names(self) -> list[str]:

@@ -24,6 +24,7 @@ class StepInputs:
     model_class: Any
     dtype: Any = None
     reads_text = False
+    taken = "spread evenly over all"
 
     @property
     def names(self) -> list[str]:
