@@ -10,9 +10,13 @@ def plain_json(text: str | bytes) -> Any:
     """What a text of JSON says; Infinity, which limits of some models are, is allowed.
 
     Raises:
-        ValueError: It is not JSON, an object has a name twice, or a value is NaN, with which every output would be NaN.
+        ValueError: It is not JSON, an object has a name twice, its nesting is deeper than Python reads, or a value is
+            NaN, with which every output would be NaN.
     """
-    return json.loads(text, object_pairs_hook=without_doubles, parse_constant=_constant)
+    try:
+        return json.loads(text, object_pairs_hook=without_doubles, parse_constant=_constant)
+    except RecursionError:
+        raise ValueError("its lists and objects are nested too deep") from None
 
 
 def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

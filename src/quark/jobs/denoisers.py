@@ -5,7 +5,6 @@ Weights alone are read, a tensor at a time; no class is loaded. What a model in 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.base.files import check_apart, check_file
+from quark.base.json_objects import plain_json
 from quark.errors import ConfigError, FormatError, NotSupportedError, OutputError
 from quark.jobs.folders.schemes import layer_rules
 from quark.jobs.options import flag_of
@@ -38,7 +38,7 @@ def holds_denoiser(path: Path) -> bool:
     if is_denoiser_file(path) or is_pipeline(path):
         return True
     try:
-        found = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        found = plain_json((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # which the reader of the folder says
         return False
     from quark.torch.diffusion.component import is_component
