@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,42 @@ def test_what_is_no_batch_is_refused_and_nothing_is_left(tmp_path: Path) -> None
         stored_batches(tmp_path)
     with pytest.raises(StructureError, match="x is a Linear"):
         write_batch(tmp_path / "x.npz", {"x": nn.Linear(1, 1)})
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        *((f'{{"x": {{"array": "x", "dtype": "{name}"}}}}', f"{name!r} is no type of floats")
+          for name in ("load", "hub", "Tensor", "qint8", "strided", "int8")),
+        ('{"x": {"array": "x", "dtype": 3}}', "3 is no type of floats"),
+        ('{"x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deep"),
+        ('{"x": {"array": "y"}}', "KeyError: 'y'"),
+    ],
+)  # fmt: skip
+def test_a_layout_names_types_of_floats_and_nothing_else(tmp_path: Path, layout: str, said: str) -> None:
+    np.savez(tmp_path / "x.npz", x=np.ones(2, np.float32), batch_layout=np.array(layout))
+    with pytest.raises(CalibrationError) as refused:
+        read_batch(tmp_path / "x.npz")
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_pickled_arrays_and_pipes_are_not_opened(tmp_path: Path) -> None:
+    class Code:
+        def __reduce__(self) -> Any:
+            return (tmp_path / "run").touch, ()
+
+    np.savez(tmp_path / "x.npz", x=np.array([Code()], dtype=object))
+    os.mkfifo(tmp_path / "y.npz")
+    for name in ("x.npz", "y.npz"):
+        with pytest.raises(CalibrationError, match=r"allow_pickle=False|no such file"):
+            read_batch(tmp_path / name)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32, np.uint64])
+def test_unsigned_integers_are_read_as_int64(tmp_path: Path, kind: Any) -> None:
+    np.savez(tmp_path / "x.npz", x=np.array([0, 65535], kind))
+    assert torch.equal(read_batch(tmp_path / "x.npz")["x"], torch.tensor([0, 65535]))
+    np.savez(tmp_path / "x.npz", x=np.array([2**63], np.uint64))
+    with pytest.raises(CalibrationError, match="more than int64 holds"):
+        read_batch(tmp_path / "x.npz")

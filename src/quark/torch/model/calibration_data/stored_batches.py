@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from quark.base.json_objects import plain_json
-from quark.errors import CalibrationError, StructureError, did_you_mean
+from quark.errors import CalibrationError, StructureError, did_you_mean, one_line
 from quark.torch.diffusion.component import TIMESTEPS
 from quark.torch.model.calibration_data.model_arguments import positional_parameters
 
@@ -64,12 +64,16 @@ def _taken_apart(name: str, value: Any, arrays: dict[str, Any]) -> Any:
 def read_batch(file: Path) -> dict[str, Any]:
     """The arguments in a file, arrays as tensors. Raises CalibrationError for a file that cannot be read."""
     try:
+        if not file.is_file():  # opening a pipe would wait for ever
+            raise FileNotFoundError("no such file")
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
         layout = plain_json(str(arrays.pop(LAYOUT))) if LAYOUT in arrays else {name: {"array": name} for name in arrays}
         return {name: _put_together(value, arrays) for name, value in layout.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, zipfile.BadZipFile) as error:
-        raise CalibrationError(f"{file} cannot be read as a batch: {type(error).__name__}: {error}.") from None
+        raise CalibrationError(
+            f"{file} cannot be read as a batch: {type(error).__name__}: {one_line(error)}."
+        ) from None
 
 
 def _put_together(value: Any, arrays: Mapping[str, Any]) -> Any:
@@ -78,11 +82,29 @@ def _put_together(value: Any, arrays: Mapping[str, Any]) -> Any:
     if not isinstance(value, dict):
         return value
     if "array" in value:
-        tensor = torch.from_numpy(np.ascontiguousarray(arrays[value["array"]]).reshape(arrays[value["array"]].shape))
-        return tensor.to(getattr(torch, value["dtype"])) if "dtype" in value else tensor
+        tensor = _tensor(arrays[value["array"]])
+        return tensor.to(_stored_dtype(value["dtype"])) if "dtype" in value else tensor
     if "tuple" in value:
         return tuple(_put_together(item, arrays) for item in value["tuple"])
     return {key: _put_together(item, arrays) for key, item in value["dict"].items()}
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    """An array as a tensor; unsigned integers of several bytes, of which torch computes little, as int64."""
+    array = np.ascontiguousarray(array).reshape(array.shape)
+    if array.dtype.kind == "u" and array.itemsize > 1:
+        if array.size and array.max() > np.iinfo(np.int64).max:
+            raise ValueError(f"{array.max()} is more than int64 holds")
+        array = array.astype(np.int64)
+    return torch.from_numpy(array)
+
+
+def _stored_dtype(name: Any) -> torch.dtype:
+    """The type of floats of a name in a layout. Raises ValueError: a name of torch may be that of anything."""
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"{name!r:.80} is no type of floats; possible: bfloat16, float8_e4m3fn and their like")
+    return found
 
 
 class StoredBatches(Sequence[dict[str, Any]]):
