@@ -179,7 +179,7 @@ class _Watch(TorchFunctionMode):
             inside = not names or any(module in self._running for module in self._holders[id(leaf)])
             function = resolve_name(func) or ""
             if not inside and args and leaf is args[0] and CHANGES.fullmatch(function):
-                self.changed, self.by = names[0], function.rpartition(".")[2]
+                self.changed, self.by = min(names), function.rpartition(".")[2]
                 raise NotSupportedError(f"{self.changed}: {self.by}")  # before it is done
             if not inside and function not in HARMLESS:
                 self.found.update(names)
