@@ -149,3 +149,30 @@ def test_a_plan_needs_no_data_and_says_which_steps_are_taken(pipeline: Path, tmp
         write_batch(tmp_path / f"{index}.npz", step("sd3", index))
     planned = program("plan", pipeline / "transformer", "--scheme", "int8", "--calib", tmp_path, "--samples", 2)
     assert f"data: {tmp_path}, 2 samples, spread evenly over all" in planned.out, planned
+
+
+@pytest.mark.parametrize(
+    ("stored", "said"),
+    [
+        ({"../vae": ["diffusers", "AutoencoderKL"]}, "the component '../vae', which is no folder beside it"),
+        ({"..": ["diffusers", "AutoencoderKL"]}, "names the file '..', which is none of its own"),
+        ({"": ["diffusers", "AutoencoderKL"]}, "the component '', which is no folder beside it"),
+        ({"transformer": ["diffusers", "FluxTransformer2DModel"]}, "names the class 'FluxTransformer2DModel'"),
+        ({"transformer": ["own_code", "SD3Transformer2DModel"]}, "from 'own_code', which is no part of diffusers"),
+        ({"transformer": [None, None]}, "no component that takes a timestep"),
+        ({"link": ["diffusers", "AutoencoderKL"]}, "out of its folder"),
+    ],
+)
+def test_components_are_folders_of_the_pipeline_with_classes_of_diffusers(
+    pipeline: Path, tmp_path: Path, stored: dict[str, Any], said: str
+) -> None:
+    folder = tmp_path / "other"
+    (folder / "transformer").mkdir(parents=True)
+    shutil.copyfile(pipeline / "transformer" / "config.json", folder / "transformer" / "config.json")
+    (folder / "own_code.py").write_text("raise SystemExit('this was run')")
+    (folder / "link").symlink_to(pipeline / "vae")
+    index = {"transformer": ["diffusers", "SD3Transformer2DModel"], **stored}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(QuarkError) as refused:
+        requests_of(request_of(folder, {"scheme": "int8_wo"}))
+    assert said in str(refused.value)

@@ -9,13 +9,12 @@ vae/ scheduler/ ... copied, byte by byte
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quark.base.json_objects import plain_json
 from quark.base.memory_and_disk import check_disk
-from quark.errors import ConfigError, FormatError, did_you_mean, one_line
+from quark.errors import ConfigError, FormatError, did_you_mean
 from quark.jobs.request import PIPELINE, FolderRequest
 from quark.jobs.words import check_words
 
@@ -30,22 +29,10 @@ BESIDE = 64 << 20
 """Most bytes of a file beside model_index.json that is copied: whole models in one file are not read from there."""
 
 
-def components(folder: Path) -> list[str]:
-    """The components of a pipeline that have folders. Raises FormatError for a model_index.json that is none."""
-    path = folder / PIPELINE
-    try:
-        stored = plain_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not JSON: {one_line(error)}.") from None
-    if not isinstance(stored, dict):
-        raise FormatError(f"{path} is no object of components.")
-    named = [name for name, value in stored.items() if isinstance(value, list) and not name.startswith("_")]
-    return [name for name in named if Path(name).name == name and (folder / name).is_dir()]
-
-
 def denoisers(folder: Path) -> list[str]:
     """The components that a pipeline calls once a step. Raises FormatError where a class of theirs is not known."""
     from quark.torch.diffusion.component import CLASS, is_component, is_denoiser, network_class
+    from quark.torch.model.folder_files import components
     from quark.torch.model.model_folder import read_config
 
     found = []
@@ -64,18 +51,20 @@ def requests_of(request: FolderRequest) -> dict[str, FolderRequest]:
     Raises:
         ConfigError: There is no such component, it gets no scheme, or an option does not apply to a pipeline.
     """
+    from quark.torch.model.folder_files import components  # imports torch
+
     _refuse_of_one(request)
     there, asked = components(request.model), [item.partition("=") for item in request.component or ()]
-    for name, _, _ in asked:
-        if name not in there:
-            raise ConfigError(f"--component {name}: {request.model} has no such folder. {did_you_mean(name, there)}")
+    _check_names([name for name, _, _ in asked], request.model, there)
     whole = [name for name, equal, _ in asked if not equal] or denoisers(request.model)
     own = {name: scheme for name, equal, scheme in asked if equal}
     if not whole:
         raise ConfigError(
-            f"{request.model} has no component that takes a timestep. Possible: --component, of {', '.join(there)}."
+            f"{request.model} has no component that takes a timestep. Possible: --component, of "
+            f"{', '.join(there) or 'which model_index.json names none'}."
         )
     _check_schemes(own)
+    _check_classes(request.model, {name: there[name] for name in (*whole, *own)})
     part = replace(request, component=None, said=request.said - {"component"})
     return {
         name: replace(
@@ -86,6 +75,34 @@ def requests_of(request: FolderRequest) -> dict[str, FolderRequest]:
         )
         for name in dict.fromkeys((*whole, *own))
     }
+
+
+def _check_names(names: Iterable[str], folder: Path, there: Iterable[str]) -> None:
+    """Raise ConfigError for a component that there is not."""
+    for name in names:
+        if name not in there:
+            raise ConfigError(f"--component {name}: {folder} has no such folder. {did_you_mean(name, there)}")
+
+
+def _check_classes(folder: Path, classes: Mapping[str, tuple[str, str]]) -> None:
+    """Raise FormatError where a pipeline loads a network by other code than that which it is quantized by."""
+    from quark.torch.diffusion.component import CLASS, import_diffusers, is_component
+    from quark.torch.model.model_folder import read_config
+
+    for name, (library, class_name) in classes.items():
+        config = read_config(folder / name)
+        if not is_component(config):
+            continue
+        if config[CLASS] != class_name:
+            raise FormatError(
+                f"{folder / name / 'config.json'} is that of a {config[CLASS]}, and {PIPELINE} names the class "
+                f"{class_name!r}."
+            )
+        if library != "diffusers" and not hasattr(import_diffusers().pipelines, library):
+            raise FormatError(
+                f"{folder / PIPELINE} has {name} loaded from {library!r}, which is no part of diffusers; code of "
+                "others is not run."
+            )
 
 
 def _refuse_of_one(request: FolderRequest) -> None:
@@ -137,12 +154,11 @@ def copy_rest(folder: Path, output: Path, made: Sequence[str]) -> None:
 
 
 def _rest(folder: Path, made: Sequence[str]) -> Iterator[Path]:
-    from quark.torch.model.folder_files import file_of
+    from quark.torch.model.folder_files import components, file_of, files_below
 
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith(".") and path.stat().st_size <= BESIDE:
             yield file_of(folder, path.name)
     for name in components(folder):
         if name not in made:
-            inside = sorted(path for path in (folder / name).rglob("*") if not path.is_dir())
-            yield from (file_of(folder, path.relative_to(folder).as_posix()) for path in inside)
+            yield from (folder / file for file in files_below(folder, [name]))

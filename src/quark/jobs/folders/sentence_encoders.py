@@ -25,19 +25,22 @@ def is_sentence_encoder(folder: Path) -> bool:
 
 
 def model_of(folder: Path) -> Path:
-    """The folder of the model. Raises FormatError where the list names none, or several."""
+    """The folder of the model. Raises FormatError where the list names none, several, or one that lies elsewhere."""
+    from quark.torch.model.folder_files import file_of, folder_of  # imports torch
+
     try:
         listed = plain_json((folder / MODULES).read_text(encoding="utf-8"))
         paths = [str(module["path"]) for module in listed if str(module["type"]).endswith("Transformer")]
     except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
         raise FormatError(f"{folder / MODULES} is no list of modules: {error!r:.80}.") from None
-    found = [path for path in paths if (folder / path / "config.json").is_file()]
-    if len(found) != 1 or not (folder / found[0]).resolve().is_relative_to(folder.resolve()):
+    if len(paths) != 1:
         raise FormatError(
-            f"{folder / MODULES} names {len(found)} models of transformers. Possible: one, with its folder, as in "
+            f"{folder / MODULES} names {len(paths)} models of transformers. Possible: one, with its folder, as in "
             "0_Transformer/config.json."
         )
-    return folder / found[0]
+    found = folder_of(folder, paths[0])
+    file_of(folder, f"{paths[0]}/config.json")
+    return found
 
 
 @contextmanager
@@ -45,10 +48,12 @@ def around(folder: Path, output: Path, form: str, force: bool) -> Iterator[tuple
     """Yield the folder of the model, and that to make of it; all else of the folder lies around it, as it was.
 
     Raises:
-        FormatError: See `model_of`.
+        FormatError: See `model_of`; a link leads out of the folder, or something in it is no file.
         NotSupportedError: A form that is one file.
         OutputError, OutputExistsError: See `check_folder`.
     """
+    from quark.torch.model.folder_files import files_below  # imports torch
+
     inner = model_of(folder)
     if form not in FOLDER_FORMS:
         raise NotSupportedError(
@@ -56,10 +61,12 @@ def around(folder: Path, output: Path, form: str, force: bool) -> Iterator[tuple
         )
     check_apart(output, folder, whole=True)
     check_folder(output, force)
+    around_it = [name for name in files_below(folder) if inner not in (folder / name).parents and name[0] != "."]
     with temporary_folder(output.absolute()) as scratch:
         whole = scratch / "whole"
-        shutil.copytree(folder, whole, ignore=lambda place, names: names if Path(place) == inner else ())
+        for file in around_it:
+            (whole / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / file, whole / file)
         place = whole / inner.relative_to(folder)
-        place.rmdir()
         yield inner, place
         move_folder(whole, output)

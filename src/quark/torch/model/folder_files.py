@@ -10,12 +10,14 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from quark.errors import FormatError
+from quark.base.json_objects import plain_json
+from quark.errors import FormatError, one_line
 from quark.torch.diffusion.component import STEM
 
-INDEX = "model.safetensors.index.json"
+INDEX, PIPELINE = "model.safetensors.index.json", "model_index.json"
 _SHARD = re.compile(r"-\d+-of-\d+")
 _SIDE_FILES = re.compile(
     r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|preprocessor|processor_config|\.model$|\.py$"
@@ -58,6 +60,63 @@ def file_of(folder: Path, name: str) -> Path:
         FormatError: The name, or the link of that name, leads out of the folder; there is no such file, or no file.
     """
     return regular_file(_within(folder, name))
+
+
+def folder_of(folder: Path, name: str) -> Path:
+    """A folder inside a folder, by the way to it: not the folder itself.
+
+    Raises:
+        FormatError: The name, or a link of that name, leads out of the folder; there is no such folder.
+    """
+    path = _within(folder, name)
+    if not PurePosixPath(name).parts or not path.is_dir():
+        raise FormatError(f"{folder} names the folder {name!r}, which is not there.")
+    return path
+
+
+def components(folder: Path) -> dict[str, tuple[str, str]]:
+    """The components of a pipeline of diffusers that have folders: name -> library and class, as model_index.json says.
+
+    Raises:
+        FormatError: model_index.json is none, or a name in it, or a link of that name, leads elsewhere.
+    """
+    path = file_of(folder, PIPELINE)
+    try:
+        stored = plain_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path} is not JSON: {one_line(error)}.") from None
+    if not isinstance(stored, dict):
+        raise FormatError(f"{path} is no object of components.")
+    found = {}
+    for name, value in stored.items():
+        named = isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value)
+        if not named or name.startswith("_"):
+            continue
+        if PurePosixPath(name).parts != (name,):
+            raise FormatError(f"{path} names the component {name!r:.80}, which is no folder beside it.")
+        if _within(folder, name).is_dir():
+            found[name] = (value[0], value[1])
+    return found
+
+
+def files_below(folder: Path, inside: Sequence[str] = ("",)) -> Iterator[str]:
+    """Every file of a folder at any depth, in order, by its name relative to the folder.
+
+    Args:
+        folder: The folder.
+        inside: Names of folders of it that are looked at alone.
+
+    Raises:
+        FormatError: As `file_of` does; a link to a folder is no file.
+    """
+    for name in inside:
+        for place, folders, files in os.walk(folder / name):
+            folders.sort()
+            linked = [each for each in folders if (Path(place) / each).is_symlink()]
+            for each in sorted([*files, *linked]):
+                found = (Path(place) / each).relative_to(folder).as_posix()
+                file_of(folder, found)
+                yield found
 
 
 def check_files(folder: Path) -> None:

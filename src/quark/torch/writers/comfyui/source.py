@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 import torch
 
 from quark.base.files import require_regular
-from quark.base.json_objects import without_doubles
+from quark.base.json_objects import plain_json
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.checkpoint.safetensors_file import TensorFile
 from quark.torch.diffusion.component import CLASS
-from quark.torch.model.folder_files import shard_files
+from quark.torch.model.folder_files import PIPELINE, components, file_of, shard_files
 from quark.torch.writers.comfyui.names import (
     DenoiserKind,
     OriginalTensor,
@@ -25,7 +24,7 @@ from quark.torch.writers.comfyui.names import (
     without_prefix,
 )
 
-CONFIG, INDEX = "config.json", "model_index.json"
+CONFIG = "config.json"
 DENOISERS = ("transformer", "unet")
 """Beginnings of the names of the folders of a pipeline that hold a denoiser."""
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -75,7 +74,7 @@ def open_denoiser(path: Path) -> DenoiserSource:
     """
     if path.is_dir():
         folder = _component(path)
-        class_name = str(_json(folder / CONFIG).get(CLASS))
+        class_name = str(_json(file_of(folder, CONFIG)).get(CLASS))
         places = _places(shard_files(folder))
         kind = kind_of_class(class_name, places)
         tensors = original_tensors(kind, places)
@@ -98,9 +97,9 @@ def open_denoiser(path: Path) -> DenoiserSource:
 
 def _component(path: Path) -> Path:
     """The folder of the one denoiser of a pipeline, or the folder itself."""
-    if not (path / INDEX).is_file():
+    if not (path / PIPELINE).is_file():
         return path
-    named = [name for name in _json(path / INDEX) if name.startswith(DENOISERS) and Path(name).name == name]
+    named = [name for name in components(path) if name.startswith(DENOISERS)]
     found = [name for name in named if (path / name / CONFIG).is_file()]
     if len(found) != 1:
         what = f"has {len(found)} denoisers" if found else "has no denoiser"
@@ -117,9 +116,8 @@ def _places(files: list[Path]) -> dict[str, tuple[TensorFile, str]]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    require_regular(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_doubles)
+        found = plain_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise FormatError(f"{path} is no JSON: {error}.") from None
     if not isinstance(found, dict):
