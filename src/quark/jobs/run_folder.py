@@ -85,7 +85,7 @@ def run_folder(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], 
             "Possible: no --report."
         )
     export_of(job).check_output(adapter, job.request.calib)
-    base_of(adapter)
+    configure(replace(job, request=replace(job.request, model=base_of(adapter))))  # what is asked for, before the work
     with merged(adapter, Path(job.request.output)) as folder:
         return _run(replace(job, request=replace(job.request, model=folder)), show, adapter)
 

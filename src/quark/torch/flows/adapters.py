@@ -6,7 +6,9 @@ adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lo
 
 from __future__ import annotations
 
+import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +20,7 @@ from quark.base.log import logger
 from quark.errors import FormatError, NotSupportedError, as_format_error, require_packages
 from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.checkpoint.safetensors_file import TensorFile
-from quark.torch.model.folder_files import regular_file, side_files
+from quark.torch.model.folder_files import file_of, side_files
 from quark.torch.model.model_folder import import_transformers, read_config
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -27,19 +29,22 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def base_of(folder: Path) -> Path:
     """The folder of the model that an adapter was trained for: as its config says, from here or from the adapter.
 
+    The header of the adapter's weights is read, too, so that a plan finds what is damaged.
+
     Raises:
-        FormatError: The config is none, or no model is there.
+        FormatError: The config or the weights are none, or no model is there.
         NotSupportedError: The base is quantized: its weights, which the adapter would be added to, are codes.
     """
     path = folder / CONFIG
     try:
-        said = plain_json(regular_file(path).read_text(encoding="utf-8"))
+        said = plain_json(file_of(folder, CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not JSON: {error}.") from None
     name = said.get("base_model_name_or_path") if isinstance(said, dict) else None
     if not isinstance(name, str) or not name:
         raise FormatError(f"{path} names no base model: base_model_name_or_path is {name!r}.")
-    found = next((base for base in (Path(name), (folder / name).resolve()) if (base / "config.json").is_file()), None)
+    places = () if "\0" in name else (Path(name), Path(os.path.realpath(folder / name)))
+    found = next((base for base in places if (base / "config.json").is_file()), None)
     if found is None:
         raise FormatError(
             f"{folder} is an adapter of {name}, and no model folder is there. Possible: `hf download {name} "
@@ -50,6 +55,7 @@ def base_of(folder: Path) -> Path:
             f"{folder} is an adapter of {found}, which is quantized: an adapter is added to float weights. Possible: "
             f"the float model as base_model_name_or_path in {path}."
         )
+    TensorFile(file_of(folder, WEIGHTS))
     return found
 
 
@@ -70,7 +76,7 @@ def merged(folder: Path, output: Path) -> Iterator[Path]:
     """
     require_packages("An adapter", "peft", "peft")
     base = base_of(folder)
-    held = set(TensorFile(folder / WEIGHTS).names)
+    held = set(TensorFile(file_of(folder, WEIGHTS)).names)
     with temporary_folder(output.absolute()) as scratch:
         whole = scratch / folder.resolve().name
         whole.mkdir()
@@ -90,7 +96,9 @@ def _merged_model(folder: Path, base: Path, held: set[str]) -> Any:
 
     import_transformers().utils.logging.disable_progress_bar()
     model = load_float_model(base)
-    with as_format_error(folder, f"is no adapter that fits {base}"):
+    with as_format_error(folder, f"is no adapter that fits {base}"), warnings.catch_warnings():
+        # PEFT asks transformers by a name that is old there, and warns of tensors that are compared below.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`|Found missing adapter keys")
         model = peft.PeftModel.from_pretrained(model, str(folder), local_files_only=True)
     model.peft_config[model.active_adapter].base_model_name_or_path = str(base)  # which is read for its vocabulary
     used = set(peft.get_peft_model_state_dict(model))
@@ -99,4 +107,5 @@ def _merged_model(folder: Path, base: Path, held: set[str]) -> Any:
         raise FormatError(f"{folder / WEIGHTS} does not fit {base}: {len(odd)} tensors are of one alone, as {odd[0]}.")
     if not hasattr(model, "merge_and_unload") or not getattr(model.base_model, "merge_and_unload", None):
         raise NotSupportedError(f"{folder}: an adapter of the kind {model.peft_type} cannot be merged into its base.")
-    return model.merge_and_unload(safe_merge=True)
+    with as_format_error(folder, f"cannot be merged into {base}"):
+        return model.merge_and_unload(safe_merge=True)
