@@ -21,6 +21,7 @@ from quark.commands import COMMANDS
 from quark.core.schemes import SCHEMES
 from quark.gguf import MIXES
 from tests.commands.program import Done, quark
+from tests.models.denoisers import denoiser
 from tests.models.families import family
 from tests.models.onnx_zoo import cnn, images
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama, tiny_opt, token_batches
@@ -273,6 +274,7 @@ def test_the_examples_of_help_run(places: dict[str, Path], tmp_path: Path, monke
     shutil.copyfile(places["text"], tmp_path / "heldout.txt")
     onnx.save(cnn(), tmp_path / "model.onnx")
     np.savez(tmp_path / "samples.npz", x=images()[0]["x"])
+    denoiser("flux").save_pretrained(tmp_path / "flux" / "transformer")
     monkeypatch.chdir(tmp_path)
     for command in COMMANDS.values():
         examples = re.findall(r"Example: quark (.*)", command.__doc__ or "")
