@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from quark.core.quantize import fake_quantize
 from quark.core.schemes import SCHEMES
 from quark.core.spec import block_spec
-from quark.errors import NotSupportedError
+from quark.errors import FormatError, NotSupportedError
 from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.writers.comfyui.names import kind_of_class, kind_of_file, kinds, original_tensors
 from quark.torch.writers.comfyui.scaled_layers import padded, stored
@@ -74,6 +74,19 @@ def test_diffusers_makes_its_names_of_ours_again(family: str) -> None:
     back = {key: x for key, x in back.items() if x is not None}
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[key], x) for key, x in tensors.items())
+
+
+def test_a_tensor_of_several_is_made_of_all_of_them_and_alike() -> None:
+    kind = kind_of_class("SD3Transformer2DModel", ())
+    names = [f"transformer_blocks.0.attn.to_{part}.weight" for part in "qkv"]
+    (whole,) = original_tensors(kind, names)
+    shapes = {name: torch.empty(8, 4, device="meta") for name in names}
+    assert whole.like(shapes).shape == (24, 4)
+    for odd in (torch.empty(8, 5, device="meta"), torch.empty(8, 4, dtype=torch.float16, device="meta")):
+        with pytest.raises(FormatError, match="to_k.weight is .* which is not joined to"):
+            whole.like({**shapes, names[1]: odd})
+    with pytest.raises(FormatError, match="made of 3 tensors, of which 2 are there"):
+        original_tensors(kind, names[1:])
 
 
 def test_a_tensor_without_a_name_is_refused() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from quark.errors import NotSupportedError
+from quark.errors import FormatError, NotSupportedError
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """What whole checkpoints have before the names of the denoiser."""
@@ -80,8 +81,14 @@ class OriginalTensor:
     swapped: bool = False
 
     def like(self, metas: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Shape and dtype, on the meta device."""
+        """Shape and dtype, on the meta device. Raises FormatError where parts do not go under one another."""
         first = metas[self.parts[0]]
+        for part in self.parts:
+            if (metas[part].shape[1:], metas[part].dtype) != (first.shape[1:], first.dtype):
+                raise FormatError(
+                    f"{self.name}: {part} is {metas[part].dtype} {tuple(metas[part].shape)}, which is not joined to "
+                    f"{self.parts[0]}, {first.dtype} {tuple(first.shape)}."
+                )
         rows = sum(metas[part].shape[0] for part in self.parts) if first.ndim else 0
         return torch.empty((rows, *first.shape[1:]) if first.ndim else (), dtype=first.dtype, device="meta")
 
@@ -159,6 +166,7 @@ def original_tensors(kind: DenoiserKind, names: Iterable[str]) -> list[OriginalT
 
     Raises:
         NotSupportedError: A tensor has no name there; nothing may be left out in silence.
+        FormatError: A tensor is made of several, such as queries, keys and values, of which one is not there.
     """
     names = list(names)
     parts: dict[str, list[tuple[int, str]]] = {}
@@ -176,10 +184,28 @@ def original_tensors(kind: DenoiserKind, names: Iterable[str]) -> list[OriginalT
         parts.setdefault(original, []).append((order, name))
         if change == SWAP or (change == SWAP_IN_LAST and _number(name) == last):
             swapped.add(original)
+    _check_whole(kind, parts)
     return [
         OriginalTensor(original, tuple(name for _, name in sorted(found)), original in swapped)
         for original, found in parts.items()
     ]
+
+
+def _check_whole(kind: DenoiserKind, parts: Mapping[str, list[tuple[int, str]]]) -> None:
+    """Raise FormatError where a tensor is made of several, and one of them is not there.
+
+    In the table of a UNet several names of one tensor are those of several models, of which each has one.
+    """
+    if kind.is_unet:
+        return
+    rows = _rows(kind.table)
+    wanted = Counter(original for _, original, _ in rows)
+    for original, found in parts.items():
+        order, name = found[0]
+        needed = 1 if name == original else wanted[rows[order][1]]
+        if len(found) < needed:
+            there = ", ".join(name for _, name in found)
+            raise FormatError(f"{original} is made of {needed} tensors, of which {len(found)} are there: {there}.")
 
 
 def _row_name(kind: DenoiserKind, name: str) -> tuple[str, int, str] | None:
