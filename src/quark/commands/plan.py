@@ -103,28 +103,32 @@ def _with_shapes(model: Path) -> Path:
 
 
 def _plan_folder(job: FolderJob) -> None:
-    # The flow imports torch: after the arguments are parsed, so that --help is instant.
-    from quark.jobs.configure_folder import configure, servers_say
+    # These import torch: after the arguments are parsed, so that --help is instant.
     from quark.jobs.denoisers import is_for_comfyui
-    from quark.jobs.folders.bit_budget import choose_for_budget
-    from quark.jobs.folders.models import inputs_of, load_meta_model
     from quark.jobs.run_folder import parts_of
-    from quark.torch.checkpoint.sources.carried import carried_beside
-    from quark.torch.checkpoint.stored_types import source_folder
-    from quark.torch.flows.check_plan import check_plan
-    from quark.torch.flows.predicted_size import carried_said, float_bytes, planned
 
     if is_for_comfyui(job):
         _plan_denoiser(job)
-        return
-    if is_pipeline(job.request.model):
+    elif is_pipeline(job.request.model):
         for name, part in parts_of(job).items():
             results().print(f"{name}:", highlight=False)
             _plan_folder(part)
-        return
+    else:
+        _plan_model(job)
+
+
+def _plan_model(job: FolderJob) -> None:
+    from quark.jobs.configure_folder import configure, plan_of, servers_say
+    from quark.jobs.folders.bit_budget import choose_for_budget
+    from quark.jobs.folders.models import inputs_of, load_meta_model
+    from quark.torch.checkpoint.sources.carried import carried_beside
+    from quark.torch.checkpoint.stored_types import source_folder
+    from quark.torch.flows.check_plan import check_plan
+    from quark.torch.flows.predicted_size import carried_said
+
     job = replace(job, request=replace(job.request, model=_with_shapes(job.request.model)))
     request, console = job.request, results()
-    configured = configure(job)
+    configured = configure(job, aloud=True)
     config, calibration = configured.config, configured.calibration
     if configured.choice is not None:
         console.print(choice_rows(configured.choice))
@@ -133,9 +137,11 @@ def _plan_folder(job: FolderJob) -> None:
         found = choose_for_budget(request, configured.budget, config, calibration)
         config = configured.completed(*found)
         console.print(choice_table(*found))
-    meta = load_meta_model(request.model)
-    before, beside = float_bytes(meta), carried_beside(meta, source_folder(meta))
-    made, after = planned(meta, config, job.form)
+    plan = configured.plan if config is configured.config else None
+    if plan is None:
+        plan = plan_of(load_meta_model(request.model), config, job.form)
+    meta, made, before, after = plan.meta, plan.layers, plan.before, plan.after
+    beside = carried_beside(meta, source_folder(meta))
     layers = made.table(meta, beside)
     undecoded = check_plan(meta, config, made, job.form, job.reader)
     split = servers_say(configured, meta, made)

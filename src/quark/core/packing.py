@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import numpy as np
@@ -100,7 +100,7 @@ def pack_bits(codes: Array, bits: int, order: Sequence[int] = SEQUENTIAL) -> Arr
     words = view(_flat(codes), "int64")
     packed = namespace(codes).empty_like(words)
     mask = (1 << bits) - 1
-    for rows in row_chunks(words.shape[0], 8):
+    for rows in _chunks(words):
         word = words[rows]
         if bits == 4 and tuple(order) == AWQ_ORDER:
             packed[rows] = _awq_nibbles(word)
@@ -111,6 +111,11 @@ def pack_bits(codes: Array, bits: int, order: Sequence[int] = SEQUENTIAL) -> Arr
         packed[rows] = total
     out = view(packed, "uint8").reshape(*codes.shape[:-1], -1, 8)[..., :bits]
     return out.reshape(*codes.shape[:-1], -1)[..., : n * bits // 8]
+
+
+def _chunks(words: Array) -> Iterable[slice]:
+    """Rows of words that stay in the cache; all at once where there are none but in shape."""
+    return [slice(None)] if getattr(words, "is_meta", False) else row_chunks(words.shape[0], 8)
 
 
 def _awq_nibbles(word: Array) -> Array:
@@ -133,7 +138,7 @@ def unpack_bits(packed: Array, bits: int, order: Sequence[int] = SEQUENTIAL) -> 
     flat = view(_flat(pad_axis(words, words.ndim - 1, 8 - bits)), "int64")
     codes = namespace(flat).empty_like(flat)
     mask = (1 << bits) - 1
-    for rows in row_chunks(flat.shape[0], 8):
+    for rows in _chunks(flat):
         word = flat[rows]
         total = (word & mask) << (8 * order[0])
         for i in range(1, 8):

@@ -34,6 +34,31 @@ MIX_ALGORITHM = "qronos"
 
 
 @dataclass(frozen=True)
+class FolderPlan:
+    """What the layers of a folder get, from its config alone.
+
+    Attributes:
+        meta: The model without weights, as `planned` leaves it.
+        layers: A `quark.torch.plan.Plan`.
+        before, after: Bytes of all tensors, in float and quantized.
+    """
+
+    meta: Any
+    layers: Any
+    before: int
+    after: int
+
+
+def plan_of(meta: Any, config: Any, form: str) -> FolderPlan:
+    """The plan of a config for a model without weights, which is prepared for it."""
+    from quark.torch.flows.predicted_size import float_bytes, planned
+
+    before = float_bytes(meta)
+    layers, after = planned(meta, config, form)
+    return FolderPlan(meta, layers, before, after)
+
+
+@dataclass(frozen=True)
 class Configured:
     """A job with all that is known before weights are read.
 
@@ -46,6 +71,7 @@ class Configured:
         config: A `quark.torch.QConfig`; with a budget the one that its choice completes.
         calibration: The data, or the text of the package where something needs them.
         lacks: What needs data where none are given and the package has none that the model takes; None: nothing does.
+        plan: Of `config`, where its goal looked at it.
     """
 
     job: FolderJob
@@ -55,6 +81,7 @@ class Configured:
     algorithms: Sequence[Any]
     config: Any
     calibration: Calibration
+    plan: FolderPlan | None = None
     lacks: str | None = None
 
     def check_data(self) -> None:
@@ -83,8 +110,12 @@ class Configured:
         return table.config(choice, self.config)
 
 
-def configure(job: FolderJob) -> Configured:
+def configure(job: FolderJob, aloud: bool = False) -> Configured:
     """What is done for a job of a folder.
+
+    Args:
+        job: The job.
+        aloud: Whether the log has what the plan says: for those that go on with it, and make none of their own.
 
     Raises:
         QuarkError: What is asked for does not go together, or does not fit the model.
@@ -104,11 +135,12 @@ def configure(job: FolderJob) -> Configured:
     algorithms = torch_algorithms(asked)
     Imatrices.of(request).check(mixed, request.calib, choice.algorithms if choice is not None else request.algorithm)
     config = _calibrated(request, _config(job, scheme, budget, algorithms or None))
+    plan = None
     if choice is not None and choice.goal.looks_at_layers:
-        config = _loadable(job, choice.goal, config)
+        config, plan = _loadable(job, choice.goal, config, aloud)
     why = _reason_for_data(request, scheme, budget, config)
     calibration, lacks = _data_of(request, why, network)
-    return Configured(job, choice, scheme, budget, algorithms, config, calibration, lacks)
+    return Configured(job, choice, scheme, budget, algorithms, config, calibration, plan, lacks)
 
 
 def _scheme_of(request: FolderRequest, choice: GoalChoice | None) -> str:
@@ -219,25 +251,24 @@ def _config(job: FolderJob, scheme: str | None, budget: Budget | None, algorithm
     return scheme_config(request, scheme, algorithms, inside_attention=True)
 
 
-def _loadable(job: FolderJob, goal: RuntimeGoal, config: Any) -> Any:
-    """The config, without layers that the program of a goal builds in float.
+def _loadable(job: FolderJob, goal: RuntimeGoal, config: Any, aloud: bool) -> tuple[Any, FolderPlan | None]:
+    """The config, without layers that the program of a goal builds in float, and its plan; None where it has none.
 
     Raises NotSupportedError for a plan whose result it would not load.
     """
     from quark.jobs.folders.models import load_meta_model
     from quark.torch.flows.check_plan import check_goal
     from quark.torch.flows.float_layers import left_in_float
-    from quark.torch.flows.predicted_size import planned
 
     meta = load_meta_model(job.request.model, job.request.trust_remote_code)
     config = left_in_float(meta, config, goal)
     try:
-        with severity(3):  # what a plan says is said when it is carried out
-            made, _ = planned(meta, config, job.form)
+        with severity(None if aloud else 3):  # what a plan says is said when it is carried out
+            plan = plan_of(meta, config, job.form)
     except QuarkError:  # which the work itself meets, or does not: of a checkpoint in FP8 there is no plan
-        return config
-    check_goal(meta, made, goal, job.form)
-    return config
+        return config, None
+    check_goal(meta, plan.layers, goal, job.form)
+    return config, plan
 
 
 def _calibrated(request: FolderRequest, config: Any) -> Any:

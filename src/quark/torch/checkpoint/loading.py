@@ -224,12 +224,15 @@ def _register_extras(layer: QuantLayer, role: str, tensors: Tensors) -> None:
 
 def stored_like(layout: Layout, spec: TensorSpec, x: torch.Tensor, device: torch.device | str = "meta") -> Tensors:
     """Tensors of the shapes and dtypes that `layout` stores for `x` under parameters of `spec`."""
-    return _on_device(_stored_on_meta(layout, spec, tuple(x.shape), x.dtype), torch.device(device))
+    return _on_device(stored_on_meta(layout, spec, tuple(x.shape), x.dtype), torch.device(device))
 
 
 @lru_cache(maxsize=1024)
-def _stored_on_meta(layout: Layout, spec: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
-    """The store itself runs on the meta device: ten milliseconds, which the layers of a model share."""
+def stored_on_meta(layout: Layout, spec: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
+    """What `stored_like` gives, to be looked at alone: layers of one shape share it.
+
+    The store itself runs on the meta device: ten milliseconds.
+    """
     return layout.store(torch.empty(shape, dtype=dtype, device="meta"), empty_params(spec, shape))
 
 

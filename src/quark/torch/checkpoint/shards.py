@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,14 @@ from quark.core.scales import QParams
 from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import NotSupportedError
-from quark.torch.checkpoint.loading import StoredTensor, empty_activation, empty_scale, float_dtype, stored_like
+from quark.torch.checkpoint.loading import (
+    StoredTensor,
+    empty_activation,
+    empty_scale,
+    float_dtype,
+    stored_like,
+    stored_on_meta,
+)
 from quark.torch.checkpoint.safetensors_file import ByteRange, TensorFile, create_file, write_tensor
 from quark.torch.diffusion.component import STEM, is_network
 from quark.torch.formats import FORMATS, FolderFormat, Format
@@ -144,7 +151,7 @@ def _quantized_entry(name: str, x: torch.Tensor, quantizer: FakeQuantize, layout
     def make() -> Tensors:
         return layout.store(x, quantizer.params, frozen=quantizer.mode is Mode.frozen)
 
-    return name, make, stored_like(layout, quantizer.spec, x)
+    return name, make, dict(stored_on_meta(layout, quantizer.spec, tuple(x.shape), x.dtype))
 
 
 def _stored_entry(name: str, x: torch.Tensor, quantizer: StoredTensor, extras: Extras, layout: Layout) -> Entry:
@@ -223,7 +230,14 @@ def predicted_bytes(model: nn.Module, plan: Plan | None, form: Format = FORMATS[
 
 def stored_bytes(x: torch.Tensor, spec: TensorSpec, layer: LayerSpec, form: Format = FORMATS["quark"]) -> int:
     """Bytes of a tensor under a spec, with its scales and zero points, in a format. Reads no value."""
-    tensors = stored_like(form.make_layout(spec, layer, x.dtype, "reorder", True), spec, x)
+    return _bytes_of_shape(tuple(x.shape), x.dtype, spec, layer, form)
+
+
+@lru_cache(maxsize=1024)
+def _bytes_of_shape(
+    shape: tuple[int, ...], dtype: torch.dtype, spec: TensorSpec, layer: LayerSpec, form: Format
+) -> int:
+    tensors = stored_on_meta(form.make_layout(spec, layer, dtype, "reorder", True), spec, shape, dtype)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 

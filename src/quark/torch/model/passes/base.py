@@ -22,9 +22,10 @@ def linear_of(weight: torch.Tensor, bias: torch.Tensor | None, requires_grad: bo
         bias: (out_features,) or None; a parameter stays the same object.
         requires_grad: Of the new parameters.
     """
-    with torch.device("meta"):
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    layer = nn.Linear.__new__(nn.Linear)  # its own would draw a weight: half of the time of a plan of ten thousand
+    nn.Module.__init__(layer)
+    layer.out_features, layer.in_features = weight.shape
     layer.weight = nn.Parameter(weight, requires_grad)
-    if bias is not None:
-        layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad)
+    own = bias is None or isinstance(bias, nn.Parameter)
+    layer.register_parameter("bias", bias if own else nn.Parameter(bias, requires_grad))  # type: ignore[arg-type]
     return layer
