@@ -14,6 +14,7 @@ from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import CalibrationError
 from quark.torch import ModelQuantizer
 from quark.torch.algorithms.input_group import InputGroup
+from quark.torch.algorithms.rounding.gptq import GPTQ
 from quark.torch.calibration import experts as moe
 from quark.torch.calibration.experts import reached_together
 from quark.torch.config.algo_configs import AlgoConfig, GPTAQConfig, GPTQConfig, QronosConfig
@@ -147,6 +148,24 @@ def test_an_expert_that_needs_more_damping_gets_it_alone(batches: list[int], mon
     name = "model.layers.1.mlp.experts.{}.down_proj".format
     assert torch.equal(cast_weight(changed[name(1)]), cast_weight(before[name(1)]))
     assert not torch.equal(cast_weight(changed[name(2)]), cast_weight(before[name(2)]))
+
+
+def test_experts_with_few_tokens_and_with_many_are_solved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    at_least = GPTQ._at_least
+
+    def noted(algorithm: Any, given: Any, group: InputGroup) -> Any:
+        found = at_least(algorithm, given, group)
+        if "experts" in str(group):
+            counts.append(group.count if isinstance(found, torch.Tensor) else -group.count)
+        return found
+
+    monkeypatch.setattr(GPTQ, "_at_least", noted)
+    monkeypatch.setattr(gptq, "OF_FEW", 0.022)
+    together = solved("qwen3_moe", GPTQConfig())
+    assert min(counts) < 0 < max(counts), counts
+    monkeypatch.setattr(moe, "AT_ONCE", 0)
+    assert_same(together, solved("qwen3_moe", GPTQConfig()))
 
 
 @pytest.mark.slow

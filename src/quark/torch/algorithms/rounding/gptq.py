@@ -130,8 +130,9 @@ class GPTQ(ByScores):
         whole = torch.stack([problem.ordered(problem.group.gram) for problem in problems])
         try:
             dampings: Any = [problem.damping for problem in problems]
-            if isinstance(dampings[0], torch.Tensor):
-                dampings = torch.stack(dampings)
+            if any(isinstance(damping, torch.Tensor) for damping in dampings):
+                # Experts with tokens enough keep the number; new_full waits for no device.
+                dampings = torch.stack([d if isinstance(d, torch.Tensor) else whole.new_full((), d) for d in dampings])
             return gptq.factor(whole, dampings)[:2]
         except CalibrationError:
             alone = [self._factor([problem]) for problem in problems]
