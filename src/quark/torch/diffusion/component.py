@@ -21,15 +21,7 @@ from torch import nn
 
 from quark.base.loading import without_collection
 from quark.errors import FormatError, require_packages
-
-CLASS, STEM = "_class_name", "diffusion_pytorch_model"
-TIMESTEPS = ("timestep", "timesteps", "t", "sigma", "timestep_ratio")
-"""What denoisers call the argument that says how much noise there is; no other network of a pipeline has one."""
-
-
-def is_component(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a network of diffusers."""
-    return isinstance(config.get(CLASS), str) and "model_type" not in config
+from quark.torch.diffusion.names import TIMESTEPS
 
 
 def is_network(model: nn.Module) -> bool:
