@@ -156,7 +156,7 @@ def _check_library(job: FolderJob) -> bool:
 
     Raises ConfigError where it is of another library than the goal's, or the format's.
     """
-    from quark.torch.diffusion.names import is_component
+    from quark.torch.diffusion.component import is_component
     from quark.torch.model.model_folder import read_config
 
     folder, goal = job.request.model, None if job.choice is None else job.choice.goal

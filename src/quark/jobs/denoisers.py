@@ -41,7 +41,7 @@ def holds_denoiser(path: Path) -> bool:
         found = plain_json((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # which the reader of the folder says
         return False
-    from quark.torch.diffusion.names import is_component
+    from quark.torch.diffusion.component import is_component
 
     return isinstance(found, dict) and is_component(found)
 

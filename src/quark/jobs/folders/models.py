@@ -19,7 +19,7 @@ from quark.torch import import_model_from_safetensors
 from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
 from quark.torch.checkpoint.shards import predicted_bytes
 from quark.torch.checkpoint.sources.methods import READ, method_of, quantization_of
-from quark.torch.diffusion.component import is_network
+from quark.torch.diffusion.network import is_network
 from quark.torch.llm.model_loading import DTYPES, FOREIGN
 from quark.torch.model.batches import named_device
 from quark.torch.model.meta_model import build_skeleton

@@ -31,8 +31,8 @@ BESIDE = 64 << 20
 
 def denoisers(folder: Path) -> list[str]:
     """The components that a pipeline calls once a step. Raises FormatError where a class of theirs is not known."""
-    from quark.torch.diffusion.component import is_denoiser, network_class
-    from quark.torch.diffusion.names import CLASS, is_component
+    from quark.torch.diffusion.component import CLASS, is_component
+    from quark.torch.diffusion.network import is_denoiser, network_class
     from quark.torch.model.folder_files import components
     from quark.torch.model.model_folder import read_config
 
@@ -87,8 +87,8 @@ def _check_names(names: Iterable[str], folder: Path, there: Iterable[str]) -> No
 
 def _check_classes(folder: Path, classes: Mapping[str, tuple[str, str]]) -> None:
     """Raise FormatError where a pipeline loads a network by other code than that which it is quantized by."""
-    from quark.torch.diffusion.component import import_diffusers
-    from quark.torch.diffusion.names import CLASS, is_component
+    from quark.torch.diffusion.component import CLASS, is_component
+    from quark.torch.diffusion.network import import_diffusers
     from quark.torch.model.model_folder import read_config
 
     for name, (library, class_name) in classes.items():

@@ -19,7 +19,7 @@ from torch import nn
 from quark.base.log import logger
 from quark.core.checks import read
 from quark.core.metrics import Comparison
-from quark.torch.diffusion.names import TIMESTEPS
+from quark.torch.diffusion.component import TIMESTEPS
 from quark.torch.model.batches import run_batches
 from quark.torch.model.calibration_data.model_arguments import positional_parameters
 from quark.torch.model.calibration_data.recorded_steps import timestep_of

@@ -19,8 +19,8 @@ from quark.base.log import logger
 from quark.errors import FormatError, as_format_error
 from quark.torch.checkpoint.sources.methods import MODELOPT, method_of, quantization_of
 from quark.torch.checkpoint.sources.source import Source, check_finite
-from quark.torch.diffusion.component import import_diffusers, network_class
-from quark.torch.diffusion.names import CLASS, STEM, is_component
+from quark.torch.diffusion.component import CLASS, STEM, is_component
+from quark.torch.diffusion.network import import_diffusers, network_class
 from quark.torch.model.folder_files import INDEX, shard_files
 from quark.torch.model.meta_model import build_skeleton, read_generation_config, saved_dtype
 from quark.torch.model.model_folder import (

@@ -32,8 +32,8 @@ from quark.torch.checkpoint.loading import (
     stored_on_meta,
 )
 from quark.torch.checkpoint.safetensors_file import ByteRange, TensorFile, create_file, write_tensor
-from quark.torch.diffusion.component import is_network
-from quark.torch.diffusion.names import STEM
+from quark.torch.diffusion.component import STEM
+from quark.torch.diffusion.network import is_network
 from quark.torch.formats import FORMATS, FolderFormat, Format
 from quark.torch.formats.format import OF_VALUES
 from quark.torch.formats.layout import Layout, Tensors

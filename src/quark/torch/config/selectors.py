@@ -12,7 +12,7 @@ from torch import nn
 
 from quark.core.names.patterns import matches
 from quark.torch.config.families import PATTERNS
-from quark.torch.diffusion.component import is_denoiser
+from quark.torch.diffusion.network import is_denoiser
 
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
 NON_TEXT = re.compile(

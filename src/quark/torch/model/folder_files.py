@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from quark.base.json_objects import plain_json
 from quark.errors import FormatError, one_line
-from quark.torch.diffusion.names import STEM
+from quark.torch.diffusion.component import STEM
 
 INDEX, PIPELINE = "model.safetensors.index.json", "model_index.json"
 _SHARD = re.compile(r"-\d+-of-\d+")

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from quark.errors import FormatError, as_format_error
-from quark.torch.diffusion.component import common_dtype, empty_network, is_network, network_class
-from quark.torch.diffusion.names import CLASS, is_component
+from quark.torch.diffusion.component import CLASS, is_component
+from quark.torch.diffusion.network import common_dtype, empty_network, is_network, network_class
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.model_folder import Shapes, check_sizes, load_config, model_class, read_config
 

@@ -18,7 +18,7 @@ from quark.base.json_objects import plain_json
 from quark.base.loading import without_collection
 from quark.errors import FormatError, as_format_error, one_line, require_packages
 from quark.torch.config.config_schema import check_quantization
-from quark.torch.diffusion.names import is_component
+from quark.torch.diffusion.component import is_component
 from quark.torch.model.folder_files import check_files
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -17,7 +17,7 @@ from typing import Any
 from quark.base.files import atomic_file
 from quark.core.spec import LayerSpec
 from quark.goals import GOALS
-from quark.torch.diffusion.component import is_network
+from quark.torch.diffusion.network import is_network
 from quark.torch.model.folder_files import file_of
 
 CARD, BASE_CARD = "README.md", "README_base.md"

@@ -24,7 +24,7 @@ from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.shards import Entry, entries, names_in_file, stem_of, write_shards
 from quark.torch.checkpoint.stored_types import source_folder, stored_plain
 from quark.torch.config.config import QConfig
-from quark.torch.diffusion.component import is_network
+from quark.torch.diffusion.network import is_network
 from quark.torch.formats import FORMATS, Folder, FolderFormat
 from quark.torch.formats.quark.layout import PACK_METHODS
 from quark.torch.formats.readers import READERS, TRANSFORMERS, check_readers

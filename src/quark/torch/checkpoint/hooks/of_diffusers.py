@@ -23,7 +23,7 @@ from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored, mark_l
 from quark.torch.checkpoint.shards import read_tensors
 from quark.torch.checkpoint.stored_tensors import is_wide, name_in, stored_tensors
 from quark.torch.config.config import QConfig
-from quark.torch.diffusion.component import set_types
+from quark.torch.diffusion.network import set_types
 from quark.torch.formats import FORMATS
 from quark.torch.layers.replace import quantized_layers
 

@@ -26,7 +26,7 @@ from quark.base.files import atomic_folder
 from quark.base.log import logger
 from quark.base.progress import progress
 from quark.errors import CalibrationError, ConfigError, StructureError
-from quark.torch.diffusion.names import TIMESTEPS
+from quark.torch.diffusion.component import TIMESTEPS
 from quark.torch.model.calibration_data.stored_batches import StoredBatches, write_batch
 
 GOLDEN = 0.618034

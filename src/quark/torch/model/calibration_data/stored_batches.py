@@ -23,7 +23,7 @@ from torch import nn
 
 from quark.base.json_objects import plain_json
 from quark.errors import CalibrationError, StructureError, did_you_mean, one_line
-from quark.torch.diffusion.names import TIMESTEPS
+from quark.torch.diffusion.component import TIMESTEPS
 from quark.torch.model.calibration_data.model_arguments import positional_parameters
 
 LAYOUT = "batch_layout"

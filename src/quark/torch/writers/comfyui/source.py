@@ -13,7 +13,7 @@ from quark.base.files import require_regular
 from quark.base.json_objects import plain_json
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.checkpoint.safetensors_file import TensorFile
-from quark.torch.diffusion.names import CLASS
+from quark.torch.diffusion.component import CLASS
 from quark.torch.model.folder_files import PIPELINE, components, file_of, shard_files
 from quark.torch.writers.comfyui.names import (
     DenoiserKind,

@@ -1,0 +1,107 @@
+"""The folder of one network of diffusers: config.json names its class, weights lie in diffusion_pytorch_model files.
+
+    {"_class_name": "SD3Transformer2DModel", "_diffusers_version": "0.42.1", "num_layers": 24, ...}
+
+diffusers keeps no type of numbers in config.json: its loader takes float32 unless it is told another. A folder is read
+here in the type that most of its numbers are stored in.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quark.base.loading import without_collection
+from quark.errors import FormatError, require_packages
+from quark.torch.diffusion.component import TIMESTEPS
+
+
+def is_network(model: nn.Module) -> bool:
+    """Whether a model is one of diffusers. Nothing is imported for the question."""
+    modeling = sys.modules.get("diffusers.models.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.ModelMixin)
+
+
+def is_denoiser(kind: type) -> bool:
+    """Whether a class is called once a step: its forward takes a time step, which a VAE's or an encoder's does not."""
+    return not {*TIMESTEPS}.isdisjoint(inspect.signature(kind.forward).parameters)  # type: ignore[attr-defined]
+
+
+def import_diffusers() -> Any:
+    """The diffusers package. Raises MissingDependencyError."""
+    require_packages("Reading a folder of an image or video model", "diffusers", "diffusers")
+    with without_collection():
+        import diffusers  # seconds: imported when such a folder is really read
+
+    return diffusers
+
+
+def network_class(path: Path, name: Any) -> Any:
+    """The class of diffusers of a name. Raises FormatError where it has no such network.
+
+    Args:
+        path: The file that names it, for the message.
+        name: What stands there.
+    """
+    diffusers = import_diffusers()
+    with without_collection():
+        found = getattr(diffusers, name, None) if isinstance(name, str) else None
+        base = diffusers.ModelMixin
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise FormatError(f"{path} names the class {name!r}, which diffusers {diffusers.__version__} does not have.")
+    return found
+
+
+def empty_network(kind: Any, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """A network as diffusers' loader begins with it: parameters on the meta device, buffers computed.
+
+    Args:
+        kind: Its class.
+        config: The content of config.json.
+        dtype: Of parameters and stored buffers, but those that the class keeps in float32.
+    """
+    import accelerate
+    from diffusers.models.modeling_utils import no_init_weights
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with no_init_weights(), accelerate.init_empty_weights():
+            model = kind.from_config({name: value for name, value in config.items() if name != "quantization_config"})
+    finally:
+        torch.set_default_dtype(before)
+    set_types(model, dtype)
+    return model.eval()
+
+
+def set_types(model: Any, dtype: torch.dtype) -> None:
+    """Give parameters and stored buffers the type that diffusers loads each in."""
+    wide = set(model._keep_in_fp32_modules or ())
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype if wide.isdisjoint(name.split(".")) else torch.float32)
+
+
+def common_dtype(files: Iterable[Path]) -> torch.dtype:
+    """The type of values that most numbers of safetensors files are stored in; without any, float32."""
+    from safetensors import safe_open
+
+    counts: Counter[str] = Counter()
+    for file in files:
+        with safe_open(file, "pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 - no mapping
+                header = stored.get_slice(name)
+                counts[header.get_dtype()] += math.prod(header.get_shape())
+    return DTYPES[max(counts.keys() & DTYPES.keys(), key=lambda name: counts[name], default="F32")]
+
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of values by their names in safetensors files."""
