@@ -73,7 +73,8 @@ class Calibration:
         """As `read`, and nothing is logged."""
         if self.path is None:
             given = {
-                "--length": self.length, "--packing": self.packing, "--seed": self.seed, "--synthetic": self.synthetic
+                "--samples": self.samples, "--length": self.length, "--packing": self.packing, "--seed": self.seed,
+                "--synthetic": self.synthetic,
             }  # fmt: skip
             for flag, value in given.items():
                 if value is not None:
