@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+from torch import nn
 
 from quark.base.json_objects import plain_json
+from quark.errors import FormatError
+from quark.onnx.calibration.range_file import read_ranges
+from quark.onnx.search.history import History
+from quark.onnx.search.mixed_precision.candidates import Cache
+from quark.torch import load_params
+from quark.torch.bit_budget.sensitivity import SensitivityTable
+from quark.torch.config.named_algorithms import load_quant_algo_config_from_file
 
 
 @pytest.mark.parametrize(
@@ -19,3 +30,22 @@ from quark.base.json_objects import plain_json
 def test_what_readers_take_differently_or_cannot_take_is_a_value_error(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plain_json(text)
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "trials": lambda file: History(file, resume=True),
+    "sensitivities": lambda file: Cache(str(file), "key"),
+    "an algorithm": load_quant_algo_config_from_file,
+    "save_params": lambda file: load_params(nn.Linear(1, 1), json_path=file, safetensors_path=file),
+    "a table of a budget": SensitivityTable.load,
+    "ranges": read_ranges,
+}
+"""Files of JSON that a user gives, or an earlier run left."""
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_files_that_are_nested_too_deep_are_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "deep.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(FormatError, match="deep.json"):
+        READERS[name](file)

@@ -120,7 +120,7 @@ class History:
             content = json.loads(path.read_text("utf-8"))
             head = {name: content[name] for name in self._head}
             trials = [(dict(trial["params"]), float(trial["score"])) for trial in content["trials"]]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(f"{path} is no file of trials: {error!r}.") from None
         if head != self._head:
             raise ConfigError(

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from quark.base.files import atomic_file, digest_of
+from quark.base.json_objects import plain_json
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.torch.checkpoint.importer import load_into
 from quark.torch.checkpoint.loading import FAKE_QUANTIZED, REAL_QUANTIZED
@@ -117,7 +118,7 @@ def load_params(
     if model is None:
         raise ConfigError("load_params needs the float model to load into.")
     try:
-        description = json.loads(Path(json_path).read_text())
+        description = plain_json(Path(json_path).read_text())
         config, export = QConfig.from_dict(description["config"]), description["export"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FormatError(f"{json_path!s} is not a file of save_params: {error}.") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.base.checked import as_dict, known_keys
+from quark.base.json_objects import plain_json
 from quark.core.names.registry import Registry
 from quark.errors import ConfigError, FormatError
 from quark.torch.config.algo_configs import (
@@ -111,7 +111,7 @@ def load_quant_algo_config_from_file(file_path: str | Path) -> AlgoConfig:
         ConfigError: unknown algorithm or field.
     """
     try:
-        data = json.loads(Path(file_path).read_text(encoding="utf-8"))
+        data = plain_json(Path(file_path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise FormatError(f"{file_path} is not JSON: {error}.") from None
     if not isinstance(data, dict):

@@ -8,13 +8,13 @@ The norm is any of the nodes that it is made of, and may be left out. All pairs 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
+from quark.base.json_objects import plain_json
 from quark.errors import ConfigError, did_you_mean
 from quark.onnx.graph.channels import ChannelConstant, bias_of, is_linear, weight_by_input, weight_by_output
 from quark.onnx.graph.edit import is_op
@@ -56,8 +56,8 @@ def read_streams(path: str, graph: ir.Graph) -> list[ResidualStream]:
 def _read(path: str) -> list[Mapping[str, Any]]:
     """The pairs, each with lists of names."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        data = plain_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"r_config_path: {path} cannot be read as JSON: {error}.") from None
     pairs = data.get("R1_pairs") if isinstance(data, dict) else None
     if not isinstance(pairs, list) or not pairs or len(data) != 1:

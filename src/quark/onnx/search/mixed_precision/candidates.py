@@ -163,7 +163,7 @@ def _read(path: str) -> list[tuple[str, Subgraph]]:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         found = [(str(e["name"]), (tuple(e["start_nodes"]), tuple(e["end_nodes"]))) for e in data["subgraphs"]]
         count = data.get("num_subgraphs", len(found))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"subgraph_json: {path} is no file of subgraphs: {type(error).__name__}: {error}.") from None
     names = [name for name, _ in found]
     if count != len(found) or len(set(names)) < len(names) or UNGROUPED in names:
@@ -228,7 +228,7 @@ class Cache:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             name, kept = data["format"], data["cache_key"]
             self._entries = {str(entry["name"]): entry for entry in data["results"]}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(f"sensitivity_cache_file: {path}: {type(error).__name__}: {error}.") from None
         if name != FORMAT or kept != key:
             raise ConfigError(
