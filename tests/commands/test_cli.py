@@ -323,6 +323,7 @@ BAD = {
         QUANTIZE + "--scheme int8_wo --length 64",
         "--length describes calibration data",
     ),
+    "how many samples, without data": (QUANTIZE + "--scheme int8_wo --samples 4", "--samples describes calib"),
     "texts of its own, without data": (QUANTIZE + "--scheme int8_wo --synthetic 2", "--synthetic describes calib"),
     "texts of its own, block by block": (
         QUANTIZE + "--scheme int8 --calib {text} --synthetic 2 --stream",
