@@ -126,8 +126,20 @@ def test_experts_that_got_no_token_are_as_the_others() -> None:
     assert weights_read_elsewhere(Routed(), [BATCH]) == {"experts.0.second", "experts.1.second"}
 
 
-def test_where_the_forward_fails_the_code_is_read() -> None:
-    assert weights_read_elsewhere(Half(), [torch.ones(2, 3)]) == {"second"}
+def test_where_the_forward_fails_its_code_is_read_and_what_it_calls() -> None:
+    class Called(Half):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.within(x)
+
+        def within(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.first.weight.sum()
+
+        def fuse(self) -> torch.Tensor:
+            return torch.cat([self.first.weight, self.second.weight])
+
+    wrong = [torch.ones(2, 3)]
+    assert weights_read_elsewhere(Half(), wrong) == {"second"}
+    assert weights_read_elsewhere(Called(), wrong) == {"first"}
 
 
 CHANGED: dict[str, Callable[[nn.Linear, torch.Tensor], torch.Tensor]] = {

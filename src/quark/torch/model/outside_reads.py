@@ -36,6 +36,8 @@ CHANGES = re.compile(r"torch\.Tensor\.(?!requires_grad_$)(?:\w*[^_]_|__i(?:add|s
 
 WEIGHT_READ = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:device|shape|size|ndim)\b)")
 """In the source of a module: the weight of a child, taken for more than its place or shape."""
+OWN_CALL = re.compile(r"self\.(\w+)\(")
+"""There, too: a function of the module itself, or a child."""
 TOKENS = 8
 """Of the text that a model of transformers is tried with."""
 
@@ -50,7 +52,7 @@ def weights_read_elsewhere(model: nn.Module, data: Iterable[Any] | None = None) 
 
     Returns:
         The names, and those of the layers at the same place in modules of the same class: an expert that got no token
-        is as the others. Where the forward fails, those that the code of their module names.
+        is as the others. Where the forward fails, those that the code of their module's forward names.
 
     Raises:
         NotSupportedError: The forward changes a weight there, which is then as it was.
@@ -92,19 +94,27 @@ def _with_siblings(model: nn.Module, found: set[str]) -> set[str]:
 
 
 def _named_in_code(model: nn.Module) -> set[str]:
-    """Names of children whose weight the source of their parent's class takes for more than its place or shape."""
-    reads: dict[type, set[str]] = {}
-    for module in model.modules():
-        if type(module) not in reads:
-            code = ""
-            with suppress(OSError, TypeError):  # a class without a file
-                code = inspect.getsource(type(module))
-            reads[type(module)] = set(WEIGHT_READ.findall(code))
+    """Names of children whose weight the forward of their parent's class takes for more than its place or shape."""
+    reads = {
+        kind: set(WEIGHT_READ.findall(_code_of_forward(kind))) for kind in {type(module) for module in model.modules()}
+    }
     return {
         f"{name}.{leaf}".lstrip(".")
         for name, module in model.named_modules()
         for leaf in reads[type(module)] & module._modules.keys()
     }
+
+
+def _code_of_forward(kind: type[nn.Module]) -> str:
+    """The source of a class's forward, and of its own functions that this may call: not of what makes its weights."""
+    code, found, names = "", {"forward"}, ["forward"]
+    while names:
+        with suppress(OSError, TypeError):  # a class without a file
+            source = inspect.getsource(getattr(kind, names.pop()))
+            called = {name for name in OWN_CALL.findall(source) if inspect.isfunction(getattr(kind, name, None))}
+            names += called - found - vars(nn.Module).keys()
+            found, code = found | called, code + source
+    return code
 
 
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
