@@ -45,6 +45,23 @@ def test_where_they_are_many_or_named_it_is_an_error() -> None:
         make_plan(named, model(20))
 
 
+def test_convolutions_that_groups_do_not_divide_stay_in_float_beside_linear_layers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kernels = [nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 1), nn.Flatten()]
+    assert [*make_plan(CONFIG, nn.Sequential(*kernels, nn.Linear(64, 640))).layers] == ["3"]
+    said = (
+        "2 of 3 layers, with 12 % of the weights, stay in float, as the scheme does not fit them: 2 Conv2d. Layer '0'"
+    )
+    assert f"[QUARK-INFO]: {said}" in capsys.readouterr().err
+    make_plan(CONFIG, nn.Sequential(*kernels, nn.Linear(64, 4)))
+    assert "[QUARK-WARNING]: 2 of 3 layers, with 96 % of the weights" in capsys.readouterr().err
+    with pytest.raises(ShapeError, match=r"'0' \(Conv2d"):
+        make_plan(CONFIG, nn.Sequential(*kernels))
+    with pytest.raises(ShapeError, match=r"'3' \(Linear"):
+        make_plan(CONFIG, nn.Sequential(*kernels, nn.Linear(65, 640)))
+
+
 def test_quantizing_leaves_it_as_it_was() -> None:
     quantizer = ModelQuantizer(CONFIG)
     quantized = quantizer.freeze(quantizer.quantize_model(model(20)))

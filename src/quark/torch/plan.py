@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -30,7 +32,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 UNFIT_SHARE = 0.1
-"""Share of the weights that may stay in float because groups do not divide them; above it that is an error."""
+"""Share of the weights of linear layers that may stay in float because groups do not divide them; above it that is an
+error.
+"""
+MOST_IN_FLOAT = 0.5
+"""Share of all weights that may stay in float because of that, as convolutions do, before it is a warning."""
 
 
 @dataclass(frozen=True)
@@ -328,22 +334,35 @@ def _say_lost(config: QConfig, choice: Choice, candidates: Collection[str]) -> N
 
 
 def _unfit(model: nn.Module, layers: Collection[str], errors: Mapping[str, ShapeError]) -> frozenset[str]:
-    """The layers that stay in float as groups do not divide them: few, such as a small projection among large ones.
+    """The layers that stay in float as groups do not divide them: convolutions, and a few small linear layers.
 
-    Raises the first error where they hold more than UNFIT_SHARE of the weights: then the scheme does not suit the
-    model.
+    Raises the first error where that leaves no layer, or where linear layers among them hold more than UNFIT_SHARE of
+    the weights of all linear layers: then the scheme does not suit the model.
     """
     if not errors:
         return frozenset()
+    weights = {name: cast(torch.Tensor, model.get_submodule(name).weight) for name in (*errors, *layers)}
 
-    def size(names: Collection[str]) -> int:
-        return sum(cast(torch.Tensor, model.get_submodule(name).weight).numel() for name in names)
+    def size(names: Iterable[str]) -> int:
+        return sum(weights[name].numel() for name in names)
 
-    if size(errors.keys()) > UNFIT_SHARE * (size(errors.keys()) + size(layers)):
-        raise next(iter(errors.values()))
-    first, error = next(iter(errors.items()))
-    logger.info("%d layers stay in float, as the scheme does not fit them. %s: %s", len(errors), first, error)
+    linear = [name for name, weight in weights.items() if weight.ndim == 2]
+    few = [name for name in linear if name in errors]
+    if not layers or size(few) > UNFIT_SHARE * size(linear):
+        raise errors[next(iter(few or errors))]
+    share = size(errors) / size(weights)
+    logger.log(
+        logging.WARNING if share > MOST_IN_FLOAT else logging.INFO,
+        "%d of %d layers, with %.0f %% of the weights, stay in float, as the scheme does not fit them: %s. %s",
+        len(errors), len(weights), 100 * share, _kinds(model, errors), next(iter(errors.values())),
+    )  # fmt: skip
     return frozenset(errors)
+
+
+def _kinds(model: nn.Module, names: Iterable[str]) -> str:
+    """How many layers of which class."""
+    counts = Counter(type(model.get_submodule(name)).__name__ for name in names)
+    return ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
 
 
 def _probabilities(config: QConfig, model: nn.Module) -> dict[str, TensorSpec]:
