@@ -26,7 +26,7 @@ from quark.onnx.config.algo_configs import ALGO_CONFIGS, AutoMixprecisionConfig
 from quark.onnx.config.config import Config
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.evaluation.compare_models import compare_models
-from quark.onnx.search.evaluator import Scorer
+from quark.onnx.search.evaluator import PartScorer
 from quark.onnx.search.lost_outputs.damage import damage
 from tests.contracts.test_presets import NOW
 from tests.contracts.test_presets import config as preset
@@ -172,7 +172,7 @@ def test_a_comparison_at_one_length_measures_real_positions(tmp_path: Path) -> N
     assert looked[0] == looked[1] and looked[0] is not None
     inputs = model_inputs(model)
     scores = [
-        Scorer(model, Samples(data, inputs), Metric("sqnr"), settings).score(ir.from_proto(done))
+        PartScorer(model, Samples(data, inputs), Metric("sqnr"), settings).score(ir.from_proto(done))
         for data in (feeds(batches()), quiet(batches()))
     ]
     assert scores[0] == scores[1]

@@ -22,7 +22,7 @@ from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.algo_configs import CLEConfig
 from quark.onnx.config.settings import Settings
-from quark.onnx.search.evaluator import Evaluator, Scorer
+from quark.onnx.search.evaluator import Evaluator, PartScorer
 
 Convert = Callable[..., ir.Model]
 """`quark.onnx.flow.flow.convert`."""
@@ -57,7 +57,8 @@ def equalize_if_better(
     if data is None or settings.calibration.files or not pairs:
         return plain, None
     try:
-        evaluator = Evaluator(model, data, Scorer(model, _spread(data), Metric("sqnr"), settings), convert, "", known)
+        scorer = PartScorer(model, _spread(data), Metric("sqnr"), settings)
+        evaluator = Evaluator(model, data, scorer, convert, known=known)
         # What is said of the layers of one model is true of the other.
         without, equalized = (
             evaluator.evaluate(replace(each, algorithms=()), told=each is plain and not settings.algorithms)

@@ -1,9 +1,10 @@
 """evaluator: what quantized models give beside the float one, as one number of which searches make their choice.
 
-    Evaluator         settings -> a model quantized by them, its score by a Scorer, its seconds
-    Scorer            a metric over all samples, of the worst part of the outputs
-    OutputMetrics     cosine similarity and Euclidean (L2) distance of each float output, for EvalMetrics
-    distance          of the outputs of a sample, all as one vector x, y in float64, for automatic searches:
+    Evaluator         settings -> a model quantized by them, its score by a Scorer, its seconds: for every search
+    PartScorer        a metric over all samples, of the worst part of the outputs, for recovery
+    Scorer            any other measure of the outputs: a mean over samples of
+    one_number        a metric's distance, or of KL, or what the user's function gives, for mixed precision
+    mean_distance     a distance of all outputs of a sample as one vector x, y in float64, for automatic searches:
 
           AutoSearchPro            AutoSearch
 L2        |x - y|                  mean (x - y)^2
@@ -13,7 +14,7 @@ psnr      -10 log10(255^2 / mean (x - y)^2)
 ssim      1 - (2 mx my + c1) (2 sx sy + c2) / ((mx^2 + my^2 + c1) (sx^2 + sy^2 + c2))     m: mean, s: deviation
           c1 = (0.01 * 255)^2, c2 = (0.03 * 255)^2
 
-    OutputDistance    the mean over samples of a metric's distance, or of KL, for mixed precision
+    OutputMetrics     cosine similarity and Euclidean (L2) distance of each float output, for EvalMetrics
 
 The float model runs once (`calibration/float_outputs.py`), and any number of others are compared with what it gave.
 """
@@ -21,7 +22,8 @@ The float model runs once (`calibration/float_outputs.py`), and any number of ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -71,8 +73,34 @@ def same_shape(name: str, expected: NumpyArray, array: NumpyArray) -> None:
         )
 
 
+Samplewise = Iterable[Sequence[tuple[NumpyArray, NumpyArray]]]
+"""Of each sample, for each output: what the float model gave, and another."""
+Measure = Callable[[Samplewise], float]
+"""What is far from the float outputs has more, or less; see each."""
+
+
 class Scorer:
-    """Scores models by what they give beside what the float model gives; each part of an output for itself.
+    """Scores models by what they give beside what the float model gave.
+
+    Args:
+        expected: Of the float model.
+        measure: Of both.
+    """
+
+    def __init__(self, expected: FloatOutputs, measure: Measure) -> None:
+        self.expected, self._measure = expected, measure
+
+    def score(self, model: ir.Model, count: int | None = None) -> tuple[float, OutputPart | None]:
+        """The score of a model on as many samples, None for all; and the part of an output that it is of."""
+        return self.of(self.expected.beside(model, count))
+
+    def of(self, outputs: Samplewise) -> tuple[float, OutputPart | None]:
+        """The same of outputs."""
+        return self._measure(outputs), None
+
+
+class PartScorer(Scorer):
+    """Scores each part of an output for itself: the worst counts.
 
     Args:
         reference: The float model, run once.
@@ -94,18 +122,19 @@ class Scorer:
         self.metric, self._by_scores, self.scored = metric, by_scores, set[OutputPart]()
         names, parts = float_outputs(reference), output_parts(reference)
         self._parts = [parts[name] for name in names]
-        self.expected = FloatOutputs(reference, names, data, lambda model: model_session(model, [], settings))
+        expected = FloatOutputs(reference, names, data, lambda model: model_session(model, [], settings))
+        super().__init__(expected, lambda outputs: self.of(outputs)[0])
         self._centers: dict[OutputPart, float] = {}
 
-    def score(self, model: ir.Model) -> tuple[float, OutputPart]:
+    def of(self, outputs: Samplewise) -> tuple[float, OutputPart]:
         """The metric and the worst part of an output.
 
         Raises:
             NotSupportedError: The shape of an output follows from values.
         """
         comparisons = {part: Comparison() for parts in self._parts for part in parts}
-        for outputs in self.expected.beside(model):
-            for parts, (expected, array) in zip(self._parts, outputs, strict=True):
+        for pairs in outputs:
+            for parts, (expected, array) in zip(self._parts, pairs, strict=True):
                 same_shape(parts[0].tensor, expected, array)
                 for part in parts:
                     with np.errstate(invalid="ignore", over="ignore"):
@@ -114,7 +143,7 @@ class Scorer:
         worst = self.metric.worst_of(values)
         return values[worst], worst
 
-    def is_lost(self, score: float, part: OutputPart) -> bool:
+    def is_lost(self, score: float, part: OutputPart | None) -> bool:
         """Whether a score tells that the task suffers; only the SQNR in dB does."""
         return self.metric.name == "sqnr" and score < (SCORES_LOST if part in self.scored else LOST)
 
@@ -157,16 +186,20 @@ class ScoredModel:
     Attributes:
         settings: What it was made by.
         model: The model.
-        score: The metric of the worst part of its outputs.
-        output: That part.
+        score: Of its outputs.
+        output: The part of an output that it is of; None where it is of them all.
         seconds: What quantizing and measuring took.
     """
 
     settings: Settings
     model: ir.Model
     score: float
-    output: OutputPart
+    output: OutputPart | None
     seconds: float
+
+
+Shortcut = Callable[[Settings, int], Iterable[Sequence[NumpyArray]] | None]
+"""(settings, how many samples) -> the outputs of a model by them, which is not made; None where it has to be."""
 
 
 @dataclass(frozen=True)
@@ -175,19 +208,21 @@ class Evaluator:
 
     Attributes:
         model: The float model, after `prepare`; not changed.
-        data: What is calibrated with; its clock counts.
+        data: What is calibrated with, None where settings need none; its clock counts.
         scorer: What is scored by.
-        convert: `quark.onnx.search.settle.convert`.
+        convert: `quark.onnx.search.settle.convert`, or what does more or less than it.
         identity: Fingerprint of the model, or "".
         known: Statistics in memory by fingerprint, used and completed; None for those of each pass.
+        shortcut: What gives the outputs of some models without making these.
     """
 
     model: ir.Model
-    data: Samples
+    data: Samples | None
     scorer: Scorer
     convert: Callable[..., ir.Model]
     identity: str = ""
     known: dict[str, Statistics] | None = field(default_factory=dict)
+    shortcut: Shortcut | None = None
 
     def evaluate(self, settings: Settings, told: bool = False) -> ScoredModel:
         """Quantize and score.
@@ -200,10 +235,23 @@ class Evaluator:
             TimeUpError: The time of the data ends before the weights are decided.
             QuarkError: The settings do not fit the model.
         """
-        start = self.data.clock()
+        clock = time.monotonic if self.data is None else self.data.clock
+        start = clock()
         with severity(None if told else 2):
-            model = self.convert(self.model.clone(), settings, self.data, self.identity, self.known)
-        return ScoredModel(settings, model, *self.scorer.score(model), self.data.clock() - start)
+            model = self._quantized(settings)
+        return ScoredModel(settings, model, *self.scorer.score(model), clock() - start)
+
+    def score(self, settings: Settings, count: int | None = None) -> float:
+        """The score alone, on the first samples; None for all."""
+        expected = self.scorer.expected
+        count = len(expected) if count is None else min(count, len(expected))
+        outputs = None if self.shortcut is None else self.shortcut(settings, count)
+        if outputs is None:
+            return self.scorer.score(self._quantized(settings), count)[0]
+        return self.scorer.of(expected.paired(outputs))[0]
+
+    def _quantized(self, settings: Settings) -> ir.Model:
+        return self.convert(self.model.clone(), settings, self.data, self.identity, self.known)
 
 
 # EvalMetrics ---------------------------------------------------------------------------------------------------------
@@ -304,12 +352,38 @@ def distance(name: str, kinds: Mapping[str, Distance]) -> Distance:
     return kinds[name]
 
 
+def mean_distance(distance: Distance) -> Measure:
+    """The mean over samples of a distance of all outputs as one vector."""
+
+    def vector(arrays: Iterable[NumpyArray]) -> NumpyArray:
+        return np.concatenate([np.asarray(array, np.float64).ravel() for array in arrays])
+
+    def measure(samples: Samplewise) -> float:
+        return float(np.mean([distance(*map(vector, zip(*pairs, strict=True))) for pairs in samples]))
+
+    return measure
+
+
 OutputDistance = Callable[[Iterable[tuple[NumpyArray, NumpyArray]]], float]
 """(float output, quantized output) of each sample -> distance; less is better."""
 
 
-def mean_distance(name: str) -> OutputDistance:
-    """The mean over samples of a distance by name; infinite where an output is not finite."""
+def one_number(distance: OutputDistance) -> Measure:
+    """A distance of the only output, NaN as infinite. Raises ConfigError where it gives no number."""
+
+    def measure(samples: Samplewise) -> float:
+        found = distance(pair for (pair,) in samples)
+        try:
+            score = float(found)
+        except (TypeError, ValueError):
+            raise ConfigError(f"The metric of the outputs gave {found!r}, and must give one number.") from None
+        return math.inf if math.isnan(score) else score
+
+    return measure
+
+
+def mean_by_metric(name: str) -> OutputDistance:
+    """The mean over samples of a distance by the name of a metric; infinite where an output is not finite."""
     distance = kl if name == "kl" else partial(_metric_distance, Metric(name))
 
     def measure(outputs: Iterable[tuple[NumpyArray, NumpyArray]]) -> float:
@@ -332,7 +406,7 @@ def distance_of(distance_fn: Any, evaluate_fn: Any, default: str) -> OutputDista
         default: Instead: a name.
     """
     if distance_fn is None and evaluate_fn is None:
-        return mean_distance(default)
+        return mean_by_metric(default)
 
     def measure(outputs: Iterable[tuple[NumpyArray, NumpyArray]]) -> float:
         before, after = zip(*(([np.asarray(x)], [np.asarray(y)]) for x, y in outputs), strict=True)

@@ -27,6 +27,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.flow.flow import FloatForm
 from quark.onnx.flow.flow import convert as convert_as_chosen
 from quark.onnx.flow.prepare import prepare
+from quark.onnx.search.change import Situation
 from quark.onnx.search.equalize_if_better import equalize_if_better
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.mixed_precision.auto_mixprecision import mix_precision
@@ -82,18 +83,30 @@ def choose(form: FloatForm) -> FloatForm:
         SlowerThanFloatError: No choice of kernels is faster than float.
     """
     settings, reader, statistics = form.settings, form.reader, form.statistics
-    algorithms = [one for one in settings.algorithms if type(one) in PRECISION]
-    if algorithms and statistics is None and not settings.calibration.files:
+    mixing = [_mixing(one) for one in settings.algorithms if type(one) in PRECISION]
+    if mixing and statistics is None and not settings.calibration.files:
         statistics = Statistics(form.identity)
-    for algorithm in algorithms:
-        known = statistics or Statistics(form.identity)
+    known = {form.identity: statistics or Statistics(form.identity)}
+    situation = Situation(settings, model=form.model, identity=form.identity, data=form.data, known=known)
+    for change in mixing:
         try:
-            settings = PRECISION[type(algorithm)](form.model, algorithm, settings, form.data, known)
+            settings = change(settings, situation)
         except NothingQualifiesError as error:
             if not settings.allow_noop:
                 raise
             logger.warning("%s", error)
     if settings.measurement.enabled:
         reader = repeatable(reader, form.model, settings)
-        settings = leave_slower_in_float(form.model, settings, reader)
+        settings = leave_slower_in_float(settings, replace(situation, data=reader))
     return replace(form, settings=settings, reader=reader, statistics=statistics)
+
+
+def _mixing(config: Any) -> Callable[[Settings, Situation], Settings]:
+    """The change of an algorithm that chooses element types."""
+
+    def change(settings: Settings, situation: Situation) -> Settings:
+        assert situation.model is not None
+        known = situation.known[situation.identity]
+        return PRECISION[type(config)](situation.model, config, settings, situation.data, known)
+
+    return change

@@ -21,6 +21,7 @@ from quark.onnx.config.config import QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
+from quark.onnx.search.change import Situation
 from quark.onnx.search.latency.kernels import ProfiledModel, typical
 from quark.onnx.search.latency.measure import Measured, leave_slower_in_float, measure
 from quark.onnx.search.latency.node_groups import group_nodes, side_of
@@ -116,8 +117,9 @@ def test_a_slow_integer_kernel_is_computed_in_float_and_with_it_a_neighbour() ->
 def test_where_integers_gain_nothing_nothing_is_quantized(clock: Callable[[str], float]) -> None:
     model = load(model_of_convolutions())
     settings = prepare(model, lower(config()))
+    data = Samples([FEED], model_inputs(model))
     with pytest.raises(SlowerThanFloatError, match="No choice of integer kernels is faster than float"):
-        leave_slower_in_float(model, settings, Samples([FEED], model_inputs(model)), Clock(clock))
+        leave_slower_in_float(settings, Situation(settings, model=model, data=data), Clock(clock))
 
 
 @pytest.mark.slow

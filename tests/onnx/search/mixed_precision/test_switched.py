@@ -19,9 +19,9 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide, write
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load, to_proto
-from quark.onnx.search.evaluator import mean_distance
-from quark.onnx.search.mixed_precision import trials as trials_module
-from quark.onnx.search.mixed_precision.trials import Trials
+from quark.onnx.search.evaluator import mean_by_metric
+from quark.onnx.search.mixed_precision import switched as switched_module
+from quark.onnx.search.mixed_precision.switched import SwitchedOutputs
 from tests.models.onnx_zoo import cnn, images
 from tests.onnx.search.mixed_precision.test_auto_mixprecision import batches, chain
 
@@ -36,18 +36,17 @@ def settings_of(base: QLayerConfig, own: QLayerConfig, layers: Sequence[str], **
     return lower(QConfig(base, specific_layer_config={own: list(layers)} if layers else {}, **options))
 
 
-def shared(model: onnx.ModelProto, data: Any, wanted: Sequence[Settings]) -> tuple[Trials, list[Settings]]:
-    """Trials on a model, which share one under the first and the last of these settings; all of them, prepared."""
+def shared(model: onnx.ModelProto, data: Any, wanted: Sequence[Settings]) -> tuple[SwitchedOutputs, list[Settings]]:
+    """Outputs of a model, shared under the first and the last of these settings; all of them, prepared."""
     graph = load(model)
     prepared = [prepare(graph, one) for one in wanted]
     samples = Samples(data, model_inputs(model))
-    output = graph.graph.outputs[0].name or ""
-    trials = Trials(graph, samples, len(samples), output, mean_distance("l2"))
+    trials = SwitchedOutputs(graph, samples, graph.graph.outputs[0].name or "")
     trials.share([prepared[0], prepared[-1]])
     return trials, prepared
 
 
-def written(trials: Trials, settings: Settings) -> list[Any]:
+def written(trials: SwitchedOutputs, settings: Settings) -> list[Any]:
     """The output of the quantized model for each sample, each node computed as it stands."""
     model = trials.model.clone()
     write(decide(model, settings, trials.data))
@@ -78,9 +77,9 @@ def test_a_trial_gives_what_the_quantized_model_gives(
         raise AssertionError("a trial opens no session")
 
     expected = [written(trials, one) for one in settings]
-    monkeypatch.setattr(trials_module, "open_session", refuse)
+    monkeypatch.setattr(switched_module, "open_session", refuse)
     for one, outputs in zip(settings, expected, strict=True):
-        found = [array for (array,) in trials._outputs(one, len(outputs))]
+        found = [array for (array,) in trials(one, len(outputs)) or ()]
         for x, y in zip(outputs, found, strict=True):
             np.testing.assert_array_equal(x, y)
     assert any(not np.array_equal(expected[0][0], other[0]) for other in expected[1:])
@@ -92,8 +91,8 @@ def test_a_trial_begins_where_it_first_differs(monkeypatch: pytest.MonkeyPatch) 
     model = chain()
     choices: list[list[str]] = [[], ["four"], ["one"], ["one", "two", "three", "four"]]
     trials, settings = shared(model, batches(), [settings_of(INT16, INT8, choice) for choice in choices])
-    assert trials._switched is not None
-    parts, ran = trials._switched._parts, list[int]()
+    assert trials.switched is not None
+    parts, ran = trials.switched._parts, list[int]()
     assert len(parts) > 2
 
     class Counting:
@@ -104,13 +103,14 @@ def test_a_trial_begins_where_it_first_differs(monkeypatch: pytest.MonkeyPatch) 
             ran.append(self.index)
             return self.session.run_with_ort_values(names, feed)
 
-    trials._switched._parts = [replace(part, session=Counting(i)) for i, part in enumerate(parts)]  # type: ignore[arg-type]
+    trials.switched._parts = [replace(part, session=Counting(i)) for i, part in enumerate(parts)]  # type: ignore[arg-type]
+    evaluator = trials.evaluator(mean_by_metric("l2"))
     for one, least in ((settings[0], 0), (settings[1], len(parts) - 2), (settings[2], 0)):
         ran.clear()
-        trials.score(one)
+        evaluator.score(one)
         assert min(ran) >= least and ran.count(len(parts) - 1) == 3
     ran.clear()
-    trials.score(settings[0])
+    evaluator.score(settings[0])
     assert ran == []
 
 
@@ -119,9 +119,9 @@ def test_a_trial_begins_where_it_first_differs(monkeypatch: pytest.MonkeyPatch) 
 def test_other_forms_of_the_same_numbers(options: dict[str, Any]) -> None:
     wanted = [settings_of(UINT8, UINT16, choice, **options) for choice in ([], ["last_conv_node"])]
     trials, settings = shared(cnn(21), images(2), wanted)
-    assert trials._switched is not None
+    assert trials.switched is not None
     for one in settings:
-        for x, (y,) in zip(written(trials, one), trials._outputs(one, 2), strict=True):
+        for x, (y,) in zip(written(trials, one), trials(one, 2) or (), strict=True):
             np.testing.assert_array_equal(x, y)
 
 
@@ -130,12 +130,15 @@ def test_where_more_than_numbers_differ_a_trial_quantizes_a_model() -> None:
     """A layer in float has fewer scales; two pairs stand where precisions meet."""
     wanted = [lower(QConfig(INT8)), lower(QConfig(INT8, exclude=["two"])), settings_of(INT8, INT16, ["one"])]
     trials, settings = shared(chain(), batches(), wanted)
-    assert trials._switched is not None
+    assert trials.switched is not None
     before = to_proto(trials.model)
     for one in settings:
-        for x, (y,) in zip(written(trials, one), trials._outputs(one, 3), strict=True):
+        outputs = trials(one, 3)
+        assert (outputs is None) is (one is settings[1])
+        for x, (y,) in zip(written(trials, one), outputs or (), strict=outputs is not None):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * float(np.abs(x).max()))
     assert to_proto(trials.model) == before
-    apart = Trials(trials.model, trials.data, trials.count, trials.output, trials.distance)
+    apart = SwitchedOutputs(trials.model, trials.data, trials.output)
     apart.share([replace(one, qdq=replace(one.qdq, dual_pairs=True)) for one in settings])
-    assert apart._switched is None and apart.score(settings[0]) == pytest.approx(trials.score(settings[0]), rel=1e-3)
+    scores = [each.evaluator(mean_by_metric("l2")).score(settings[0]) for each in (apart, trials)]
+    assert apart.switched is None and scores[0] == pytest.approx(scores[1], rel=1e-3)

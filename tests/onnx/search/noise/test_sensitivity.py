@@ -21,7 +21,7 @@ from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
-from quark.onnx.search.evaluator import Scorer
+from quark.onnx.search.evaluator import PartScorer
 from quark.onnx.search.noise.choices import FloatNodes, Measured, leave_in_float
 from quark.onnx.search.noise.sensitivity import OutputNoise, sensitivity
 from quark.onnx.search.noise.sources import NoiseRun, NoiseSource
@@ -98,7 +98,7 @@ def test_the_noise_of_probabilities_is_that_of_their_scores_where_these_are_judg
     model.graph.output[0].name = "p"
     ir_model = load(model)
     infer_shapes(ir_model)
-    scorer = Scorer(ir_model, Samples([feed], model_inputs(ir_model)), Metric("sqnr"), SETTINGS, by_scores=True)
+    scorer = PartScorer(ir_model, Samples([feed], model_inputs(ir_model)), Metric("sqnr"), SETTINGS, by_scores=True)
     found = measured(model, [feed], judge=scorer.judged).powers
     before = outputs(scores, feed)[0].astype(np.float64)
     names = [source.name for source in found if not source.node and source.name not in ("y", "p")]

@@ -14,7 +14,7 @@ from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
-from quark.onnx.search.evaluator import LOST, Scorer
+from quark.onnx.search.evaluator import LOST, PartScorer
 from quark.onnx.search.recovery import rival as module
 from quark.onnx.search.recovery.rival import Rival, ScoredModel
 from quark.onnx.search.recovery.search import recover
@@ -27,11 +27,11 @@ ENOUGH = 40.0
 """dB of probabilities: an error of a hundredth, where decisions are taken at a half."""
 
 
-def made_with_samples(lost: bool = False) -> tuple[ScoredModel, Scorer, Samples]:
+def made_with_samples(lost: bool = False) -> tuple[ScoredModel, PartScorer, Samples]:
     """A model of static integers; one of which so much is lost that the task suffers."""
     settings = prepare(model := load(cnn()), ModelQuantizer("INT8_CPU").settings)
     data = Samples(images(6), model_inputs(model))
-    scorer = Scorer(model, data, Metric("sqnr"), settings)
+    scorer = PartScorer(model, data, Metric("sqnr"), settings)
     made = convert(model.clone(), settings, data)
     score, part = scorer.score(made)
     return ScoredModel(settings, made, LOST - 1 if lost else max(score, LOST + 1), part, 0.0), scorer, data
@@ -69,7 +69,7 @@ def test_what_is_less_exact_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> Non
     model = load(cnn())
     settings = prepare(model, ModelQuantizer("INT8_CPU").settings)
     data = Samples(images(4), model_inputs(model))
-    scorer = Scorer(model, data, Metric("sqnr"), settings)
+    scorer = PartScorer(model, data, Metric("sqnr"), settings)
     exact = ScoredModel(settings, model, np.inf, scorer.score(model)[1], 0.0)
     assert Rival(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings).instead_of(exact, scorer, data) is None
 

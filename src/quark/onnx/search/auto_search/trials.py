@@ -10,14 +10,15 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
 from quark.base.log import logger
-from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, ConfigError, QuarkError, one_line
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import model_inputs
@@ -30,13 +31,14 @@ from quark.onnx.config.lowering.lower import lower
 from quark.onnx.flow.flow import finish
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
+from quark.onnx.graph.output_parts import OutputPart
 from quark.onnx.search.auto_search.search_space import Config as Choice
-from quark.onnx.search.evaluator import Distance
+from quark.onnx.search.evaluator import Distance, Evaluator, Scorer, mean_distance
 from quark.onnx.search.history import History
 from quark.onnx.search.settle import check_algorithms, convert
 from quark.onnx_ops.saving import save
 
-Evaluator = Callable[[Any], float]
+FileEvaluator = Callable[[Any], float]
 MOST_STATISTICS = 4
 """Forms of the model, by passes and algorithms before calibration, whose statistics are kept: half a MB a tensor."""
 
@@ -62,31 +64,30 @@ class SearchTrials:
         calibration: Any,
         evaluation: Any = None,
         distance: Distance | None = None,
-        evaluator: Evaluator | None = None,
+        evaluator: FileEvaluator | None = None,
         scratch: str | None = None,
     ) -> None:
         if (distance is None) == (evaluator is None):
             raise ConfigError("A search judges by a metric or by an evaluator, one of them.")
-        self._distance, self._evaluator = distance, evaluator
         inputs, self._model = model_inputs(model), load(model)
         self._data = None if calibration is None else Samples(without_padding(calibration, self._model), inputs)
         judged = self._data if evaluation is None else Samples(without_padding(evaluation, self._model), inputs)
         self._known: dict[Any, dict[str, Statistics]] = {}
         if evaluator is not None:
-            self._baseline = float(evaluator(model))
+            self._scorer: Callable[[Path], Scorer] = partial(_FileScorer, evaluator, float(evaluator(model)))
             return
         if judged is None or not len(judged):
             raise CalibrationError(
                 "A search needs samples to judge by: calibration or evaluation data, or an evaluator."
             )
+        assert distance is not None
+        plain = lower(Config(QuantizationConfig()))
         names = [value.name or "" for value in self._model.graph.outputs]
-        self._expected = FloatOutputs(
-            self._model,
-            names,
-            judged,
-            lambda graph: model_session(graph, [], lower(Config(QuantizationConfig()))),
-            folder=scratch,
+        expected = FloatOutputs(
+            self._model, names, judged, lambda graph: model_session(graph, [], plain), folder=scratch
         )
+        scorer = Scorer(expected, mean_distance(distance))
+        self._scorer = lambda _: scorer
 
     @property
     def data_digest(self) -> str:
@@ -116,16 +117,28 @@ class SearchTrials:
         if data is not None and limit is not None:
             data = data.part(range(min(limit, len(data))))
         known = self._known.setdefault(limit if data is not None else None, {})
-        quantized = convert(graph, settings, data, known=known)
-        for identity in list(known)[:-MOST_STATISTICS]:
-            del known[identity]
-        finish(quantized, settings)
-        save(quantized, path, settings.external_data)
-        if self._evaluator is not None:
-            return self._baseline - float(self._evaluator(str(path)))
-        assert self._distance is not None
-        pairs = (list(zip(*outputs, strict=True)) for outputs in self._expected.beside(quantized))
-        return float(np.mean([self._distance(_vector(x), _vector(y)) for x, y in pairs]))
+
+        def written(*given: Any) -> ir.Model:
+            quantized = convert(*given)
+            for identity in list(known)[:-MOST_STATISTICS]:
+                del known[identity]
+            finish(quantized, settings)
+            save(quantized, path, settings.external_data)
+            return quantized
+
+        evaluator = Evaluator(graph, data, self._scorer(path), written, known=known)
+        return evaluator.evaluate(settings, told=True).score
+
+
+class _FileScorer(Scorer):
+    """Scores what was written by how much worse the user's function finds it than the float model."""
+
+    def __init__(self, evaluator: FileEvaluator, baseline: float, path: Path) -> None:
+        self._evaluator, self._baseline, self._path = evaluator, baseline, path
+
+    def score(self, model: ir.Model, count: int | None = None) -> tuple[float, OutputPart | None]:
+        """The score of the file."""
+        return self._baseline - float(self._evaluator(str(self._path))), None
 
 
 class Study:
@@ -194,7 +207,3 @@ class Study:
         if not finite:
             raise self.error or ConfigError("No trial succeeded, and none was run anew.")
         return deepcopy(choices[min(finite, key=scores.__getitem__)])
-
-
-def _vector(arrays: tuple[NumpyArray, ...]) -> NumpyArray:
-    return np.concatenate([np.asarray(array, np.float64).ravel() for array in arrays])

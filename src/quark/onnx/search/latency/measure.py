@@ -27,6 +27,7 @@ from quark.onnx.decide import decide, write
 from quark.onnx.graph.edit import is_op
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.place import place
+from quark.onnx.search.change import Situation
 from quark.onnx.search.latency.choose_nodes import GAIN, choose_nodes, placement_choice
 from quark.onnx.search.latency.kernels import ProfiledModel, Timer, timed
 from quark.onnx.search.latency.node_groups import Side, group_nodes, side_of
@@ -57,13 +58,13 @@ class Measured:
     all_seconds: float
 
 
-def leave_slower_in_float(model: ir.Model, settings: Settings, data: Samples | None, timer: Timer = timed) -> Settings:
-    """The settings, with the nodes excluded that are faster in float.
+def leave_slower_in_float(settings: Settings, situation: Situation, timer: Timer = timed) -> Settings:
+    """A change (`search/change.py`): the nodes are excluded that are faster in float, and nothing is to be measured.
 
     Args:
-        model: The float model, prepared; not changed.
         settings: With a target whose kernels are known.
-        data: Calibration samples; the first is what the models run on. Needed for static integers.
+        situation: The float model, prepared, and its samples: the first is what the models run on. Needed for static
+            integers.
         timer: Instead of the clock.
 
     Raises:
@@ -71,6 +72,9 @@ def leave_slower_in_float(model: ir.Model, settings: Settings, data: Samples | N
         CalibrationError: There is no sample.
         SlowerThanFloatError: No choice is faster than float.
     """
+    model, data = situation.model, situation.data
+    assert model is not None
+    settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
     if settings.specs.weights_apart:
         _check(settings)
         return leave_slower_apart(model, settings, data, timer)
@@ -89,7 +93,7 @@ def leave_slower_in_float(model: ir.Model, settings: Settings, data: Samples | N
 
 
 def measure(model: ir.Model, settings: Settings, data: Samples | None, timer: Timer = timed) -> Measured:
-    """Find which nodes are faster in integers; the arguments and errors are those of `leave_slower_in_float`.
+    """Find which nodes of a model are faster in integers; the rest and the errors are as of `leave_slower_in_float`.
 
     The cut knows each kernel in two surroundings only. What it chooses is made and looked up kernel by kernel too, and
     the fastest of it, all in integers and all in float is the result: float where the others gain next to nothing.

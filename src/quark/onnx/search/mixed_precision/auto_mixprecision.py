@@ -39,10 +39,11 @@ from quark.onnx.search.mixed_precision.candidates import (
     analyse,
     cache_key,
     find_candidates,
+    stored_bytes,
     table,
     with_options,
 )
-from quark.onnx.search.mixed_precision.trials import Trials, stored_bytes
+from quark.onnx.search.mixed_precision.switched import SwitchedOutputs
 from quark.onnx_ops.saving import weight_bytes
 
 RANKED_SAMPLES = 2
@@ -85,14 +86,18 @@ def mix_precision(
     candidates = find_candidates(model, config, base)
     path, measures = config.sensitivity_cache_file, [getattr(config, name) for name in MEASURES]
     cache = Cache(path, cache_key(model, base, data, measures) if path is not None else "")
-    trials = _trials(model, config, data, statistics)
+    trials = SwitchedOutputs(model, data, _output(model, config), statistics)
+    count = min(config.data_size or len(data), len(data))
+    evaluator = trials.evaluator(
+        distance_of(config.metric_distance_fn, config.metric_evaluate_fn, config.metric_default), count
+    )
 
     scores: dict[tuple[frozenset[Option], int | None], float] = {}
 
     def score(options: Sequence[Option], count: int | None = None) -> float:
         key = frozenset(options), count
         if key not in scores:
-            scores[key] = trials.score(with_options(base, options), count)
+            scores[key] = evaluator.score(with_options(base, options), count)
         return scores[key]
 
     def size(options: Sequence[Option]) -> float:
@@ -133,16 +138,15 @@ def _few(config: AutoMixprecisionConfig) -> int | None:
     return None if own or read else RANKED_SAMPLES
 
 
-def _trials(model: ir.Model, config: AutoMixprecisionConfig, data: Samples, statistics: Statistics) -> Trials:
+def _output(model: ir.Model, config: AutoMixprecisionConfig) -> str:
+    """The name of the output that is compared. Raises ConfigError where there is none of its position."""
     outputs = [output.name or "" for output in model.graph.outputs]
     if config.metric_output_index >= len(outputs):
         raise ConfigError(
             f"AutoMixprecisionConfig.metric_output_index={config.metric_output_index}: the model has {len(outputs)} "
             f"outputs: {', '.join(outputs)}."
         )
-    distance = distance_of(config.metric_distance_fn, config.metric_evaluate_fn, config.metric_default)
-    count = min(config.data_size or len(data), len(data))
-    return Trials(model, data, count, outputs[config.metric_output_index], distance, statistics)
+    return outputs[config.metric_output_index]
 
 
 def _orders(

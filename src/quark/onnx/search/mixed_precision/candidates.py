@@ -22,15 +22,19 @@ import onnx_ir as ir
 
 from quark.base.files import atomic_file
 from quark.base.progress import progress
+from quark.core.dtypes import MICRO_EXPONENT
+from quark.core.granularity import PerGroup
 from quark.core.names.patterns import Subgraph
-from quark.core.spec import LayerSpec
+from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, FormatError, NothingQualifiesError, did_you_mean
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import fingerprint
 from quark.onnx.config.algo_configs import AutoMixprecisionConfig
 from quark.onnx.config.settings import Settings
+from quark.onnx.graph.model_file import constant
 from quark.onnx.graph.scopes import nodes_of
 from quark.onnx.placement.place import place
+from quark.onnx_ops.saving import weight_bytes
 
 UNGROUPED = "__ungrouped__"
 Option = tuple[tuple[str, LayerSpec], ...]
@@ -169,6 +173,27 @@ def _read(path: str) -> list[tuple[str, Subgraph]]:
     if count != len(found) or len(set(names)) < len(names) or UNGROUPED in names:
         raise FormatError(f"subgraph_json: {path} declares {count} subgraphs and holds {', '.join(names) or 'none'}.")
     return found
+
+
+def stored_bytes(model: ir.Model, settings: Settings) -> float:
+    """Bytes of all constants of the quantized model, without scales.
+
+    A block format counts with its shared exponents; a constant that is read under two types counts twice.
+    """
+    placement = place(model.clone(), settings)
+    coded: dict[tuple[str, str], float] = {}
+    for (node, index), spec in placement.weights.items():
+        value = node.inputs[index]
+        coded[getattr(value, "name", None) or "", str(spec.dtype)] = constant(value).size * _bits(spec) / 8
+    initializers = model.graph.initializers
+    floats = {name: initializers[name].const_value for name, _ in coded if name in initializers}
+    return weight_bytes(model) - sum(tensor.nbytes for tensor in floats.values() if tensor) + sum(coded.values())
+
+
+def _bits(spec: TensorSpec) -> float:
+    """Bits of a value, shared exponents included."""
+    shared = 8 / spec.granularity.size if spec.is_block and isinstance(spec.granularity, PerGroup) else 0.0
+    return spec.dtype.bits + shared + (0.5 if spec.dtype.name in MICRO_EXPONENT else 0.0)
 
 
 # Sensitivity ---------------------------------------------------------------------------------------------------------

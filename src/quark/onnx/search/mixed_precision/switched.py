@@ -14,11 +14,14 @@ begins with the first part that it changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import onnx
@@ -31,17 +34,20 @@ from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.onnx.algorithms.quantized_layers import decoded
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.calibration.sliced_session import cut, cut_proto, tensor_bytes
+from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
-from quark.onnx.decide import Decision
+from quark.onnx.decide import Decision, decide, write
 from quark.onnx.graph.edit import replace_output
-from quark.onnx.graph.model_file import constant, opset, split_weights
-from quark.onnx.graph.sessions import ask_for, failing_on
+from quark.onnx.graph.model_file import constant, opset, split_weights, to_proto
+from quark.onnx.graph.sessions import ask_for, failing_on, open_session
 from quark.onnx.placement.placement import Operand
 from quark.onnx.qdq.activations import ActivationWriter
 from quark.onnx.qdq.constants import bias_codes, bias_scale, bias_type
 from quark.onnx.qdq.qdq_nodes import CONTRIB
 from quark.onnx.qdq.write_qdq import drop_unused_constants
+from quark.onnx.search.evaluator import Evaluator, OutputDistance, Scorer, one_number
 from quark.onnx_ops.graph_writer import GraphWriter, free_name
 
 PARTS = 12
@@ -52,9 +58,6 @@ HALF = 1 << 15
 CODES = (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16)
 CLIP_OPSET = 11
 """From which on bounds are inputs."""
-Weights = Mapping[str, NumpyArray]
-OpenSession = Callable[[onnx.ModelProto, Weights], onnxruntime.InferenceSession]
-"""Of a model of `split_weights`."""
 
 
 def switchable(model: ir.Model, settings: Settings) -> bool:
@@ -173,18 +176,9 @@ class SwitchedModel:
         others: What others say of the same tensors: those that differ are inputs.
         output: Name of the output that is wanted.
         data: The samples.
-        open_session: How a part is run.
     """
 
-    def __init__(
-        self,
-        decision: Decision,
-        state: State,
-        others: Sequence[State],
-        output: str,
-        data: Samples,
-        open_session: OpenSession,
-    ) -> None:
+    def __init__(self, decision: Decision, state: State, others: Sequence[State], output: str, data: Samples) -> None:
         self._first, self._nodes, self._output, self._data = state, set(decision.placement.nodes), output, data
         self._fixed = {key: one for key, one in state.items() if all(other[key] == one for other in others)}
         made = _Inputs(decision, self._fixed)
@@ -195,7 +189,7 @@ class SwitchedModel:
         # Of the float model: inference knows no Q/DQ of com.microsoft.
         sizes = tensor_bytes(split_weights(decision.model)[0], list(made.quantized.values()), data[0])
         crossing = {name: sizes.get(source, 0) for name, source in made.quantized.items()}
-        self._parts = self._cut(made.model, crossing, open_session)
+        self._parts = self._cut(made.model, crossing)
         self._kept: dict[tuple[int, int], dict[str, onnxruntime.OrtValue]] = {}
         self._left, self._lock = KEPT_BYTES, Lock()
         self._arrays: dict[Key, dict[Number | Codes, list[onnxruntime.OrtValue]]] = {}
@@ -266,7 +260,7 @@ class SwitchedModel:
                 for one in [one for one in arrays if one not in (self._first[key], state[key])]:
                     del arrays[one]
 
-    def _cut(self, model: ir.Model, sizes: Mapping[str, int], open_session: OpenSession) -> list[Part]:
+    def _cut(self, model: ir.Model, sizes: Mapping[str, int]) -> list[Part]:
         """The parts of a model, of which tensors of these bytes may cross from one to another."""
         proto, weights = split_weights(model)
         later, parts = {self._output}, list[Part]()
@@ -274,15 +268,16 @@ class SwitchedModel:
             made = [name for node in part.graph.node for name in node.output]
             gives = [name for name in made if name in later]
             if gives:  # else it is for other outputs
-                parts.insert(0, self._part(part, gives, weights, open_session))
+                parts.insert(0, self._part(part, gives, weights))
                 later = later.difference(made).union(parts[0].reads)
         return parts
 
-    def _part(self, part: onnx.ModelProto, gives: list[str], weights: Weights, open_session: OpenSession) -> Part:
+    def _part(self, part: onnx.ModelProto, gives: list[str], weights: Mapping[str, NumpyArray]) -> Part:
         """A part that gives these tensors."""
         ask_for(part, gives)
         constants = {tensor.name for tensor in part.graph.initializer}
-        session = open_session(part, {name: array for name, array in weights.items() if name in constants})
+        own = {name: array for name, array in weights.items() if name in constants}
+        session = open_session(part, threads=1, in_float=True, weights=own)  # samples run beside each other instead
         inputs = [entry.name for entry in part.graph.input]
         keys = {name: key for key, names in self._inputs.items() for name in names}
         feeds = {keys[name]: self._inputs[keys[name]] for name in inputs if name in keys}
@@ -397,3 +392,67 @@ def _decoded(decision: Decision, operand: Key) -> NumpyArray:
     dtype = bias_type(decision.settings)
     bias, scale = bias_scale(array, decision.qparams.weights[weight].scale, data.scale, dtype)
     return np.asarray(bias_codes(bias, scale, dtype) * scale, np.float32)
+
+
+# Trials --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SwitchedOutputs:
+    """The outputs of quantized models, of one that all share where numbers alone differ; else it is quantized.
+
+    All share one pass of calibration and one run of the float model.
+
+    Attributes:
+        model: The float model, never changed.
+        data: The samples; all are calibrated on.
+        output: Name of the output that is compared.
+        statistics: Of calibration; read, and completed.
+        threads: Threads of each trial.
+    """
+
+    model: ir.Model
+    data: Samples
+    output: str
+    statistics: Statistics = field(default_factory=lambda: Statistics(""))
+    threads: int = field(default_factory=lambda: os.cpu_count() or 1)
+    switched: SwitchedModel | None = None
+
+    def share(self, settings: Sequence[Settings]) -> None:
+        """Build the model that trials share, if they can.
+
+        Args:
+            settings: Of which the trials will take some tensors as the first has them, and the others as another has.
+        """
+        if not all(switchable(self.model, each) for each in settings):
+            return
+        first, *others = [self._decide(each) for each in settings]
+        states = [state_of(other) for other in others]
+        state = state_of(first)
+        if state is not None and all(other is not None and other.keys() == state.keys() for other in states):
+            found = [other for other in states if other is not None]
+            self.switched = SwitchedModel(first, state, found, self.output, self.data)
+
+    def __call__(self, settings: Settings, count: int) -> Iterator[list[NumpyArray]] | None:
+        """The output for each of the first samples; None where a model has to be quantized."""
+        if self.switched is None:
+            return None
+        decision = self._decide(settings)
+        state = state_of(decision)
+        fits = state is not None and self.switched.fits(decision, state)
+        return self.switched.run(decision, state, count, self.threads) if state is not None and fits else None
+
+    def evaluator(self, distance: OutputDistance, count: int | None = None) -> Evaluator:
+        """What scores settings by a distance, over the first samples; None for all."""
+        expected = FloatOutputs(self.model, [self.output], self.data, self._open_session, count)
+        return Evaluator(self.model, self.data, Scorer(expected, one_number(distance)), self._quantized, shortcut=self)
+
+    def _decide(self, settings: Settings) -> Decision:
+        return decide(self.model, settings, self.data, statistics=self.statistics, fold=False)
+
+    def _quantized(self, model: ir.Model, settings: Settings, *_: Any) -> ir.Model:
+        write(decide(model, settings, self.data, statistics=self.statistics))
+        return model
+
+    def _open_session(self, model: ir.Model) -> AbstractContextManager[onnxruntime.InferenceSession]:
+        return nullcontext(open_session(to_proto(model), threads=self.threads, in_float=True))

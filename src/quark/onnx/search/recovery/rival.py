@@ -15,7 +15,6 @@ anew.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from statistics import median
 
 import onnx
@@ -30,7 +29,8 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.flow.flow import finish
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import to_proto
-from quark.onnx.search.evaluator import ScoredModel, Scorer
+from quark.onnx.search.change import Situation
+from quark.onnx.search.evaluator import PartScorer, ScoredModel
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.latency.whole_file import time_ratio
 from quark.onnx.search.lost_outputs.verdict import LEAST
@@ -61,7 +61,7 @@ class Rival:
         self._given_up = False
 
     def instead_of(
-        self, other: ScoredModel, scorer: Scorer, data: Samples, at_last: bool = False
+        self, other: ScoredModel, scorer: PartScorer, data: Samples, at_last: bool = False
     ) -> ScoredModel | None:
         """The rival where it is the better one; None where it is not, or cannot be made or run.
 
@@ -102,14 +102,13 @@ class Rival:
         costs = f"{ratio:.2f} of the time, {proto.ByteSize()} bytes for {self._proto.ByteSize()}"
         return smaller and ratio * (1 + WON) >= 1, costs
 
-    def _made(self, scorer: Scorer, data: Samples) -> ScoredModel:
+    def _made(self, scorer: PartScorer, data: Samples) -> ScoredModel:
         if self._scored is None:
             start = own_time()
             with severity(2):
                 model, settings = self._model, prepare(self._model, self._settings)
                 if settings.measurement.enabled:
-                    settings = leave_slower_in_float(model, settings, data)
-                    settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
+                    settings = leave_slower_in_float(settings, Situation(settings, model=model, data=data))
                 model = convert(model, settings, data)
             self._scored = ScoredModel(settings, model, *scorer.score(model), own_time() - start)
         return self._scored

@@ -36,7 +36,7 @@ from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.search.change import Goal, Situation
 from quark.onnx.search.equalize_if_better import equalize_if_better
-from quark.onnx.search.evaluator import Evaluator, ScoredModel, Scorer
+from quark.onnx.search.evaluator import Evaluator, PartScorer, ScoredModel
 from quark.onnx.search.history import TimeBudget, Trial
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.noise.choices import Measured
@@ -140,9 +140,10 @@ def recover(
     data = repeatable(reader, model, settings)
     fit, held_out = (data, data) if quick and data is not None and 0 < len(data) < EVERY else split(data)
     settings = _settled(model, settings, fit)
-    scorer = Scorer(model, held_out, metric, settings, by_scores=quick and target is None)
+    scorer = PartScorer(model, held_out, metric, settings, by_scores=quick and target is None)
     fit.clock = clock
-    search = _Search(Evaluator(model, fit, scorer, convert, fingerprint(model), {}), target, time_left)
+    evaluator = Evaluator(model, fit, scorer, convert, fingerprint(model))
+    search = _Search(evaluator, fit, scorer, target, time_left)
     plain = search.start(settings)
     logger.info("Recovery: %s as it is: %s.", search.measure, metric.text(plain.score))
     # Where static integers win no time, no search makes them worth it.
@@ -171,8 +172,7 @@ def _settled(model: ir.Model, settings: Settings, fit: Samples) -> Settings:
     """What is decided once: steps have no effect on which kernels there are, nor on which layers are equalized."""
     settings, _ = leave_joined_ends(model, settings, fit)
     if settings.measurement.enabled:
-        settings = leave_slower_in_float(model, settings, fit)
-        settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
+        settings = leave_slower_in_float(settings, Situation(settings, model=model, data=fit))
         give_back_memory()
     if settings.equalize_if_better:
         settings, _ = equalize_if_better(model, settings, fit, convert)
@@ -194,10 +194,11 @@ def split(data: Samples | None) -> tuple[Samples, Samples]:
 class _Search:
     """The best so far, and what leads to the next."""
 
-    def __init__(self, evaluator: Evaluator, target: float | None, budget: TimeBudget) -> None:
+    def __init__(
+        self, evaluator: Evaluator, fit: Samples, scorer: PartScorer, target: float | None, budget: TimeBudget
+    ) -> None:
         self.evaluator, self.target, self.budget = evaluator, target, budget
-        self.fit, self.scorer = evaluator.data, evaluator.scorer
-        self.trials: list[Trial] = []
+        self.fit, self.scorer, self.trials = fit, scorer, list[Trial]()
         self._known: dict[str, Statistics] = {} if evaluator.known is None else evaluator.known
         self._extra: dict[str, float] = {}
         self._noises: Measured = []
@@ -354,8 +355,9 @@ class _Search:
     def _situation(self, step: Step) -> Situation:
         work, left = self._work(step), max(0.0, MARGIN * (self.left(step) - self.best.seconds))
         share = 1.0 if work <= left else left / work
-        outputs = [value.name for value in self.evaluator.model.graph.outputs]
-        goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), outputs.index(self.best.output.tensor))
+        outputs, worst = [value.name for value in self.evaluator.model.graph.outputs], self.best.output
+        output = 0 if worst is None else outputs.index(worst.tensor)
+        goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), output)
         forward, seconds = self.scorer.expected.forward_seconds, self.left(step) - self.best.seconds
         return Situation(
             self.plain.settings, share, goal, self.evaluator.model, self.evaluator.identity, self.fit, self._known,
