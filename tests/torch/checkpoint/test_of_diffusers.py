@@ -102,10 +102,21 @@ def test_a_damaged_folder_is_refused(quantized: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sd3", "wan"])
-def test_block_by_block_gives_the_files_of_a_model_in_memory(name: str, tmp_path: Path) -> None:
-    denoiser(name, torch.bfloat16).save_pretrained(tmp_path / "float")
-    config = LLMTemplate.get("auto").get_config("fp8")
+@pytest.mark.parametrize(
+    ("name", "blocks", "algorithm"),
+    [
+        ("sd3", {}, None),
+        ("wan", {}, None),
+        ("unet", {}, None),
+        ("flux", {"num_layers": 2, "num_single_layers": 2}, None),
+        ("flux", {"num_layers": 2, "num_single_layers": 2}, "smooth"),
+    ],
+)
+def test_block_by_block_gives_the_files_of_a_model_in_memory(
+    name: str, blocks: dict[str, int], algorithm: str | None, tmp_path: Path
+) -> None:
+    denoiser(name, torch.bfloat16, **blocks).save_pretrained(tmp_path / "float")
+    config = LLMTemplate.get("auto").get_config("fp8", algorithm=algorithm)
     data = [step(name, seed, torch.bfloat16) for seed in (1, 2)]
     stream(config, tmp_path / "float", tmp_path / "stream", data)
     quantizer = ModelQuantizer(config)

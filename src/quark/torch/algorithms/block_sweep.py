@@ -81,7 +81,8 @@ def sweep(
         data = list(data)  # read more than once
     data, batch = (None, None) if data is None else with_first(data)
     with quantizers_off(layers.values()):
-        names, stages = prepare_algorithms(model, layers, algorithms, batch, data, weights)
+        names = find_blocks(model, blocks_path(model, algorithms), batch)
+        stages = prepare_algorithms(model, names, layers, algorithms, data, weights)
     if not stages:
         return
     if data is None:
@@ -160,26 +161,25 @@ class SweepAfterBlocks:
 
 def prepare_algorithms(
     model: nn.Module,
+    names: Sequence[str],
     layers: Mapping[str, QuantLayer],
     algorithms: Sequence[Algorithm],
-    batch: Any = None,
     data: Iterable[Any] | None = None,
     weights: BlockWeights | None = None,
     work: Path | None = None,
-) -> tuple[list[str], list[Algorithm]]:
-    """Prepare the algorithms; names of the blocks, and the algorithms that read inputs of layers there.
+) -> list[Algorithm]:
+    """Prepare the algorithms; those that read inputs of layers in the blocks.
 
     Args:
         model: Holds the layers.
+        names: Of its blocks.
         layers: Full name -> quantized layer.
         algorithms: In the order in which they run.
-        batch: Of the calibration data, by which blocks are found; see `find_blocks`.
         data: Calibration batches, from which some learn before the first block.
         weights: Brings and takes the weights of blocks; None: all are in memory.
         work: Folder for what they learn, where a killed run finds it; None: in memory.
     """
     _refuse_processes(algorithms)
-    names = find_blocks(model, blocks_path(model, algorithms), batch)
     for index, algorithm in enumerate(algorithms):
         _refuse_no_layer(algorithm, names, layers)
         if algorithm.keeps_better and algorithm.measured_whole and data is not None:
@@ -193,7 +193,7 @@ def prepare_algorithms(
             own = None if work is None else work / LEARNED.format(index=index, rank=rank())
             batches = data if isinstance(data, Sequence) else list(data)
             algorithm.learn(model, layers, batches, weights or BlockWeights(), own)
-    return names, [algorithm for algorithm in algorithms if algorithm.reads_inputs]
+    return [algorithm for algorithm in algorithms if algorithm.reads_inputs]
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from quark.errors import FormatError, StructureError
 from quark.torch.algorithms import algorithms_of
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.block_loop import LoopState, is_inside
-from quark.torch.algorithms.block_sweep import blocks_path
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import first_then_all, rank, wait, world
@@ -34,13 +33,12 @@ from quark.torch.checkpoint.sources.origins import Origin
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob
-from quark.torch.flows.per_block import observed_tensors, quantize_blocks, refuse_whole
+from quark.torch.flows.per_block import blocks_without_weights, observed_tensors, quantize_blocks, refuse_whole
 from quark.torch.flows.preflight import estimate, preflight
 from quark.torch.flows.replaced import attention_quantized, replaced
 from quark.torch.flows.resume import Manifest, fingerprint_of_data, fingerprint_of_files, in_use
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention.probabilities import forget_ranges
-from quark.torch.model.blocks import find_blocks
 from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.meta_model import fill_buffers
 from quark.torch.writers.safetensors import write_attachments
@@ -161,16 +159,18 @@ class _Run:
     def quantize(self, algorithms: Sequence[Algorithm], data: list[Any] | None) -> None:
         """Quantize and write everything that is not written yet."""
         state = self.manifest.state()
+        names = blocks_without_weights(self.model, self.layers, algorithms, data, self.weights)
         if rank() == 0:
             size = sum(place.length for place in self.places.values())
             observes = bool(observed_tensors(self.model, self.layers, algorithms))
-            needed = estimate(self.model, size, algorithms, data, whole=False, observes=observes)
+            needed = estimate(self.model, size, algorithms, data, whole=False, observes=observes, names=names)
             # Of a run that goes on, a part is written already.
             preflight(replace(needed, output=0) if self.manifest.begun else needed, self.folder, data, "fewer samples")
         work = self.manifest.folder
         config = self.job.config
-        quantize_blocks(self.model, self.layers, algorithms, data, config, self.weights, self._finish, state, work)
-        names = find_blocks(self.model, blocks_path(self.model, algorithms))
+        quantize_blocks(
+            self.model, self.layers, algorithms, data, config, self.weights, self._finish, state, work, names
+        )
         if rank() > 0:
             return
         outside = [name for name in self.planned if not any(is_inside(name, block) for block in names)]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from quark.base.log import logger
-from quark.errors import CalibrationError, NotSupportedError
+from quark.errors import CalibrationError, NotSupportedError, StructureError, one_line
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_loop import (
     Hidden,
@@ -46,7 +46,9 @@ from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import layer_quantizers, observing, quantizers_off
 from quark.torch.model.batches import evaluating
-from quark.torch.model.blocks import Call, find_blocks
+from quark.torch.model.blocks import WHOLE, Call, find_blocks
+from quark.torch.model.blocks.recording import carry_one
+from quark.torch.model.blocks.streams import giving_stand_ins, listed_blocks, record_streams, stream_blocks
 
 
 class OnDevice(BlockWeights):
@@ -85,6 +87,7 @@ def quantize_blocks(
     finish: Callable[[str, LoopState], None] | None = None,
     state: LoopState | None = None,
     work: Path | None = None,
+    names: list[str] | None = None,
 ) -> None:
     """Quantize the layers in the blocks of a model; those outside are left to the caller.
 
@@ -98,6 +101,7 @@ def quantize_blocks(
         finish: Called with each finished block while its weights are there, and with what going on needs.
         state: Where an earlier run stopped.
         work: Folder for what algorithms learn before the first block; None: in memory.
+        names: Of the blocks, as `blocks_without_weights` finds them; None: those of one list.
 
     Raises:
         CalibrationError: No data for what needs it.
@@ -105,11 +109,13 @@ def quantize_blocks(
     """
     if not weights.whole:
         refuse_whole(algorithms)
-    _refuse_outside(waiting_ranges(model, layers), find_blocks(model, blocks_path(model, algorithms)))
+    if names is None:
+        names = find_blocks(model, blocks_path(model, algorithms))
+    _refuse_outside(waiting_ranges(model, layers), names)
     if data is not None and any(algorithm.learns for algorithm in algorithms):
         data = list(data)  # they read it, too
     with quantizers_off(layers.values()):
-        names, stages = prepare_algorithms(model, layers, algorithms, data=data, weights=weights, work=work)
+        stages = prepare_algorithms(model, names, layers, algorithms, data, weights, work)
     waiting = waiting_ranges(model, layers)
     _say_outside(SweepAfterBlocks(model, layers, names, stages).candidates)
     groups = sibling_groups(model, config.shared_scale_groups)
@@ -134,6 +140,64 @@ def quantize_blocks(
     experts = ExpertCalibration(config.sync_moe_expert_input_amax, config.calibrate_all_experts)
     loop_over_blocks(model, names, calls, quantize, weights, groups, finish, state)
     experts.say()
+
+
+def blocks_without_weights(
+    model: nn.Module,
+    layers: Mapping[str, QuantLayer],
+    algorithms: Sequence[Algorithm],
+    data: Sequence[Any] | None,
+    weights: BlockWeights,
+) -> list[str]:
+    """Names of the blocks of a model whose weights are brought a block at a time, as `find_blocks` finds them with a
+    batch: those of one list, or of all where blocks hand on several tensors (FLUX). Where static ranges alone are
+    sought and lie in several lists (UNets), those of all.
+
+    Args:
+        model: Its weights may be elsewhere.
+        layers: Full name -> quantized layer.
+        algorithms: That run; some name the list of blocks.
+        data: Calibration batches; None: the largest list is taken.
+        weights: Brings them.
+    """
+    path = blocks_path(model, algorithms)
+    names, listed = find_blocks(model, path), listed_blocks(model)
+    if path or not data or set(names) == set(listed):
+        return names
+    try:
+        with weights.around(listed), quantizers_off(layers.values()):
+            found = stream_blocks(model, data[0])
+        others = [name for name in found if name not in names]
+        waiting = waiting_ranges(model, layers)
+        # Ranges alone are the same whatever the blocks are; what algorithms do is not.
+        if names == [WHOLE]:
+            kept = bool(algorithms) or any(_outside(waiting, found))
+        else:
+            ranges = not algorithms and any(_outside(waiting, names))
+            kept = not ranges and (not others or _hand_on_one(model, layers, names, others, data, weights))
+        if kept:
+            return names
+        with weights.around(found), quantizers_off(layers.values()):
+            record_streams(model, found, data[:1], lambda call, _: call)
+        return found
+    except StructureError as error:
+        logger.info("Blocks of one list are worked on: %s", one_line(error))
+    return names
+
+
+def _hand_on_one(
+    model: nn.Module,
+    layers: Mapping[str, QuantLayer],
+    names: Sequence[str],
+    others: Sequence[str],
+    data: Sequence[Any],
+    weights: BlockWeights,
+) -> bool:
+    """Whether blocks of one list hand on one hidden state, as those of a model of texts behind a tower do. The others
+    give stand-ins.
+    """
+    with weights.around([*names, *others]), giving_stand_ins(model, others), quantizers_off(layers.values()):
+        return carry_one(model, names, data[0])
 
 
 def _say_outside(outside: Collection[str]) -> None:
@@ -210,8 +274,13 @@ def _name_of(algorithm: Algorithm) -> str:
     return type(algorithm.config).__name__
 
 
+def _outside(tensors: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Tensors that lie in none of the blocks."""
+    return [tensor for tensor in tensors if not any(is_inside(tensor, name) for name in names)]
+
+
 def _refuse_outside(waiting: Iterable[str], names: Sequence[str]) -> None:
-    outside = [tensor for tensor in waiting if not any(is_inside(tensor, name) for name in names)]
+    outside = _outside(waiting, names)
     if outside:
         raise NotSupportedError(
             f"{outside[0]} has a static scale and lies outside the blocks, which run alone. Possible: exclude that "

@@ -110,6 +110,7 @@ def estimate(
     *,
     whole: bool,
     observes: bool = False,
+    names: Sequence[str] | None = None,
 ) -> Estimate:
     """Estimate a job.
 
@@ -120,8 +121,9 @@ def estimate(
         data: Calibration batches.
         whole: Whether all weights are in memory; else a block at a time.
         observes: Whether ranges are observed block by block, beside or without algorithms.
+        names: Of the blocks; None: those of one list.
     """
-    names = find_blocks(model)
+    names = find_blocks(model) if names is None else names
     blocks = [_bytes(model.get_submodule(name)) for name in names]
     solving = [algorithm for algorithm in algorithms if algorithm.reads_inputs]
     widest = max((m.in_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -147,14 +147,33 @@ def stream_blocks(model: nn.Module, batch: Any) -> list[str]:
         CalibrationError: The model does not take the batch.
         StructureError: No list of blocks is reached.
     """
-    lists = [name for name, module in model.named_modules() if _is_list(module)]
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    names = [f"{path}.{child}" for path in outer for child, _ in model.get_submodule(path).named_children()]
-    order = _Recorder(model, names).order(batch)
+    order = _Recorder(model, listed_blocks(model)).order(batch)
     found = [name for name in order if order.count(name) == 1]
     if not found:
         raise StructureError("This batch reaches no list of blocks.")
     return found
+
+
+def listed_blocks(model: nn.Module) -> list[str]:
+    """Names of the blocks of all lists, whether they are reached or not, as the model has them."""
+    lists = [name for name, module in model.named_modules() if _is_list(module)]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return [f"{path}.{child}" for path in outer for child, _ in model.get_submodule(path).named_children()]
+
+
+@contextmanager
+def giving_stand_ins(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Within: some blocks give stand-ins of the shapes that they would give, and need no weights."""
+    recorder = _Recorder(model, names)
+    answer = recorder.stand_ins(_none)
+
+    def aside(index: int) -> Callable[..., Any]:
+        return lambda *args, **kwargs: answer(index, *without_cache_arguments(args, kwargs))
+
+    with ExitStack() as all_aside:
+        for index, block in enumerate(recorder.blocks):
+            all_aside.enter_context(forward_instead(block, aside(index)))
+        yield
 
 
 def _is_list(module: nn.Module) -> bool:
