@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quark.base.log import severity
 from quark.errors import ConfigError, QuarkError
 
 if TYPE_CHECKING:
@@ -278,19 +277,23 @@ def _module(
     options: Mapping[str, Any],
 ) -> Any:
     """Quantize a module, in place."""
-    from quark.goals import choose
+    from quark.goals import GoalRequest, choose
     from quark.goals.facts import MIX_NAMES
+    from quark.jobs.configure_folder import for_goal
     from quark.jobs.words import torch_algorithms
     from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors, gguf_config
     from quark.torch.config.llm_template import default_exclusions
+    from quark.torch.model.meta_model import meta_copy
+    from quark.torch.model.names import is_transformers_model
     from quark.torch.plan import divides
 
     if options:
         raise ConfigError(f"{', '.join(options)}: of a folder or a file only. Possible: its path, or quark.torch.")
-    chosen = choose(
-        goal or IN_MEMORY, False, scheme=scheme if scheme or goal or bits else _scheme_of(model, data is not None),
-        bits=bits, effort=effort, algorithms=words, has_data=data is not None,
-    )  # fmt: skip
+    has_data = data is not None
+    scheme = scheme if scheme or goal or bits else _scheme_of(model, has_data)
+    chosen = choose(GoalRequest(
+        goal=goal or IN_MEMORY, scheme=scheme, bits=bits, effort=effort, algorithms=words, has_data=has_data
+    ))  # fmt: skip
     folder = getattr(model, "name_or_path", "")
     _check_kind(chosen, output, folder)
     algorithms = torch_algorithms(chosen.algorithms) or None
@@ -301,7 +304,8 @@ def _module(
         template, kept = LLMTemplate.get(kind), [*default_exclusions(kind), *exclude]
         chosen = chosen.fitted(lambda name: divides(template.get_config(name, exclude_layers=kept), model))
         config = template.get_config(chosen.scheme, algorithms, exclude_layers=kept)
-        config = _loadable(model, config, chosen)
+        if is_transformers_model(model):
+            config, _ = for_goal(lambda: meta_copy(model), config, chosen.goal, chosen.form)
     quantizer = ModelQuantizer(config)
     made = quantizer.freeze(quantizer.quantize_model(model, data))
     if output is None:
@@ -325,23 +329,3 @@ def _check_kind(chosen: Any, output: Any, folder: str) -> None:
         raise ConfigError("An ONNX file of a module needs inputs: quark.torch.export_onnx(model, folder, inputs).")
     if output is not None and chosen.form == "gguf" and not folder:
         raise ConfigError("A GGUF file needs a tokenizer: quark.torch.export_gguf(model, folder, name, tokenizer).")
-
-
-def _loadable(model: Any, config: Any, chosen: Any) -> Any:
-    """The config, without layers of a model of transformers that the program builds in float.
-
-    Raises NotSupportedError for one of which the program would not load the folder.
-    """
-    from quark.torch.flows.check_plan import check_goal
-    from quark.torch.flows.float_layers import left_in_float
-    from quark.torch.flows.predicted_size import planned
-    from quark.torch.model.meta_model import meta_copy
-    from quark.torch.model.names import is_transformers_model
-
-    if chosen.goal.looks_at_layers and is_transformers_model(model):
-        meta = meta_copy(model)
-        config = left_in_float(meta, config, chosen.goal)
-        with severity(3):  # what a plan says is said when it is carried out
-            plan = planned(meta, config, chosen.form)[0]
-        check_goal(meta, plan, chosen.goal, chosen.form)
-    return config

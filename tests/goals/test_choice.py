@@ -9,7 +9,7 @@ import pytest
 from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.gguf import MIXES
-from quark.goals import EFFORTS, GOALS, choose
+from quark.goals import EFFORTS, GOALS, GoalChoice, GoalRequest, choose
 from quark.goals.efforts import steps_for
 from quark.goals.facts import FACTS, MIX_NAMES, ONNX_FILE, Answer
 from quark.jobs.words import (
@@ -33,6 +33,10 @@ REFUSED_BY_VLLM = [
     "int8_wo", "int4_wo_per_channel", "int3_wo_128", "int2_wo_64", "int4_wa_64", "int4_fp8", "amdfp4", "mx4", "mx6",
     "mx9", "mxint8", "bfp16", "mxfp8_e5m2",
 ]  # fmt: skip
+
+
+def chosen(goal: str, onnx: bool = False, **asked: Any) -> GoalChoice:
+    return choose(GoalRequest(goal=goal, onnx=onnx, **asked))
 
 
 def test_light_names_are_those_of_the_registries() -> None:
@@ -60,25 +64,39 @@ def test_every_row_of_a_goal_is_known_to_load(name: str) -> None:
         defaults = GOALS[name].defaults(onnx)
         if defaults is None:
             with pytest.raises(ConfigError, match="Possible for"):
-                choose(name, onnx)
+                chosen(name, onnx)
             continue
         for bits, (form, scheme) in defaults.bits.items():
-            chosen = choose(name, onnx, bits=bits, has_data=True)
-            assert (chosen.form, chosen.scheme) == (form, scheme)
-        assert choose(name, onnx).command("a b").count("'a b'") == 1
+            choice = chosen(name, onnx, bits=bits, has_data=True)
+            assert (choice.form, choice.scheme) == (form, scheme)
+        assert chosen(name, onnx).command("a b").count("'a b'") == 1
+
+
+@pytest.mark.parametrize("candidates", [(), ("q4_k", "q8_0"), ("uint4_wo_128", "int8_wo")], ids=",".join)
+@pytest.mark.parametrize("name", GOALS)
+def test_bits_between_those_of_the_schemes_are_a_mix_or_refused(name: str, candidates: tuple[str, ...]) -> None:
+    if GOALS[name].folder is None:
+        return
+    try:
+        choice = chosen(name, bits=4.5, candidates=candidates)
+    except (ConfigError, NotSupportedError) as error:  # of the format, or of a candidate
+        assert any(words in str(error) for words in ("Possible for", "It loads", "Unknown scheme"))
+        return
+    form, own = choice.defaults.mixed or ("", ())
+    assert (choice.scheme, choice.form, choice.mixed) == ("mix", form, candidates or own)
 
 
 @pytest.mark.parametrize("scheme", REFUSED_BY_VLLM)
 def test_a_scheme_that_the_program_refuses_is_an_error_that_says_what_loads(scheme: str) -> None:
     with pytest.raises(NotSupportedError, match=rf"vLLM 0\.32 refuses {scheme}\. It loads: .*uint4_wo_128"):
-        choose("vllm", False, scheme=scheme)
+        chosen("vllm", scheme=scheme)
 
 
 def test_families_are_the_scheme_of_the_goal() -> None:
-    assert choose("llama.cpp", False, scheme="int4").scheme == "q4_k_m"
-    assert choose("llama.cpp", False, scheme="Q5-K-M").scheme == "q5_k_m"
-    assert choose("vllm", False, scheme="W8A8").scheme == "int8_dynamic"
-    assert choose("onnxruntime", True, scheme="int8").scheme == "INT8_CPU"
+    assert chosen("llama.cpp", scheme="int4").scheme == "q4_k_m"
+    assert chosen("llama.cpp", scheme="Q5-K-M").scheme == "q5_k_m"
+    assert chosen("vllm", scheme="W8A8").scheme == "int8_dynamic"
+    assert chosen("onnxruntime", True, scheme="int8").scheme == "INT8_CPU"
 
 
 @pytest.mark.parametrize(
@@ -98,14 +116,14 @@ def test_families_are_the_scheme_of_the_goal() -> None:
 )
 def test_wrong_words_say_what_is_possible(arguments: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        choose("vllm", False, **arguments)  # type: ignore[arg-type]
+        chosen("vllm", **arguments)
 
 
 def test_an_onnx_file_needs_data_of_its_own_and_a_folder_has_the_text_of_the_package() -> None:
     with pytest.raises(CalibrationError, match="pass --calib FILE"):
-        choose("onnxruntime", True, effort="best")
-    assert choose("vllm", False, effort="best").effort == "best"
-    assert choose("vllm", False).effort == "fast"
+        chosen("onnxruntime", True, effort="best")
+    assert chosen("vllm", effort="best").effort == "best"
+    assert chosen("vllm").effort == "fast"
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
@@ -140,16 +158,16 @@ def test_every_scheme_has_one_name() -> None:
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_awq_is_served_in_float16(name: str) -> None:
     """The AWQ kernels refuse bfloat16, which most models say in their config.json."""
-    assert choose(name, False).command("out").endswith("out --dtype float16")
-    assert "dtype" not in choose(name, False, bits=8).command("out")
+    assert chosen(name).command("out").endswith("out --dtype float16")
+    assert "dtype" not in chosen(name, bits=8).command("out")
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "glm4"])
 def test_what_vllm_refuses_in_float16_is_served_in_its_own_type(kind: str) -> None:
-    assert choose("vllm", False).for_type(kind).command("out") == "vllm serve out"
-    assert choose("vllm", False).for_type("llama").command("out") == "vllm serve out --dtype float16"
-    cached = choose("vllm", False, cache="fp8", holding={"compressed-tensors"})
-    assert cached.for_type(kind).command("out") == cached.command("out") == "vllm serve out --kv-cache-dtype fp8"
+    assert chosen("vllm").fitted(bool, kind).command("out") == "vllm serve out"
+    assert chosen("vllm").fitted(bool, "llama").command("out") == "vllm serve out --dtype float16"
+    cached = chosen("vllm", cache="fp8", cache_forms={"compressed-tensors"})
+    assert cached.fitted(bool, kind).command("out") == cached.command("out") == "vllm serve out --kv-cache-dtype fp8"
 
 
 @pytest.mark.parametrize("cache", CACHE_SCHEMES)
@@ -158,26 +176,26 @@ def test_a_cache_is_written_where_the_format_holds_it_and_the_program_reads_it(n
     goal, spec = GOALS[name], cache_spec(cache)
     if goal.folder is None:
         return
-    holding = {form for form, row in FORMATS.items() if row.holds_cache(spec)}
+    forms = {form for form, row in FORMATS.items() if row.holds_cache(spec)}
     if cache not in goal.cache:
         with pytest.raises(NotSupportedError, match=f"{goal.program} is not known to read a cache .* in {cache}"):
-            choose(name, False, cache=cache, holding=holding)
+            chosen(name, cache=cache, cache_forms=forms)
         return
     for bits in (None, *goal.folder.bits):
-        chosen = choose(name, False, bits=bits, cache=cache, holding=holding)
-        assert chosen.form in holding
-        assert (chosen.form, chosen.scheme) in {(fact.form, fact.scheme) for fact in goal.loaded(False)}
+        choice = chosen(name, bits=bits, cache=cache, cache_forms=forms)
+        assert choice.form in forms
+        assert (choice.form, choice.scheme) in {(fact.form, fact.scheme) for fact in goal.loaded(False)}
     with pytest.raises(NotSupportedError, match="awq format has no place for a KV cache"):
-        choose(name, False, form="awq", cache=cache, holding=holding)
+        chosen(name, form="awq", cache=cache, cache_forms=forms)
 
 
 def test_a_scheme_without_a_form_for_a_cache_is_refused() -> None:
     with pytest.raises(NotSupportedError, match=r"uint4_wo_128 as awq only.*Possible beside one: .*int4_wo_128"):
-        choose("sglang", False, scheme="uint4_wo_128", cache="fp8", holding={"quark", "compressed-tensors"})
+        chosen("sglang", scheme="uint4_wo_128", cache="fp8", cache_forms={"quark", "compressed-tensors"})
 
 
 def test_a_target_of_another_program_is_refused_beside_a_goal() -> None:
-    openvino, here = choose("openvino", True), choose("onnxruntime", True)
+    openvino, here = chosen("openvino", True), chosen("onnxruntime", True)
     assert openvino.target_with(None) == openvino.target_with("openvino") == "openvino"
     assert here.target_with(None) is None and here.target_with("ort_arm64") == "ort_arm64"
     with pytest.raises(ConfigError, match="--target ort_x64 is not of OpenVINO, .* Possible: --target openvino"):
@@ -191,17 +209,17 @@ def test_targets_beside_a_goal_are_those_of_the_onnx_flow(name: str) -> None:
 
 
 @pytest.mark.parametrize(("asked", "fitting", "scheme"), [
-    ({"name": "vllm"}, "uint4_wo_64 uint4_wo_32", "uint4_wo_64"),
-    ({"name": "transformers", "bits": 4}, "uint4_wo_32", "uint4_wo_32"),
-    ({"name": "vllm", "scheme": "int4"}, "uint4_wo_32", "uint4_wo_32"),
-    ({"name": "transformers", "scheme": "uint4_wo_128"}, "uint4_wo_32", "uint4_wo_128"),  # asked for by its name
-    ({"name": "vllm"}, "uint4_wo_128 uint4_wo_64", "uint4_wo_128"),
-    ({"name": "vllm"}, "", "uint4_wo_128"),  # nothing fits: the work says so
-    ({"name": "ryzen-ai"}, "uint4_wo_64", "uint4_wo_128"),  # of which no other is known to load
-    ({"name": "vllm", "bits": 4.5}, "uint4_wo_64", "mix"),
+    ({"goal": "vllm"}, "uint4_wo_64 uint4_wo_32", "uint4_wo_64"),
+    ({"goal": "transformers", "bits": 4}, "uint4_wo_32", "uint4_wo_32"),
+    ({"goal": "vllm", "scheme": "int4"}, "uint4_wo_32", "uint4_wo_32"),
+    ({"goal": "transformers", "scheme": "uint4_wo_128"}, "uint4_wo_32", "uint4_wo_128"),  # asked for by its name
+    ({"goal": "vllm"}, "uint4_wo_128 uint4_wo_64", "uint4_wo_128"),
+    ({"goal": "vllm"}, "", "uint4_wo_128"),  # nothing fits: the work says so
+    ({"goal": "ryzen-ai"}, "uint4_wo_64", "uint4_wo_128"),  # of which no other is known to load
+    ({"goal": "vllm", "bits": 4.5}, "uint4_wo_64", "mix"),
 ])  # fmt: skip
 def test_groups_that_do_not_divide_a_model_are_smaller(asked: dict[str, Any], fitting: str, scheme: str) -> None:
-    choice = choose(asked.pop("name"), False, **asked)
+    choice = chosen(**asked)
     found = choice.fitted(lambda name: name in fitting.split())
     assert found.scheme == scheme
     assert (found is choice) == (scheme == choice.scheme)

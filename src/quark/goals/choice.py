@@ -14,71 +14,111 @@ from quark.goals.efforts import effort_of, require_data, steps_for
 from quark.goals.facts import ONNX_FILE, Answer, Fact
 from quark.goals.goal import GOALS, GoalDefaults, RuntimeGoal
 
+MIX = "mix"
+"""In place of a scheme, where layers differ."""
+
+ONNX_EFFORTS = {
+    "fast": "ranges alone: no algorithms",
+    "balanced": "the quick steps of recovery, for at most a minute",
+    "best": "all steps of recovery, for at most ten minutes; what helps on held-out samples is kept",
+}
+"""Effort -> what it means for an ONNX file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoalRequest:
+    """What is asked for of a goal.
+
+    Attributes:
+        goal: Its name.
+        onnx: Whether the model is an ONNX file; else a folder, or a module.
+        scheme, form: None: the goal's. A family such as "int4" is the goal's scheme of it.
+        bits: Of a weight, in place of a scheme; a number that the goal has no scheme of is a budget.
+        effort: One of EFFORTS; None: balanced where there are data, else fast.
+        algorithms: In place of those of the effort.
+        has_data: Whether calibration data are given.
+        budget: Whether layers get schemes of their own, within bits or a size.
+        candidates: What a budget chooses from, in place of the goal's schemes.
+        cache: Scheme of a cache of keys and values that is quantized beside the weights.
+        cache_forms: The forms that have a place for it; None: all that there are.
+    """
+
+    goal: str
+    onnx: bool = False
+    scheme: str | None = None
+    bits: float | None = None
+    form: str | None = None
+    effort: str | None = None
+    algorithms: Sequence[str] | None = None
+    has_data: bool = False
+    budget: bool = False
+    candidates: Sequence[str] = ()
+    cache: str | None = None
+    cache_forms: Collection[str] | None = None
+
 
 @dataclass(frozen=True)
 class GoalChoice:
     """What was chosen, and why.
 
     Attributes:
+        asked: What was asked for.
         goal: For which program.
+        defaults: What the program has for this kind of model.
         scheme: Name of a scheme, or of a configuration of the ONNX flow.
         form: A value of --export-format; ONNX_FILE for an ONNX file.
         effort: One of EFFORTS.
         algorithms: As --algorithm takes them.
         reasons: Choice -> why.
         serve: The command that runs the result; `{out}` is its path.
-        target: Of an ONNX file: a value of --target, or None.
-        targets: Values of --target that may be given beside it.
-        given: Whether the scheme was asked for, and not the default.
-        named: Whether it was asked for by its own name, and not by bits or a family.
         mixed: The schemes that a budget chooses from, none: what the form chooses from; None: one scheme for all.
     """
 
+    asked: GoalRequest
     goal: RuntimeGoal
+    defaults: GoalDefaults
     scheme: str
     form: str
     effort: str
     algorithms: tuple[str, ...]
     reasons: dict[str, str]
     serve: str
-    target: str | None = None
-    given: bool = False
-    targets: tuple[str, ...] = ()
     mixed: tuple[str, ...] | None = None
-    named: bool = False
 
-    def fitted(self, fits: Callable[[str], bool]) -> GoalChoice:
+    def fitted(self, fits: Callable[[str], bool], model_type: str = "") -> GoalChoice:
         """The choice for a model: in smaller groups where those of the scheme do not divide most of its weights.
 
         A scheme that was asked for by its name stays, and so does one of which the program loads no smaller groups.
 
         Args:
             fits: Whether the groups of a scheme divide the model.
+            model_type: Of the model, by its config.json: a program may refuse to run some in float16.
         """
-        if self.named or self.mixed is not None or self.form == ONNX_FILE:
-            return self
+        choice = self
+        if model_type in self.goal.bfloat16:
+            choice = replace(self, serve=self.serve.removesuffix(self.defaults.serve_options.get(self.form, "")))
+        if self.asked.scheme == self.scheme or self.mixed is not None or self.asked.onnx:
+            return choice
         known = {fact.scheme: fact for fact in self.goal.loaded(False) if fact.form == self.form}
         others = [name for name in in_smaller_groups(self.scheme) if name in known]
-        if not others or fits(self.scheme):
-            return self
-        found = next(filter(fits, others), None)
-        if found is None:
-            return self
+        smaller = next(filter(fits, others), None) if others and not fits(self.scheme) else None
+        if smaller is None:
+            return choice
         why = f"{self.reasons['scheme']}; in smaller groups, as those of {self.scheme} do not divide this model"
-        return replace(self, scheme=found, reasons={**self.reasons, "scheme": why, "format": str(known[found])})
+        return replace(choice, scheme=smaller, reasons={**self.reasons, "scheme": why, "format": str(known[smaller])})
 
     def rows(self) -> list[tuple[str, str, str]]:
         """What, the choice, and the reason, for a table."""
-        form = "onnx" if self.form == ONNX_FILE else self.form
+        form = "onnx" if self.asked.onnx else self.form
         algorithms = ", ".join(self.algorithms) or "none"
         values = {"scheme": self.scheme, "format": form, "effort": self.effort, "algorithms": algorithms}
         return [(what, value, self.reasons.get(what, "")) for what, value in values.items()]
 
-    def summary(self) -> tuple[str, str, str]:
-        """Scheme, form with algorithms and effort, and why, for a line of the log."""
-        form = "onnx" if self.form == ONNX_FILE else self.form
-        steps = f", {', '.join(self.algorithms)}" if self.algorithms else ""
-        return self.scheme, f"{form}{steps} ({self.effort})", "; ".join(self.reasons.values())
+    def __str__(self) -> str:
+        form = "onnx" if self.asked.onnx else self.form
+        steps = "".join(f", {name}" for name in self.algorithms)
+        why = "; ".join(self.reasons.values())
+        return f"For {self.goal.program}: {self.scheme} as {form}{steps} ({self.effort}), because: {why}."
 
     def target_with(self, asked: str | None) -> str | None:
         """The value of --target: the one asked for beside the goal, or that of the goal.
@@ -86,24 +126,18 @@ class GoalChoice:
         Raises:
             ConfigError: It is of another program than the goal.
         """
-        if asked is not None and asked not in self.targets:
-            possible = f"--target {', '.join(self.targets)}, or --for alone" if self.targets else "--for alone"
+        targets = self.defaults.targets
+        if asked is not None and asked not in targets:
+            possible = f"--target {', '.join(targets)}, or --for alone" if targets else "--for alone"
             raise ConfigError(
                 f"--target {asked} is not of {self.goal.program}, which --for {self.goal.name} says. Possible: "
                 f"{possible}."
             )
-        return asked or self.target
-
-    def for_type(self, model_type: str) -> GoalChoice:
-        """The choice for models of a type, by their config.json: a program may refuse to run some in float16."""
-        if model_type not in self.goal.bfloat16 or self.goal.folder is None:
-            return self
-        return replace(self, serve=self.serve.removesuffix(self.goal.folder.serve_options.get(self.form, "")))
+        return asked or self.defaults.target
 
     def of_pipeline(self) -> GoalChoice:
         """The choice with the command that runs a whole pipeline, where its program has another one for that."""
-        offer = self.goal.folder
-        return replace(self, serve=offer.serve_pipeline or self.serve) if offer is not None else self
+        return replace(self, serve=self.defaults.serve_pipeline or self.serve)
 
     def command(self, output: str) -> str:
         """The command that runs the result.
@@ -114,79 +148,173 @@ class GoalChoice:
         return self.serve.format(out=shlex.quote(output))
 
 
-def choose(
-    name: str,
-    onnx: bool,
-    *,
-    scheme: str | None = None,
-    bits: float | None = None,
-    form: str | None = None,
-    effort: str | None = None,
-    algorithms: Sequence[str] | None = None,
-    has_data: bool = False,
-    budget: bool = False,
-    candidates: Sequence[str] = (),
-    cache: str | None = None,
-    holding: Collection[str] | None = None,
-) -> GoalChoice:
+def choose(asked: GoalRequest) -> GoalChoice:
     """What is done for a goal.
-
-    Args:
-        name: Of the goal.
-        onnx: Whether the model is an ONNX file; else a folder.
-        scheme, form: Asked for; None: the goal's. A family such as "int4" is the goal's scheme of it.
-        bits: Of a weight, in place of a scheme; a number that the goal has no scheme of is a budget.
-        effort: One of EFFORTS; None: balanced where there are data, else fast.
-        algorithms: Asked for, in place of those of the effort.
-        has_data: Whether calibration data are given.
-        budget: Whether layers get schemes of their own, within bits or a size.
-        candidates: What a budget chooses from, in place of the goal's schemes.
-        cache: Scheme of a cache of keys and values that is quantized beside the weights.
-        holding: The forms that have a place for it; None: all that there are.
 
     Raises:
         ConfigError: No such goal, effort or number of bits; the program takes no such kind of model.
         NotSupportedError: The program refuses the scheme, or nobody has tried it; names what it loads.
         CalibrationError: The effort needs data, and the model is an ONNX file.
     """
-    goal = GOALS[name]
-    defaults = _defaults_of(goal, name, onnx)
-    if cache is not None:
-        defaults = _with_cache(goal, defaults, cache, holding or (), form)
-    mixed = None
-    if budget or (bits is not None and bits not in defaults.bits and scheme is None):
-        chosen_form, mixed, why = _mixed(goal, defaults, onnx, bits, form, candidates)
-        chosen = defaults.default[1]
+    goal = GOALS[asked.goal]
+    defaults = goal.onnx if asked.onnx else goal.folder
+    if defaults is None:
+        raise _takes_none(asked)
+    if asked.cache is not None:
+        defaults = _beside_cache(asked, goal, defaults, asked.cache)
+    known, mixed = _Known(asked, goal, defaults, goal.facts(asked.onnx)), None
+    if asked.budget or (asked.bits is not None and asked.bits not in defaults.bits and asked.scheme is None):
+        fact, mixed = known.mix()
+        scheme, why = defaults.default[1], "layers that lose most get most bits"
     else:
-        chosen_form, chosen, why = _scheme(goal, defaults, onnx, scheme, bits, form, has_data, holding)
-    level = effort_of(effort, has_data)
-    if effort is not None and algorithms is None:
-        require_data(level, has_data, onnx)
-    known = mixed[0] if mixed else chosen
-    steps, because = _steps(onnx, algorithms, chosen, level)
-    reasons = {"scheme": why, "format": str(_fact(goal, onnx, chosen_form, known)), **because}
+        fact, why = known.one_scheme()
+        scheme = fact.scheme
+    effort = effort_of(asked.effort, asked.has_data)
+    if asked.effort is not None and asked.algorithms is None:
+        require_data(effort, asked.has_data, asked.onnx)
+    reasons, algorithms = {"scheme": why, "format": str(fact)}, tuple(asked.algorithms or ())
+    if asked.algorithms is not None:
+        reasons["algorithms"] = "asked for"
+    elif asked.onnx:
+        reasons["effort"] = ONNX_EFFORTS[effort]
+    else:
+        steps = steps_for(scheme, effort)
+        reasons["algorithms"], algorithms = steps.why, steps.algorithms
+    serve = defaults.serve + defaults.serve_options.get(fact.form, "") + (defaults.serve_cache if asked.cache else "")
     return GoalChoice(
-        goal, chosen if mixed is None else MIX, chosen_form, level, steps, reasons,
-        defaults.serve_as(chosen_form) + (defaults.serve_cache if cache else ""),
-        defaults.target, given=scheme is not None or bits is not None, targets=defaults.targets, mixed=mixed,
-        named=scheme == chosen,
-    )  # fmt: skip
+        asked, goal, defaults, scheme if mixed is None else MIX, fact.form, effort, algorithms, reasons, serve, mixed
+    )
 
 
-def _steps(
-    onnx: bool, algorithms: Sequence[str] | None, scheme: str, level: str
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The algorithms, and the reason: those that are asked for, or those of an effort."""
-    if algorithms is not None:
-        return tuple(algorithms), {"algorithms": "asked for"}
-    if onnx:
-        return (), {"effort": ONNX_EFFORTS[level]}
-    found = steps_for(scheme, level)
-    return found.algorithms, {"algorithms": found.why}
+@dataclass(frozen=True)
+class _Known:
+    """What is asked for of a goal, and what is known of its program for that kind of model."""
+
+    asked: GoalRequest
+    goal: RuntimeGoal
+    defaults: GoalDefaults
+    facts: list[Fact]
+
+    def one_scheme(self) -> tuple[Fact, str]:
+        """The fact of the scheme that all layers get, and the reason for it."""
+        scheme, bits, has_data = self.asked.scheme, self.asked.bits, self.asked.has_data
+        rows = self.defaults.bits
+        if scheme is not None and bits is not None:
+            raise ConfigError("--scheme and --bits say the same twice. Possible: one of them.")
+        if bits is not None:
+            return self.loaded(*rows[int(bits)]), f"{bits:g} bits"
+        if scheme is None:
+            without = None if has_data else self.defaults.without_data
+            return self.loaded(*(without or self.defaults.default)), self.defaults.why
+        form, name = self.row_of(scheme)
+        return self.loaded(form, name), "asked for" if name == scheme else f"{scheme}: here it is {name}"
+
+    def row_of(self, scheme: str) -> tuple[str | None, str]:
+        """Form and scheme of a name; of a family, of the usual one of it, or of what the program loads."""
+        usual = [self.defaults.default, *self.defaults.bits.values()]
+        if all(fact.scheme != scheme for fact in self.facts):
+            loaded = [fact.scheme for fact in self.facts if fact.answer is not Answer.REFUSED]
+            scheme = named_in(scheme, [name for _, name in usual]) or named_in(scheme, loaded) or scheme
+        return next((row for row in usual if row[1] == scheme), (None, scheme))
+
+    def loaded(self, preferred: str | None, scheme: str) -> Fact:
+        """The fact of a scheme in the form that is asked for, the preferred one, or the best known.
+
+        Raises:
+            NotSupportedError: The program loads it in none, or in none of those that hold a cache.
+        """
+        form, beside = self.asked.form, self.asked.cache_forms
+        known = [fact for fact in self.facts if fact.scheme == scheme and form in (None, fact.form)]
+        known = [fact for fact in known if fact.answer is not Answer.REFUSED]
+        if not known:
+            raise self.unknown(scheme, form)
+        usable = [fact for fact in known if beside is None or fact.form in beside]
+        if not usable:
+            others = sorted({fact.scheme for fact in self.goal.loaded(self.asked.onnx) if fact.form in (beside or ())})
+            raise NotSupportedError(
+                f"{self.goal.program} is known to load {scheme} as {', '.join(fact.form for fact in known)} only, "
+                f"which has no place for a KV cache. Possible beside one: {', '.join(others)}."
+            )
+        return min(usable, key=lambda fact: (fact.form != preferred, fact.answer is not Answer.RIGHT))
+
+    def mix(self) -> tuple[Fact, tuple[str, ...]]:
+        """The fact of the form whose layers have schemes of their own, and the candidates."""
+        asked, goal, bits = self.asked, self.goal, self.asked.bits
+        if self.defaults.mixed is None:
+            raise self.no_mix()
+        if bits is not None and not 0 < bits < math.inf:
+            known = ", ".join(map(str, self.defaults.bits))
+            raise ConfigError(f"--bits {bits:g} is no number of bits. Possible for {goal.name}: {known}, or between.")
+        form, own = self.defaults.mixed
+        if asked.form not in (None, form):
+            raise NotSupportedError(f"A mix of schemes for {goal.program} is written as {form}, not as {asked.form}.")
+        loaded = {fact.scheme: fact for fact in goal.loaded(asked.onnx) if fact.form == form}
+        # The block types of GGUF files are no schemes: who reads one of them reads all.
+        for name in asked.candidates if own or form != "gguf" else ():
+            if name not in loaded:
+                raise self.unknown(name, form)
+        candidates = tuple(asked.candidates) or own
+        if own and len(candidates) < 2:
+            raise ConfigError(f"A mix needs two candidates at least, got {', '.join(candidates)}.")
+        first = loaded.get(next(iter(candidates), ""))
+        return first or loaded[self.defaults.default[1]], candidates
+
+    def no_mix(self) -> NotSupportedError:
+        """The error for a mix that no format of the program holds."""
+        asked = "A size" if self.asked.bits is None else f"--bits {self.asked.bits:g}"
+        known = ", ".join(map(str, self.defaults.bits))
+        others = ", ".join(name for name, row in GOALS.items() if row.folder is not None and row.folder.mixed)
+        return NotSupportedError(
+            f"{asked} is a mix of schemes, which no format of {self.goal.program} is known to hold. Possible for "
+            f"{self.goal.name}: --bits {known}. A mix{' of a model folder' if self.asked.onnx else ''}: {others}."
+        )
+
+    def unknown(self, scheme: str, form: str | None) -> Exception:
+        """The error for a scheme that is refused, untried, or no scheme at all."""
+        program, rows = self.goal.program, [fact for fact in self.facts if form in (None, fact.form)]
+        tried = [fact for fact in rows if fact.scheme == scheme]
+        loaded = sorted({fact.scheme for fact in rows if fact.answer is not Answer.REFUSED})
+        written = f" as {form}" if form not in (None, ONNX_FILE) else ""
+        possible = f"It loads{written}: {', '.join(loaded) or 'nothing'}."
+        if tried:
+            return NotSupportedError(f"{program} {tried[0].version} refuses {scheme}{written}. {possible}")
+        if is_known(scheme, self.asked.onnx):
+            return NotSupportedError(
+                f"Nobody has tried {scheme}{written} in {program}. {possible} Without --for it is written."
+            )
+        if family_of(scheme):
+            return NotSupportedError(f"{program} is not known to load any {scheme}{written}. {possible}")
+        return ConfigError(f"Unknown scheme {scheme!r}. {suggestion(scheme, loaded) or did_you_mean(scheme, loaded)}")
 
 
-MIX = "mix"
-"""In place of a scheme, where layers differ."""
+def _takes_none(asked: GoalRequest) -> ConfigError:
+    """The error for a program that takes no model of this kind."""
+    others = ", ".join(name for name, row in GOALS.items() if row.defaults(asked.onnx) is not None)
+    kind = "an ONNX file" if asked.onnx else "a model folder"
+    return ConfigError(f"--for {asked.goal} takes no {kind.split(' ', 1)[1]}. Possible for {kind}: {others}.")
+
+
+def _beside_cache(asked: GoalRequest, goal: RuntimeGoal, defaults: GoalDefaults, cache: str) -> GoalDefaults:
+    """What a goal makes of a model whose cache of keys and values is quantized, too.
+
+    Raises:
+        NotSupportedError: The program reads no such cache, or the form has no place for it.
+    """
+    if cache not in goal.cache:
+        others = ", ".join(name for name, row in GOALS.items() if cache in row.cache)
+        own = f"a cache in {', '.join(goal.cache)}" if goal.cache else f"--for {others}"
+        raise NotSupportedError(
+            f"{goal.program} is not known to read a cache of keys and values in {cache}. Possible: {own}. Without "
+            "--for it is written."
+        )
+    forms = asked.cache_forms
+    if asked.form is not None and forms is not None and asked.form not in forms:
+        raise NotSupportedError(
+            f"The {asked.form} format has no place for a KV cache in {cache}. Possible: {', '.join(sorted(forms))}."
+        )
+    if not defaults.cached:
+        return defaults
+    return replace(defaults, default=next(iter(defaults.cached.values())), bits=defaults.cached, without_data=None)
 
 
 def fusing_programs(form: str, schemes: Sequence[str]) -> tuple[str, ...]:
@@ -200,169 +328,6 @@ def fusing_programs(form: str, schemes: Sequence[str]) -> tuple[str, ...]:
             for fact in goal.facts(onnx=False)
         )
     )
-
-
-def _defaults_of(goal: RuntimeGoal, name: str, onnx: bool) -> GoalDefaults:
-    """What a goal makes of this kind of model. Raises ConfigError where its program takes none."""
-    defaults = goal.defaults(onnx)
-    if defaults is None:
-        kind = "an ONNX file" if onnx else "a model folder"
-        others = ", ".join(other for other, row in GOALS.items() if row.defaults(onnx) is not None)
-        raise ConfigError(f"--for {name} takes no {kind.split(' ', 1)[1]}. Possible for {kind}: {others}.")
-    return defaults
-
-
-def _with_cache(
-    goal: RuntimeGoal, defaults: GoalDefaults, cache: str, holding: Collection[str], form: str | None
-) -> GoalDefaults:
-    """What a goal makes of a model whose cache of keys and values is quantized, too.
-
-    Raises:
-        NotSupportedError: The program reads no such cache, or the form has no place for it.
-    """
-    if cache not in goal.cache:
-        others = ", ".join(name for name, row in GOALS.items() if cache in row.cache)
-        own = f"a cache in {', '.join(goal.cache)}" if goal.cache else f"--for {others}"
-        raise NotSupportedError(
-            f"{goal.program} is not known to read a cache of keys and values in {cache}. Possible: {own}. Without "
-            "--for it is written."
-        )
-    if form is not None and form not in holding:
-        raise NotSupportedError(
-            f"The {form} format has no place for a KV cache in {cache}. Possible: {', '.join(sorted(holding))}."
-        )
-    if not defaults.cached:
-        return defaults
-    return replace(defaults, default=next(iter(defaults.cached.values())), bits=defaults.cached, without_data=None)
-
-
-def _no_mix(goal: RuntimeGoal, defaults: GoalDefaults, onnx: bool, bits: float | None) -> NotSupportedError:
-    asked = "A size" if bits is None else f"--bits {bits:g}"
-    known = ", ".join(map(str, defaults.bits))
-    others = ", ".join(name for name, row in GOALS.items() if row.folder is not None and row.folder.mixed)
-    return NotSupportedError(
-        f"{asked} is a mix of schemes, which no format of {goal.program} is known to hold. Possible for "
-        f"{goal.name}: --bits {known}. A mix{' of a model folder' if onnx else ''}: {others}."
-    )
-
-
-def _mixed(
-    goal: RuntimeGoal,
-    defaults: GoalDefaults,
-    onnx: bool,
-    bits: float | None,
-    form: str | None,
-    candidates: Sequence[str],
-) -> tuple[str, tuple[str, ...], str]:
-    """Form, candidates, and the reason for layers with schemes of their own."""
-    if defaults.mixed is None:
-        raise _no_mix(goal, defaults, onnx, bits)
-    if bits is not None and not 0 < bits < math.inf:
-        known = ", ".join(map(str, defaults.bits))
-        raise ConfigError(f"--bits {bits:g} is no number of bits. Possible for {goal.name}: {known}, or between.")
-    made, own = defaults.mixed
-    if form not in (None, made):
-        raise NotSupportedError(f"A mix of schemes for {goal.program} is written as {made}, not as {form}.")
-    # The block types of GGUF files are no schemes: who reads one of them reads all.
-    for name in candidates if own or made != "gguf" else ():
-        _in_form(goal, onnx, name, made, made)
-    if own and len(candidates or own) < 2:
-        raise ConfigError(f"A mix needs two candidates at least, got {', '.join(candidates)}.")
-    return made, tuple(candidates) or own, "layers that lose most get most bits"
-
-
-ONNX_EFFORTS = {
-    "fast": "ranges alone: no algorithms",
-    "balanced": "the quick steps of recovery, for at most a minute",
-    "best": "all steps of recovery, for at most ten minutes; what helps on held-out samples is kept",
-}
-"""Effort -> what it means for an ONNX file."""
-
-
-def _scheme(
-    goal: RuntimeGoal,
-    defaults: GoalDefaults,
-    onnx: bool,
-    scheme: str | None,
-    bits: float | None,
-    form: str | None,
-    has_data: bool,
-    holding: Collection[str] | None,
-) -> tuple[str, str, str]:
-    """Form, scheme, and the reason."""
-    if scheme is not None and bits is not None:
-        raise ConfigError("--scheme and --bits say the same twice. Possible: one of them.")
-    if bits is not None:
-        if bits not in defaults.bits:
-            known = ", ".join(map(str, defaults.bits))
-            raise ConfigError(f"--bits {bits:g} is not known of {goal.program}. Possible for {goal.name}: {known}.")
-        made, name = defaults.bits[int(bits)]
-        return _in_form(goal, onnx, name, form, made, holding), name, f"{bits:g} bits"
-    if scheme is None:
-        made, name = defaults.default if has_data or defaults.without_data is None else defaults.without_data
-        return _in_form(goal, onnx, name, form, made, holding), name, defaults.why
-    rows = [defaults.default, *defaults.bits.values()]
-    found = _named(goal, onnx, scheme, [name for _, name in rows])
-    if found is None:
-        raise _unknown(goal, onnx, scheme, form)
-    preferred = next((row[0] for row in rows if row[1] == found), None)
-    why = "asked for" if found == scheme else f"{scheme}: here it is {found}"
-    return _in_form(goal, onnx, found, form, preferred, holding), found, why
-
-
-def _named(goal: RuntimeGoal, onnx: bool, scheme: str, usual: Sequence[str]) -> str | None:
-    """The scheme of a name; of a family, the usual one of it, or what the program loads."""
-    if any(fact.scheme == scheme for fact in goal.facts(onnx)):
-        return scheme
-    return named_in(scheme, usual) or named_in(scheme, [fact.scheme for fact in goal.loaded(onnx)])
-
-
-def _in_form(
-    goal: RuntimeGoal,
-    onnx: bool,
-    scheme: str,
-    form: str | None,
-    preferred: str | None,
-    holding: Collection[str] | None = None,
-) -> str:
-    """The form in which the program loads a scheme: the one asked for, the preferred one, or the best known.
-
-    Raises:
-        NotSupportedError: There is none, or none of those that hold a cache.
-    """
-    known = [fact for fact in goal.loaded(onnx) if fact.scheme == scheme and form in (None, fact.form)]
-    if not known:
-        raise _unknown(goal, onnx, scheme, form)
-    usable = [fact for fact in known if holding is None or fact.form in holding]
-    if not usable:
-        others = sorted({fact.scheme for fact in goal.loaded(onnx) if fact.form in (holding or ())})
-        raise NotSupportedError(
-            f"{goal.program} is known to load {scheme} as {', '.join(fact.form for fact in known)} only, which has no "
-            f"place for a KV cache. Possible beside one: {', '.join(others)}."
-        )
-    usable.sort(key=lambda fact: (fact.form != preferred, fact.answer is not Answer.RIGHT))
-    return usable[0].form
-
-
-def _fact(goal: RuntimeGoal, onnx: bool, form: str, scheme: str) -> Fact:
-    return next(fact for fact in goal.loaded(onnx) if (fact.form, fact.scheme) == (form, scheme))
-
-
-def _unknown(goal: RuntimeGoal, onnx: bool, scheme: str, form: str | None) -> Exception:
-    """The error for a scheme that is refused, untried, or no scheme at all."""
-    facts = [fact for fact in goal.facts(onnx) if fact.scheme == scheme and form in (None, fact.form)]
-    loaded = sorted({fact.scheme for fact in goal.loaded(onnx) if form in (None, fact.form)})
-    written = f" as {form}" if form not in (None, ONNX_FILE) else ""
-    possible = f"It loads{written}: {', '.join(loaded) or 'nothing'}."
-    if facts:
-        return NotSupportedError(f"{goal.program} {facts[0].version} refuses {scheme}{written}. {possible}")
-    if is_known(scheme, onnx):
-        return NotSupportedError(
-            f"Nobody has tried {scheme}{written} in {goal.program}. {possible} Without --for it is written."
-        )
-    if family_of(scheme):
-        return NotSupportedError(f"{goal.program} is not known to load any {scheme}{written}. {possible}")
-    return ConfigError(f"Unknown scheme {scheme!r}. {suggestion(scheme, loaded) or did_you_mean(scheme, loaded)}")
 
 
 def is_known(scheme: str, onnx: bool) -> bool:

@@ -38,11 +38,6 @@ class GoalDefaults:
     serve_options: Mapping[str, str] = field(default_factory=dict)
     serve_pipeline: str = ""
     targets: tuple[str, ...] = ()
-
-    def serve_as(self, form: str) -> str:
-        """The command for a form, `{out}` in the place of its path."""
-        return self.serve + self.serve_options.get(form, "")
-
     without_data: tuple[str, str] | None = None
     mixed: tuple[str, tuple[str, ...]] | None = None
     cached: Mapping[int, tuple[str, str]] = field(default_factory=dict)
@@ -83,11 +78,6 @@ class RuntimeGoal:
     float_layers: bool = False
     networks: bool = False
     heads: tuple[str, ...] | None = None
-
-    @property
-    def looks_at_layers(self) -> bool:
-        """Whether what single layers get decides if it loads the result."""
-        return self.fuses or self.heads is not None
 
     def defaults(self, onnx: bool) -> GoalDefaults | None:
         """What is chosen for a kind of model."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from quark.base.log import logger
 from quark.core.schemes import in_smaller_groups
 from quark.errors import ConfigError, QuarkError, ShapeError, UsageError
-from quark.goals import GOALS, GoalChoice, choose
+from quark.goals import GOALS, GoalChoice, GoalRequest, choose
 from quark.goals.efforts import check_effort
-from quark.goals.goal import GoalDefaults
+from quark.goals.goal import RuntimeGoal
 from quark.jobs.folders.bit_budget import named_candidates, size_within
 from quark.jobs.request import FileRequest, FolderRequest
 
@@ -21,36 +22,34 @@ def chosen(request: FolderRequest | FileRequest, has_data: bool) -> GoalChoice |
             check_effort(request.effort)
             raise ConfigError(f"--effort goes with --for, which is not given. Possible: --for {', '.join(GOALS)}.")
         return None
-    if isinstance(request, FileRequest):
-        return choose(
-            request.goal, True, scheme=request.scheme or request.config, bits=request.bits, effort=request.effort,
-            algorithms=request.algorithm, has_data=has_data,
-        )  # fmt: skip
-    return _of_folder(request, request.goal, has_data)
-
-
-def _of_folder(request: FolderRequest, goal: str, has_data: bool) -> GoalChoice:
-    defaults, scheme = GOALS[goal].folder, request.scheme
-    mixes = defaults is not None and defaults.mixed is not None
-    measured = bool(request.candidates) or request.sensitivity is not None
-    if request.size is not None:
-        if scheme is not None or request.bits is not None:
-            raise ConfigError("--size chooses the scheme of a model folder. Possible: --size, --bits or --scheme.")
-        if not mixes and not measured:
-            scheme = _widest(request, goal, request.size)
-    elif measured and request.bits is None:
-        raise UsageError("--candidates and --sensitivity belong to --bits or --size, which are not given.")
-    cache = request.kv_cache
-    return choose(
-        goal, False, scheme=scheme, bits=request.bits, form=request.export_format, effort=request.effort,
+    asked = GoalRequest(
+        goal=request.goal, scheme=request.scheme, bits=request.bits, effort=request.effort,
         algorithms=request.algorithm, has_data=has_data,
-        budget=measured or (request.size is not None and scheme is None),
-        candidates=named_candidates(request.candidates),
-        cache=cache, holding=_holding(cache) if cache is not None else None,
     )  # fmt: skip
+    if isinstance(request, FileRequest):
+        return choose(replace(asked, onnx=True, scheme=request.scheme or request.config))
+    budget, scheme, cache, goal = _asks_for_mix(request), request.scheme, request.kv_cache, GOALS[request.goal]
+    if request.size is not None and not budget:
+        budget = goal.folder is None or goal.folder.mixed is not None
+        scheme = None if budget else _widest(request, goal, request.size)
+    return choose(replace(
+        asked, scheme=scheme, form=request.export_format, budget=budget,
+        candidates=named_candidates(request.candidates),
+        cache=cache, cache_forms=None if cache is None else _forms_for_cache(cache),
+    ))  # fmt: skip
 
 
-def _holding(cache: str) -> set[str]:
+def _asks_for_mix(request: FolderRequest) -> bool:
+    """Whether layers are to have schemes of their own. Raises for words that do not go with --size, or without it."""
+    measured = bool(request.candidates) or request.sensitivity is not None
+    if request.size is not None and (request.scheme is not None or request.bits is not None):
+        raise ConfigError("--size chooses the scheme of a model folder. Possible: --size, --bits or --scheme.")
+    if measured and request.size is None and request.bits is None:
+        raise UsageError("--candidates and --sensitivity belong to --bits or --size, which are not given.")
+    return measured
+
+
+def _forms_for_cache(cache: str) -> set[str]:
     """The formats that have a place for a cache of a scheme."""
     # They import torch: after the arguments are parsed, and where a cache is asked for.
     from quark.torch.config.llm_template import cache_spec
@@ -60,33 +59,29 @@ def _holding(cache: str) -> set[str]:
     return {name for name, form in FORMATS.items() if form.holds_cache(spec)}
 
 
-def _rows(goal: str, defaults: GoalDefaults, form: str | None) -> Iterator[tuple[str, list[str]]]:
+def _rows(goal: RuntimeGoal, form: str | None) -> Iterator[tuple[str, list[str]]]:
     """The form of each number of bits, and its schemes, those in smaller groups last."""
-    loaded = {(fact.form, fact.scheme) for fact in GOALS[goal].loaded(False)}
-    for made, usual in defaults.bits.values():
-        if form in (None, made):
-            yield made, [usual, *(name for name in in_smaller_groups(usual) if (made, name) in loaded)]
+    loaded = {(fact.form, fact.scheme) for fact in goal.loaded(False)}
+    for written, usual in goal.folder.bits.values() if goal.folder is not None else ():
+        if form in (None, written):
+            yield written, [usual, *(name for name in in_smaller_groups(usual) if (written, name) in loaded)]
 
 
-def _widest(request: FolderRequest, goal: str, size: str) -> str:
+def _widest(request: FolderRequest, goal: RuntimeGoal, size: str) -> str:
     """The largest of a goal's schemes by bits that keeps a model within a size. Reads no weights."""
     # The flow imports torch: after the goal is known.
     from quark.jobs.folders.models import load_meta_model
     from quark.jobs.folders.schemes import config_of
     from quark.torch.flows.predicted_size import planned
 
-    defaults = GOALS[goal].folder
-    if defaults is None:
-        choose(goal, onnx=False)  # which says what is possible
-        raise AssertionError(goal)
     limit = size_within(size, request.model)
     sizes: dict[str, int] = {}
     refused: ShapeError | None = None
-    for made, schemes in _rows(goal, defaults, request.export_format):
+    for form, schemes in _rows(goal, request.export_format):
         for scheme in schemes:
-            config = config_of(request, scheme, made)
+            config = config_of(request, scheme, form)
             try:
-                sizes[scheme] = planned(load_meta_model(request.model, request.trust_remote_code), config, made)[1]
+                sizes[scheme] = planned(load_meta_model(request.model, request.trust_remote_code), config, form)[1]
                 break
             except ShapeError as error:
                 refused = refused or error
@@ -95,7 +90,7 @@ def _widest(request: FolderRequest, goal: str, size: str) -> str:
     fitting = {scheme: size for scheme, size in sizes.items() if size <= limit}
     if not fitting:
         shown = ", ".join(f"{scheme} {size / 1e6:.2f} MB" for scheme, size in sizes.items())
-        raise ConfigError(f"--size {size} is less than any scheme of --for {goal} gives: {shown}.")
+        raise ConfigError(f"--size {size} is less than any scheme of --for {goal.name} gives: {shown}.")
     return max(fitting, key=lambda scheme: fitting[scheme])
 
 
@@ -119,8 +114,7 @@ def fitted_choice(choice: GoalChoice, request: FolderRequest) -> GoalChoice:
         except QuarkError:  # which the work itself meets, or does not: of a checkpoint in FP8 there is no plan
             return True
 
-    choice = choice.for_type(read_config(model).get("model_type", ""))
-    found = choice.fitted(fits)
-    if found is not choice:
-        logger.info("%s in the place of %s: its groups divide this model.", found.scheme, choice.scheme)
-    return found
+    fitted = choice.fitted(fits, read_config(model).get("model_type", ""))
+    if fitted.scheme != choice.scheme:
+        logger.info("%s in the place of %s: its groups divide this model.", fitted.scheme, choice.scheme)
+    return fitted

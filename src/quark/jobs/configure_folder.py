@@ -6,8 +6,9 @@ later, of a table or of measurements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quark.base.log import logger, severity
@@ -120,11 +121,18 @@ def configure(job: FolderJob, aloud: bool = False) -> Configured:
     Raises:
         QuarkError: What is asked for does not go together, or does not fit the model.
     """
+    # The flow imports torch: when it runs, so that --help is instant.
+    from quark.jobs.folders.models import load_meta_model
+
     request, choice, form = job.request, job.choice, job.form
     network = _check_library(job)
     choice = fitted_choice(choice, request) if choice is not None else None
-    budget = asked_budget(request, form, choice)
-    scheme = None if budget is not None else _scheme_of(request, choice)
+    budget = asked_budget(request, form, choice) if choice is None or choice.mixed is not None else None
+    scheme = choice.scheme if choice is not None else request.scheme
+    if budget is not None:
+        scheme = None
+    elif scheme is None:
+        raise UsageError(f"Missing option --scheme or --for, which {request.model} needs.")
     inside = [request.kv_cache, request.attention]
     if budget is not None:
         _refuse_beside_budget(budget, inside, request.load)
@@ -136,19 +144,12 @@ def configure(job: FolderJob, aloud: bool = False) -> Configured:
     Imatrices.of(request).check(mixed, request.calib, choice.algorithms if choice is not None else request.algorithm)
     config = _calibrated(request, _config(job, scheme, budget, algorithms or None))
     plan = None
-    if choice is not None and choice.goal.looks_at_layers:
-        config, plan = _loadable(job, choice.goal, config, aloud)
+    if choice is not None:
+        meta = partial(load_meta_model, request.model, request.trust_remote_code)
+        config, plan = for_goal(meta, config, choice.goal, form, aloud)
     why = _reason_for_data(request, scheme, budget, config)
     calibration, lacks = _data_of(request, why, network)
     return Configured(job, choice, scheme, budget, algorithms, config, calibration, plan, lacks)
-
-
-def _scheme_of(request: FolderRequest, choice: GoalChoice | None) -> str:
-    """The scheme that is asked for, by its name or by a goal. Raises UsageError without either."""
-    scheme = choice.scheme if choice is not None else request.scheme
-    if scheme is None:
-        raise UsageError(f"Missing option --scheme or --for, which {request.model} needs.")
-    return scheme
 
 
 def _check_library(job: FolderJob) -> bool:
@@ -251,23 +252,37 @@ def _config(job: FolderJob, scheme: str | None, budget: Budget | None, algorithm
     return scheme_config(request, scheme, algorithms, inside_attention=True)
 
 
-def _loadable(job: FolderJob, goal: RuntimeGoal, config: Any, aloud: bool) -> tuple[Any, FolderPlan | None]:
-    """The config, without layers that the program of a goal builds in float, and its plan; None where it has none.
+def for_goal(
+    load_meta: Callable[[], Any], config: Any, goal: RuntimeGoal, form: str, aloud: bool = False
+) -> tuple[Any, FolderPlan | None]:
+    """The config, without layers that the program of a goal builds in float, and its plan.
 
-    Raises NotSupportedError for a plan whose result it would not load.
+    Args:
+        load_meta: Makes the model without weights.
+        config: A `quark.torch.QConfig`.
+        goal: The goal.
+        form: How the result is written.
+        aloud: Whether the log has what the plan says.
+
+    Returns:
+        No plan where single layers do not decide whether the program loads the result, and where there is none.
+
+    Raises:
+        NotSupportedError: The program would not load the result.
     """
-    from quark.jobs.folders.models import load_meta_model
     from quark.torch.flows.check_plan import check_goal
     from quark.torch.flows.float_layers import left_in_float
 
-    meta = load_meta_model(job.request.model, job.request.trust_remote_code)
+    if not goal.fuses and goal.heads is None:
+        return config, None
+    meta = load_meta()
     config = left_in_float(meta, config, goal)
     try:
         with severity(None if aloud else 3):  # what a plan says is said when it is carried out
-            plan = plan_of(meta, config, job.form)
+            plan = plan_of(meta, config, form)
     except QuarkError:  # which the work itself meets, or does not: of a checkpoint in FP8 there is no plan
         return config, None
-    check_goal(meta, plan.layers, goal, job.form)
+    check_goal(meta, plan.layers, goal, form)
     return config, plan
 
 

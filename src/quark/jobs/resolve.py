@@ -78,22 +78,22 @@ def resolve(request: FolderRequest | FileRequest, data: Any = None) -> FolderJob
         words = [request.scheme, *layer_schemes(request.layer)]
         check_words(words, request.export_format, request.algorithm, request.dtype)
     choice = chosen(request, request.calib is not None or data is not None)
+    job: FolderJob | FileJob
     if isinstance(request, FileRequest):
-        target = choice.target_with(request.target) if choice is not None else request.target
-        _say(choice)
-        return FileJob(request, choice, _config_name(request, choice), target, data)
-    _say(choice)
-    named = NAMED.get(Path(request.output).suffix, "quark")
-    return FolderJob(request, choice, choice.form if choice is not None else request.export_format or named)
-
-
-def _say(choice: GoalChoice | None) -> None:
+        job = _job_of_file(request, choice, data)
+    else:
+        named = NAMED.get(Path(request.output).suffix, "quark")
+        job = FolderJob(request, choice, choice.form if choice is not None else request.export_format or named)
     if choice is not None:
-        logger.info("For %s: %s as %s, because: %s.", choice.goal.program, *choice.summary())
+        logger.info("%s", choice)
+    return job
 
 
-def _config_name(request: FileRequest, choice: GoalChoice | None) -> str | None:
-    """The configuration of an ONNX file; None where the flow finds it itself, which it does for this processor."""
+def _job_of_file(request: FileRequest, choice: GoalChoice | None, data: Any) -> FileJob:
     if choice is None:
-        return request.config
-    return None if choice.goal is GOALS["onnxruntime"] and not choice.given else choice.scheme
+        return FileJob(request, None, request.config, request.target, data)
+    asked = choice.asked
+    # For ONNX Runtime the flow itself finds the configuration that is best on this processor.
+    found_by_flow = choice.goal is GOALS["onnxruntime"] and asked.scheme is None and asked.bits is None
+    config = None if found_by_flow else choice.scheme
+    return FileJob(request, choice, config, choice.target_with(request.target), data)

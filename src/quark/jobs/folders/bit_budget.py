@@ -62,7 +62,7 @@ def asked_budget(request: FolderRequest, form: str, choice: GoalChoice | None) -
     Args:
         request: What was asked for.
         form: How the result is written.
-        choice: What its goal chose; None without a goal.
+        choice: The mix that its goal chose; None without a goal.
 
     Raises:
         UsageError: None or several of --scheme, --bits and --size; an option that belongs to a budget without one; a
@@ -73,8 +73,6 @@ def asked_budget(request: FolderRequest, form: str, choice: GoalChoice | None) -
         _check_words(request)
         if request.bits is None and request.size is None:
             return None
-    elif choice.mixed is None:
-        return None
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.torch.bit_budget.measure import mixed_format
 

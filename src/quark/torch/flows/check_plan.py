@@ -86,8 +86,14 @@ def check_goal(model: nn.Module, made: Plan, goal: RuntimeGoal, form: str) -> No
         raise NotSupportedError(f"{goal.program} {said}")
     if (lost := lost_experts(model, made, form, goal.program)) is not None:
         raise NotSupportedError(f"{goal.program} {lost}")
-    if (unnamed := unnamed_cache(made, goal, form)) is not None:
-        raise NotSupportedError(f"{goal.program} {unnamed}")
+    if (unnamed := unnamed_scale(made, goal.cache_layers.get(form))) is not None:
+        served = (
+            f", and{goal.folder.serve_cache} when it is served, which takes 1.0 for each scale" if goal.folder else ""
+        )
+        raise NotSupportedError(
+            f"{goal.program} does not know the scale beside {unnamed} in {form} folders. Possible: compressed-tensors, "
+            f"which says itself whether it has a place for it; or no --kv-cache{served}."
+        )
     heads = [] if goal.heads is None or form in goal.heads else sorted(output_head(model) & made.layers.keys())
     if heads:
         possible = f"the format {' or '.join(goal.heads)}, or " if goal.heads else ""
@@ -97,22 +103,15 @@ def check_goal(model: nn.Module, made: Plan, goal: RuntimeGoal, form: str) -> No
         )
 
 
-def unnamed_cache(made: Plan, goal: RuntimeGoal, form: str) -> str | None:
-    """What a program does with a scale of a cache that it has no name for; None where it finds all of them.
+def unnamed_scale(made: Plan, known: Collection[str] | None) -> str | None:
+    """A layer beside which a program does not find the scale of a cache; None where it finds all of them.
 
     Args:
-        made, goal, form: As `check_goal` takes them.
+        made: The plan.
+        known: Last names of the layers beside which it finds them; None: of all.
     """
-    known = goal.cache_layers.get(form)
     outputs = [name for name, spec in made.layers.items() if spec.output is not None]
-    other = next((name for name in outputs if known is not None and name.rpartition(".")[2] not in known), None)
-    if other is None:
-        return None
-    served = f", and{goal.folder.serve_cache} when it is served, which takes 1.0 for each scale" if goal.folder else ""
-    return (
-        f"does not know the scale beside {other} in {form} folders. Possible: compressed-tensors, which says itself "
-        f"whether it has a place for it; or no --kv-cache{served}."
-    )
+    return next((name for name in outputs if known is not None and name.rpartition(".")[2] not in known), None)
 
 
 def lost_experts(model: nn.Module, made: Plan, form: str, program: str) -> str | None:

@@ -34,7 +34,7 @@ def left_in_float(model: Any, config: QConfig, goal: RuntimeGoal) -> QConfig:
         NotSupportedError: An entry for some layers is about such layers alone.
     """
     beside = carried_beside(model, source_folder(model)) if config.layer_quant_config else {}
-    rows = _built_in_float(model, config, goal, beside) if goal.float_layers else {}
+    rows = _built_in_float(model, config, goal.program, beside) if goal.float_layers else {}
     if not rows:
         return config
     _refuse_named(config, quantizable_layers(model).union(beside), rows, goal)
@@ -47,13 +47,13 @@ def left_in_float(model: Any, config: QConfig, goal: RuntimeGoal) -> QConfig:
     return replace(config, exclude=[*config.exclude, *patterns, *(name for name in rows if name not in covered)])
 
 
-def _built_in_float(model: Any, config: QConfig, goal: RuntimeGoal, beside: Collection[str]) -> dict[str, FloatLayer]:
+def _built_in_float(model: Any, config: QConfig, program: str, beside: Collection[str]) -> dict[str, FloatLayer]:
     """Name of each layer that a config quantizes and a server builds in float -> its row.
 
     Of the layers `beside` the model, which lie in its folder, a config quantizes those that an entry of it names.
     """
     layers = [name for name, module in model.named_modules() if isinstance(module, LAYERS)]
-    rows, choice = float_layers(goal.program, architectures(model), [*layers, *beside]), chooser(config, model)
+    rows, choice = float_layers(program, architectures(model), [*layers, *beside]), chooser(config, model)
     asked = [name for name in rows if choice.wanted(name) and (name not in beside or _named(config, name))]
     return {name: rows[name] for name in asked}
 

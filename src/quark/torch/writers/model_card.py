@@ -133,7 +133,7 @@ def _body(architecture: str, load: str, layers: Mapping[str, LayerSpec], form: s
     name = base or "a float model"
     serve, offer = "", GOALS["vllm"].folder
     if offer is not None and architecture.endswith("ForCausalLM"):
-        command = offer.serve_as(form).format(out="FOLDER")
+        command = (offer.serve + offer.serve_options.get(form, "")).format(out="FOLDER")
         serve = f"\n## Serve\n\nRead by: {SERVED.get(form, form)}.\n\n```sh\n{command}\n```\n"
     return f"""# {name}, quantized
 
