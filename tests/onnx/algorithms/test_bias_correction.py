@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.version_converter
 import pytest
 from onnx import numpy_helper
 
@@ -27,10 +28,11 @@ from quark.onnx import (
     QuantGranularity,
     UInt8Spec,
 )
-from quark.onnx.algorithms.rescaling import cle
+from quark.onnx.algorithms.rescaling import bias_correction, cle
 from quark.onnx.config.config import Config
 from quark.onnx.config.presets import get_default_config
 from quark.onnx.config.settings import Settings, SpecSettings
+from quark.onnx.flow import flow
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from quark.onnx.passes import PASSES
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, outputs, run, vectors
@@ -293,3 +295,20 @@ def test_a_layer_that_reads_vectors_is_corrected() -> None:
     before = numpy_helper.to_array(b.initializers[1])
     np.testing.assert_allclose(stored["b"], before + certain(np.subtract(*rows)), atol=1e-5)
     assert np.ptp(stored["b"] - before) > 0.01
+
+
+@pytest.mark.parametrize("opset", [17, pytest.param(21, marks=pytest.mark.slow)])
+def test_calibration_takes_the_means_that_a_run_of_the_float_model_gives(
+    opset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data, config = onnx.version_converter.convert_version(chain(True), opset), feeds(3), QConfig(LAYER)
+    with monkeypatch.context() as context:
+        context.setattr(bias_correction, "SlicedSession", None)
+        found = quantized(model, data, config, CORRECTION)
+    monkeypatch.setattr(flow, "wanted_means", lambda *_: None)
+    expected = quantized(model, data, config, CORRECTION)
+    stored = [{t.name: numpy_helper.to_array(t) for t in made.graph.initializer} for made in (found, expected)]
+    assert stored[0].keys() == stored[1].keys()
+    for name, array in stored[0].items():
+        # A step of an int32 bias is a millionth of it.
+        np.testing.assert_allclose(np.float64(array), np.float64(stored[1][name]), rtol=1e-4, atol=16, err_msg=name)

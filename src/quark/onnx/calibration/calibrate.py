@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx
@@ -34,6 +34,7 @@ from quark.onnx.calibration.data.readers import samples, usable
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.histogram_figures import FOLDER, check_figures, save_figures
 from quark.onnx.calibration.left_in_float import final_range, leave_masks_in_float, with_values
+from quark.onnx.calibration.output_means import Collector, OutputMeans, beside
 from quark.onnx.calibration.qparams import largest, make_observer, refuse_subnormal
 from quark.onnx.calibration.range_file import read_ranges, write_ranges
 from quark.onnx.calibration.sliced_session import SlicedSession
@@ -56,6 +57,7 @@ def activation_params(
     reader: Any,
     fingerprint: str = "",
     statistics: Statistics | None = None,
+    means: OutputMeans | None = None,
 ) -> dict[ir.Value, QParams]:
     """Scale and zero point of each class of activations.
 
@@ -66,6 +68,7 @@ def activation_params(
         reader: Anything with `get_next()`, or an iterable of samples; None where the statistics file has everything.
         fingerprint: Of the float model; for the statistics file.
         statistics: Statistics in memory: read, and completed, instead of a file.
+        means: Taken too, where the model runs.
 
     Raises:
         CalibrationError: No data, or a sample that does not fit the inputs: says what was expected and what came.
@@ -81,7 +84,7 @@ def activation_params(
     open_classes = {root: names for root, names in classes.items() if root not in restored}
     if settings.calibration.figures:
         check_figures(_by_name({root: observers[root] for root in open_classes}))
-    statistics = _look(model, open_classes, observers, reader, settings, fingerprint, statistics)
+    statistics = _look(model, open_classes, observers, reader, settings, fingerprint, statistics, means)
     for root, free in _from_zero(observers, placement, settings).items():
         observers[root] = _again(observers[root], free, settings, open_classes.get(root, []), statistics)
     observers = with_values(observers, placement)
@@ -115,6 +118,7 @@ def _look(
     settings: Settings,
     fingerprint: str,
     statistics: Statistics | None,
+    means: OutputMeans | None,
 ) -> Statistics | None:
     """Let the observers of these classes see the data, or replace them by what statistics say.
 
@@ -126,11 +130,11 @@ def _look(
     if not classes:
         return statistics
     if statistics is None and path is None and len(dict(tensors)) == len(tensors):
-        collect(model, {name: observers[root] for name, root in tensors}, reader, settings)
+        collect(model, {name: observers[root] for name, root in tensors}, reader, settings, means)
         return None
     if statistics is None:
         statistics = Statistics(fingerprint) if path is None else load_or_start(path, fingerprint)
-    _complete(statistics, path, model, list(dict(tensors)), reader, settings)
+    _complete(statistics, path, model, list(dict(tensors)), reader, settings, means)
     for root, names in classes.items():
         observers[root] = solved_observer(names, observers[root].spec, settings, statistics)
     return statistics
@@ -237,7 +241,13 @@ def range_classes(placement: Placement) -> dict[ir.Value, list[str]]:
 
 
 def _complete(
-    statistics: Statistics, path: str | None, model: ir.Model, tensors: list[str], reader: Any, settings: Settings
+    statistics: Statistics,
+    path: str | None,
+    model: ir.Model,
+    tensors: list[str],
+    reader: Any,
+    settings: Settings,
+    means: OutputMeans | None,
 ) -> None:
     """Collect what statistics lack of these tensors, and keep it in their file, if they have one."""
     missing = [name for name in tensors if name not in statistics.states]
@@ -251,7 +261,7 @@ def _complete(
         )
     others = [name for name in _all_tensors(model) if name not in statistics.states]
     found = {name: EverythingObserver() for name in dict.fromkeys([*missing, *others])}
-    collect(model, found, reader, settings)
+    collect(model, found, reader, settings, means)
     statistics.add(found)
     if path is not None:
         statistics.save(path)
@@ -302,15 +312,22 @@ def run_random(model: ir.Model, names: list[str], settings: Settings) -> dict[st
         return dict(zip(names, run_sample(session, names, feed), strict=True))
 
 
-class Collector(Protocol):
-    """Whatever looks at the values of a tensor, sample by sample."""
+def collect(
+    model: ir.Model,
+    observers: Mapping[str, Collector],
+    reader: Any,
+    settings: Settings,
+    means: OutputMeans | None = None,
+) -> None:
+    """Run the data through the float model once; each tensor's observer (several may share one) sees its values.
 
-    def update(self, x: Any) -> None:
-        """See the values of one sample."""
-
-
-def collect(model: ir.Model, observers: Mapping[str, Collector], reader: Any, settings: Settings) -> None:
-    """Run the data through the float model once; each tensor's observer (several may share one) sees its values."""
+    Args:
+        model: The model.
+        observers: Of tensors, by name.
+        reader: The data.
+        settings: Limits, providers.
+        means: Taken too, but of a model that masks: its positions are not apart here.
+    """
     if reader is None and settings.calibration.random_data:
         reader = _random(model, settings)
     if reader is None:
@@ -319,6 +336,7 @@ def collect(model: ir.Model, observers: Mapping[str, Collector], reader: Any, se
             "data reader. Possible: pass one (--calib on the command line), or weight-only quantization."
         )
     inputs, padding = model_inputs(model), Padding.of(model)
+    model, observers = beside(means, model, observers, padding)
     wanted = [name for name in observers if name not in inputs]
     count = 0
     seen: dict[str, Any] = {}

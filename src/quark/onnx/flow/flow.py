@@ -16,7 +16,11 @@ from quark.base.log import logger
 from quark.errors import NothingToQuantizeError
 from quark.onnx.algorithms import check_data, run_after, run_before
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
-from quark.onnx.algorithms.rescaling.bias_correction import correct_where_certain, learning_starts_corrected
+from quark.onnx.algorithms.rescaling.bias_correction import (
+    correct_where_certain,
+    learning_starts_corrected,
+    wanted_means,
+)
 from quark.onnx.calibration.calibrate import repeatable, run_random
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.joined_ends import leave_joined_ends
@@ -157,7 +161,9 @@ def _convert_graph(
     settings = form.settings
     reference = model.clone()
     twins = dict(zip(model.graph, reference.graph, strict=True))
-    quantized = QuantizedLayers(decide(model, settings, form.reader, identity, form.statistics), reference, data)
+    means = wanted_means(model, settings) if form.reader is data else None
+    decision = decide(model, settings, form.reader, identity, form.statistics, means=means)
+    quantized = QuantizedLayers(decision, reference, data, means)
     quantized.write(twins)
     for step in (_correct, run_after) if learning_starts_corrected(settings) else (run_after, _correct):
         step(quantized)

@@ -30,6 +30,7 @@ from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLaye
 from quark.onnx.algorithms.sliced_run import SlicedRun
 from quark.onnx.calibration.data.padding import Padding
 from quark.onnx.calibration.data.samples import Samples, Store, required
+from quark.onnx.calibration.output_means import OutputMeans, SampleRows, position_means
 from quark.onnx.calibration.sliced_session import SlicedSession
 from quark.onnx.config.algo_configs import AdaQuantConfig, AdaRoundConfig, BiasCorrectionConfig
 from quark.onnx.config.settings import Settings
@@ -98,6 +99,16 @@ def learning_starts_corrected(settings: Settings) -> bool:
     learns = any(isinstance(one, (AdaRoundConfig, AdaQuantConfig)) for one in settings.algorithms)
     activation = settings.specs.layer.input
     return learns and activation is not None and activation.scale_type is not ScaleType.pof2
+
+
+def wanted_means(model: ir.Model, settings: Settings) -> OutputMeans | None:
+    """The means of a float model that a correction asks for; None where none is made, or where its own Q/DQ compute."""
+    asked = settings.correct_biases or any(isinstance(one, BiasCorrectionConfig) for one in settings.algorithms)
+    if not asked or any(node.op_type == "QuantizeLinear" for node in model.graph):
+        return None
+    return OutputMeans.of(
+        [node for node in select_nodes(model, settings) if is_op(node, *WITH_BIAS) or matmul_bias(node)]
+    )
 
 
 def _least(settings: Settings) -> int:
@@ -188,28 +199,30 @@ class _Means:
     """
 
     def __init__(self, quantized: QuantizedLayers, data: Samples) -> None:
-        self._reference, self._data = quantized.reference, data
+        self._reference, self._data, self._known = quantized.reference, data, quantized.means
         self._real = RealRows(Padding.of(quantized.reference), data)
 
     def __call__(self, layer: QuantizedLayer, sample: int, output: NumpyArray) -> NumpyArray:
         """Those of a sample."""
         # The positions of a convolution are not apart.
         apart = layer.twin.op_type in PRODUCTS
-        rows = np.moveaxis(np.atleast_2d(self._real(sample, output) if apart else output), _axis(layer), -1)
-        examples = self._real.examples(sample, rows) if apart else [rows]
-        return np.concatenate([each.mean(tuple(range(1, each.ndim - 1)), dtype=np.float64) for each in examples])
+        examples = self._real.examples(sample, self._real(sample, output)) if apart else [output]
+        return np.concatenate([position_means(each, _axis(layer)) for each in examples])
 
     def of_float(self, layers: Sequence[QuantizedLayer]) -> dict[QuantizedLayer, NumpyArray]:
-        """Those of all samples in the float model, which runs in parts: no more than the outputs of one are held."""
+        """Those of all samples in the float model: of calibration, or of a run in parts that hold no more outputs."""
         named = {layer.twin.outputs[0].name or "": layer for layer in layers}
-        found: dict[QuantizedLayer, list[NumpyArray]] = {layer: [] for layer in layers}
+        known = {} if self._known is None else self._known.found
+        if all(name in known and known[name].samples == len(self._data) for name in named):
+            return {layer: known[name].array for name, layer in named.items()}
+        found = {layer: SampleRows() for layer in layers}
         run: SlicedSession | None = None
-        for sample, feed in enumerate(self._data if layers else ()):
+        for sample, feed in enumerate(self._data):
             run = run or SlicedSession(self._reference, list(named), feed, _open)
             for outputs in run.run(feed):
                 for name, output in outputs.items():
-                    found[named[name]].append(self(named[name], sample, output))
-        return {layer: np.concatenate(parts) for layer, parts in found.items()}
+                    found[named[name]].add(self(named[name], sample, output))
+        return {layer: rows.array for layer, rows in found.items()}
 
 
 def _open(proto: onnx.ModelProto, weights: Mapping[str, Any], arena: bool) -> onnxruntime.InferenceSession:
