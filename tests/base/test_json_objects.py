@@ -10,7 +10,7 @@ from torch import nn
 
 from quark.base.json_objects import plain_json
 from quark.errors import FormatError
-from quark.onnx.calibration.range_file import read_ranges
+from quark.onnx.calibration.statistics import read_ranges
 from quark.onnx.search.history import History
 from quark.onnx.search.mixed_precision.candidates import Cache
 from quark.torch import load_params

@@ -22,8 +22,7 @@ from quark.commands.quantize import quantize
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs.options import key_of
 from quark.jobs.recipes.recipe import RECIPE, data_digest, said_by
-from quark.jobs.recipes.recipe_file import LARGEST
-from quark.jobs.recipes.recipe_schema import recipe_model
+from quark.jobs.recipes.recipe_schema import LARGEST, recipe_model
 from quark.jobs.request import options_of
 from tests.commands.program import quark
 from tests.models.onnx_zoo import cnn, images

@@ -55,8 +55,7 @@ def run(
 
     Example: quark run ./llama-uint4/quark_recipe.yaml --scheme int8 --samples 8 -o ./llama-int8
     """
-    from quark.jobs.recipes.recipe_file import read_recipe
-    from quark.jobs.recipes.recipe_schema import checked_recipe, recipe_model  # pydantic is slow to import
+    from quark.jobs.recipes.recipe_schema import checked_recipe, read_recipe, recipe_model  # pydantic is slow to import
 
     content = checked_recipe(read_recipe(recipe), recipe, recipe_model())
     # A model and an output have to be there.

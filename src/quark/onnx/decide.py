@@ -18,7 +18,7 @@ from quark.onnx.calibration.qparams import ModelQParams, fit_int32_biases, weigh
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.reserved_names import free_reserved_names
-from quark.onnx.npu.adjust import adjust
+from quark.onnx.npu.rules import adjust
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.channel_scales import refine_scales
 from quark.onnx.placement.place import place

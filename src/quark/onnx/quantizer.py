@@ -28,14 +28,13 @@ from quark.onnx.config.preset_rows import QROWS
 from quark.onnx.config.presets import get_default_config
 from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
-from quark.onnx.evaluation.cpu_price import cpu_price
+from quark.onnx.evaluation.cpu_price import cpu_price, in_integers_unasked
 from quark.onnx.flow.flow import finish
 from quark.onnx.graph.model_file import checked_proto, load, read
 from quark.onnx.graph.sessions import require_loads
 from quark.onnx.qdq.short_names import shorten_where_larger
 from quark.onnx.search.evaluator import OutputMetrics, output_metrics
 from quark.onnx.search.history import duration
-from quark.onnx.search.latency.excluded_layers import in_integers_unasked
 from quark.onnx.search.latency.whole_file import refuse_slower
 from quark.onnx.search.lost_outputs.advice import Retrying, refuse_damage
 from quark.onnx.search.lost_outputs.damage import MADE, SpreadSamples, damage

@@ -12,7 +12,7 @@ import pytest
 
 from quark.errors import CalibrationError, FormatError, OutputExistsError
 from quark.onnx import CalibMethod, ModelQuantizer, QConfig, QLayerConfig, ScaleType, UInt8Spec, XInt8Spec
-from quark.onnx.calibration.range_file import read_ranges, write_ranges
+from quark.onnx.calibration.statistics import read_ranges, write_ranges
 from tests.models.onnx_zoo import Reader, cnn, images, stored
 
 METHODS = [(method, ScaleType.Float32) for method in CalibMethod]

@@ -9,7 +9,7 @@ import pytest
 from quark.core.metrics import sqnr
 from quark.onnx import ModelQuantizer, QConfig
 from quark.onnx.graph.model_file import load
-from quark.onnx.placement.before_log import nodes_before_log
+from quark.onnx.placement.kernels import nodes_before_log
 from tests.models.onnx_zoo import Array, Builder, run
 
 KEEP = ("floor", "wide", "unbounded", "sum")

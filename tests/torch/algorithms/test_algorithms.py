@@ -20,7 +20,7 @@ from quark.torch.algorithms import Algorithm, Block
 from quark.torch.algorithms.block_sweep import sweep
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_inputs import input_groups, lockstep
-from quark.torch.algorithms.rounding.importance import ImportanceScale
+from quark.torch.algorithms.rounding.imatrix import ImportanceScale
 from quark.torch.config.algo_configs import (
     AlgoConfig,
     AutoRoundConfig,

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from quark.torch.algorithms import exact_products
-from quark.torch.algorithms.exact_products import exact_in_bfloat16
-from quark.torch.algorithms.input_group import InputGroup
+from quark.torch.algorithms import input_group
+from quark.torch.algorithms.input_group import InputGroup, exact_in_bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -27,7 +26,7 @@ def precision() -> str | None:
 
 
 def test_the_setting_of_the_process_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_products, "_has_tiles", lambda: True)
+    monkeypatch.setattr(input_group, "_has_tiles", lambda: True)
     before = precision()
     half, single = torch.zeros(2, 2, dtype=torch.bfloat16), torch.zeros(2, 2)
     with exact_in_bfloat16(half, single):
@@ -40,7 +39,7 @@ def test_the_setting_of_the_process_is_left_as_it_was(monkeypatch: pytest.Monkey
 
 def test_without_tiles_products_are_those_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """There bfloat16 takes longer."""
-    monkeypatch.setattr(exact_products, "_has_tiles", lambda: False)
+    monkeypatch.setattr(input_group, "_has_tiles", lambda: False)
     half, before = torch.zeros(2, 2, dtype=torch.bfloat16), precision()
     with exact_in_bfloat16(half, half):
         assert precision() == before
@@ -48,6 +47,6 @@ def test_without_tiles_products_are_those_of_float32(monkeypatch: pytest.MonkeyP
 
 def test_the_processor_says_whether_it_has_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
-    assert exact_products._has_tiles()
+    assert input_group._has_tiles()
     monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
-    assert not exact_products._has_tiles()
+    assert not input_group._has_tiles()

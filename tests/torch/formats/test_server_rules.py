@@ -15,7 +15,7 @@ from quark.core.spec import LayerSpec
 from quark.torch import LLMTemplate, ModelQuantizer, QConfig, export_safetensors, import_model_from_safetensors
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats import Folder
-from quark.torch.formats.quark.server_rules import with_server_rules
+from quark.torch.formats.quark.format import with_server_rules
 from tests.models.families import family
 
 IDS = torch.randint(3, 64, (2, 32), generator=torch.Generator().manual_seed(0))

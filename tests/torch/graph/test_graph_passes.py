@@ -11,7 +11,7 @@ from torch import nn
 
 from quark.core.spec import LayerSpec, spec
 from quark.torch.graph.batch_norm import fold_batch_norms
-from quark.torch.graph.inplace import remove_inplace
+from quark.torch.graph.operators import remove_inplace
 from quark.torch.graph.quantize import prepare
 from tests.models.graphs import block, exported, images, quantize
 

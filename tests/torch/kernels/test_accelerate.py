@@ -37,7 +37,7 @@ from quark.torch.kernels import KERNELS
 from quark.torch.kernels.accelerate import coded_weight
 from quark.torch.kernels.fp8 import ScaledMm
 from quark.torch.kernels.int4 import _order
-from quark.torch.kernels.int8_codes import int8_codes
+from quark.torch.kernels.int8_int8 import int8_codes
 from quark.torch.kernels.kernel import CodedWeight, Kernel, input_codes
 from quark.torch.kernels.packed_linear import PackedLinear
 from quark.torch.layers.fake_quant import FakeQuantize

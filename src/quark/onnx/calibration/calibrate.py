@@ -36,9 +36,15 @@ from quark.onnx.calibration.histogram_figures import FOLDER, check_figures, save
 from quark.onnx.calibration.left_in_float import final_range, leave_masks_in_float, with_values
 from quark.onnx.calibration.output_means import Collector, OutputMeans, beside
 from quark.onnx.calibration.qparams import largest, make_observer, refuse_subnormal
-from quark.onnx.calibration.range_file import read_ranges, write_ranges
 from quark.onnx.calibration.sliced_session import SlicedSession
-from quark.onnx.calibration.statistics import EverythingObserver, SolvedObserver, Statistics, load_or_start
+from quark.onnx.calibration.statistics import (
+    EverythingObserver,
+    SolvedObserver,
+    Statistics,
+    load_or_start,
+    read_ranges,
+    write_ranges,
+)
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import is_constant, split_weights
 from quark.onnx.graph.proto_file import reason

@@ -2,6 +2,8 @@
 
 ONNX Runtime itself is the judge: it optimises the file, and each node of the file is looked up in what it wrote. The
 reasons are rows of `ort_fusion_rules.py`.
+
+The same as a graph to be drawn: which nodes compute in integers, which in float.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from quark.onnx.evaluation.ort_fusion_nodes import DECODERS, ENCODERS, Quantized
 from quark.onnx.evaluation.ort_fusion_rules import MOVES, explain
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import open_session
+from quark.report.figures import DrawnNode
 
 __all__ = ["Fusion", "inspect_fusion"]
 
@@ -177,3 +180,44 @@ class _Fates:
         # The runtime gives int8 tensors new names: then it is the node before, where no Q/DQ is between.
         before = [self.producers[name] for name in self.nodes[index].input if name in self.producers]
         return next((self._survivor(i) for i in before if not _is_qdq(self.nodes[i])), None)
+
+
+# The graph of kernels -------------------------------------------------------------------------------------------------
+
+
+KINDS = ("integer", "quantized, but float", "float")
+"""What `DrawnNode.kind` counts."""
+
+
+def kernel_graph(path: Path, fusion: list[Fusion]) -> list[DrawnNode]:
+    """The nodes of a file that compute, in order: edges lead through Q/DQ nodes, constants are left out.
+
+    Args:
+        path: An ONNX file.
+        fusion: What `inspect_fusion` says of it.
+    """
+    graph = read_header(path).graph
+    integer = {row.node: row.integer for row in fusion}
+    makers: dict[str, int] = {}  # tensor -> the drawn node that its values come from
+    drawn: list[DrawnNode] = []
+    for index, node in enumerate(graph.node):
+        sources = tuple(dict.fromkeys(makers[name] for name in _read(node) if name in makers))
+        if node.op_type in ENCODERS | DECODERS:
+            makers.update({name: sources[0] for name in node.output if sources})
+            continue
+        if node.op_type == "Constant":
+            continue
+        name = node.name or f"{node.op_type}_{index}"
+        kind = 2 if name not in integer else 0 if integer[name] else 1
+        makers.update(dict.fromkeys(filter(None, node.output), len(drawn)))
+        drawn.append(DrawnNode(f"{node.op_type} {node.name}".rstrip(), kind, sources))
+    return drawn
+
+
+def _read(node: onnx.NodeProto) -> list[str]:
+    """What a node reads, what its bodies read from outside included."""
+    names = list(node.input)
+    for attribute in node.attribute:
+        for inner in attribute.g.node if attribute.HasField("g") else ():
+            names += _read(inner)
+    return names

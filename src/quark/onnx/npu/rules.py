@@ -11,6 +11,8 @@
 What gives way becomes coarser wherever a rule leaves the choice: a finer scale would clip values, while bits that an
 adder or a shifter drops are lost in any case. A product that is coarser than its output thus moves the output, and a
 bias that is much coarser than its products moves the weight.
+
+Positions that keep the rules are found in rounds over all nodes, until nothing moves (`adjust`).
 """
 
 from __future__ import annotations
@@ -20,8 +22,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
+from quark.core.scales import QParams
+from quark.core.spec import TensorSpec
+from quark.errors import ConfigError
+from quark.onnx.calibration.qparams import ModelQParams, rescaled
+from quark.onnx.config.settings import Settings
 from quark.onnx.npu.positions import Limit, Positions
 from quark.onnx.operators import rule_of
+from quark.onnx.placement.placement import Placement
 
 CUT_BITS, READ_BITS = 16, 7
 
@@ -122,3 +131,55 @@ RULES: dict[str, Callable[[Positions, ir.Node], Iterator[Limit]]] = {
     "swish": swish,
 }
 """Name in Settings -> rule, in the order of a round."""
+
+
+# Rounds until nothing moves -------------------------------------------------------------------------------------------
+
+
+def adjust(placement: Placement, qparams: ModelQParams, settings: Settings) -> ModelQParams:
+    """Move positions until the rules that the settings name hold; returns new qparams.
+
+    Raises:
+        ConfigError: A scale is no power of two; or, where it is checked, a limit of any rule does not hold in the end:
+            names each node, rule and sum.
+    """
+    if not settings.npu.rules and not settings.npu.check:
+        return qparams
+    positions = Positions(placement, qparams)
+    for _ in range(settings.npu.rounds):
+        moves = [
+            positions.enforce(limit)
+            for name in settings.npu.rules
+            for node in placement.nodes
+            for limit in RULES[name](positions, node)
+        ]
+        if not any(moves):
+            break
+    if settings.npu.check:
+        _check(positions)
+    specs, weights, moved = placement.activations, placement.weights, positions.values
+    return ModelQParams(
+        {key: _moved(p, specs[key], moved.get(key)) for key, p in qparams.activations.items() if key in specs},
+        {key: _moved(p, weights[key], moved.get(key)) for key, p in qparams.weights.items()},
+    )
+
+
+def _check(positions: Positions) -> None:
+    broken = [
+        f"{name} of {node.name} is {positions.sum(limit)}, not in [{limit.low}, {limit.high}]"
+        for name, rule in RULES.items()
+        for node in positions.placement.nodes
+        for limit in rule(positions, node)
+        if not positions.kept(limit)
+    ]
+    if broken:
+        raise ConfigError(
+            f"{len(broken)} shifts are out of the NPU's reach: {'; '.join(broken[:5])}. Possible: leave the adjusting "
+            "options on, a larger MaxLoopNum, exclude these nodes, or NPULimitationCheck=False to write them anyway."
+        )
+
+
+def _moved(params: QParams, spec: TensorSpec, position: NumpyArray | None) -> QParams:
+    if position is None:
+        return params
+    return rescaled(params, spec, np.exp2(-position.astype(np.float64)))

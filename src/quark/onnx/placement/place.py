@@ -22,11 +22,10 @@ from quark.onnx.graph.model_file import live_inputs
 from quark.onnx.operators import rule_of
 from quark.onnx.operators.targets import TARGETS, Target
 from quark.onnx.passes.fuse_gelu import gelus
-from quark.onnx.placement.before_log import nodes_before_log
 from quark.onnx.placement.block_formats import refine_block_axes, refuse_too_many
 from quark.onnx.placement.constants import has_weight, place_added_bias, place_constants
 from quark.onnx.placement.dual_pairs import insert_identities, widen_sources
-from quark.onnx.placement.kernels import fits_dynamic, gains, is_depthwise
+from quark.onnx.placement.kernels import fits_dynamic, gains, is_depthwise, nodes_before_log
 from quark.onnx.placement.placement import Placement
 from quark.onnx.placement.select_nodes import select_nodes
 from quark.onnx.placement.shared_scales import free_relu_zero, remove_fused, share_scales

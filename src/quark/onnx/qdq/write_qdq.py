@@ -1,18 +1,44 @@
-"""write_qdq: a placement becomes nodes and constants: Q/DQ around activations, codes behind DQ, integer kernels."""
+"""write_qdq: a placement becomes nodes and constants: Q/DQ around activations, codes behind DQ, integer kernels.
+
+Dynamic quantization: the input is quantized as it comes, and the product is computed in integers.
+
+    q, s, z = DynamicQuantizeLinear(x)                            uint8, range of each tensor
+    y = float(MatMulInteger(q, w, z, zw)) * (s * sw) + bias       ConvInteger likewise
+
+ONNX Runtime fuses the MatMul form into one kernel. The factors of a Gemm go into the scales and the bias, and codes of
+its first matrix are transposed where it says so.
+
+MatMulNBits (com.microsoft): a MatMul whose constant operand has 2 to 8 bits in blocks along the sum.
+
+    y = x @ ((q - zero_point) * scale)      q (K, N), one scale for each `block_size` values of a column
+
+Stored by column: B uint8 (N, blocks, block_size * bits / 8), first code in the low bits; scales float32 (N, blocks);
+zero points packed like codes (N, ceil(blocks * bits / 8)), absent for 2^(bits-1); those of HQQ are floats (N, blocks).
+Scales and float zero points have the type of x.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray, pad_axis
+from quark.core.granularity import PerGroup
+from quark.core.packing import pack_bits
+from quark.core.quantize import quantize
+from quark.core.spec import ScaleType, TensorSpec
 from quark.onnx.calibration.qparams import ModelQParams
 from quark.onnx.config.settings import Settings
-from quark.onnx.graph.edit import is_op
+from quark.onnx.graph.edit import carried_over, is_op
+from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.operators.axes import output_axis
 from quark.onnx.placement.dual_pairs import drop_identities
+from quark.onnx.placement.kernels import DYNAMIC_KERNELS
 from quark.onnx.placement.placement import Placement
 from quark.onnx.qdq.activations import ActivationWriter
 from quark.onnx.qdq.constants import ConstantStore
-from quark.onnx.qdq.dynamic_quantize import write_dynamic
-from quark.onnx.qdq.matmul_nbits import write_nbits
 from quark.onnx.qdq.stored_weights import LSTM_KERNEL, picks_codes, write_lstm, write_table
 from quark.onnx_ops.graph_writer import GraphWriter, producer_of
 
@@ -68,3 +94,131 @@ def drop_unused_constants(graph: ir.Graph) -> None:
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             del graph.initializers[name]
+
+
+# Inputs quantized as they come ----------------------------------------------------------------------------------------
+
+
+def write_dynamic(writer: GraphWriter, store: ConstantStore, node: ir.Node, spec: TensorSpec) -> ir.Value:
+    """Replace a node by its integer form.
+
+    Args:
+        writer, store: Of the model.
+        node: Of a form that has an integer kernel (`fits_dynamic`).
+        spec: Of its weight.
+
+    Returns:
+        Its output.
+    """
+    name, data, is_conv = node.name or "", node.inputs[0], node.op_type == "Conv"
+    assert data is not None
+    has_rows_of_outputs = node.op_type == "Gemm" and output_axis(node) == 0
+    codes, scale, zero = store.encoded((node, 1), spec, transpose=has_rows_of_outputs)
+    if is_conv:
+        scale = _over_outputs(writer, node, scale)
+        zero = writer.shared(f"{zero.name}_scalar", np.asarray(constant(zero).reshape(-1)[0]))
+    quantized, input_scale, input_zero = _quantized_input(writer, data)
+    if node.attributes.get_int("transA", 0):
+        quantized = writer.node("Transpose", [quantized], f"{name}_turned", {"perm": [1, 0]})
+    scale = _multiplied(writer, node, scale, "alpha")
+    inputs, kernel = [quantized, codes, input_zero, zero], DYNAMIC_KERNELS[node.op_type]
+    attributes = carried_over(node, kernel, alpha=None, beta=None, transA=None, transB=None)
+    product = writer.node(kernel, inputs, f"{name}_quant", attributes)
+    product = writer.node("Cast", [product], f"{name}_cast", {"to": int(ir.DataType.FLOAT)})
+    scales = writer.node("Mul", [input_scale, scale], f"{name}_scales")
+    result = writer.node("Mul", [product, scales], f"{name}_scaled")
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    if bias is not None:
+        bias = _over_outputs(writer, node, bias) if is_conv else _multiplied(writer, node, bias, "beta")
+        result = writer.node("Add", [result, bias], f"{name}_bias")
+    writer.replace(node, result, keep_name=True)
+    return result
+
+
+def _quantized_input(writer: GraphWriter, data: ir.Value) -> Sequence[ir.Value]:
+    """Codes, scale and zero point of an input; all nodes that read it share one DynamicQuantizeLinear."""
+    for use in data.uses():
+        if use.node.op_type == "DynamicQuantizeLinear":
+            return use.node.outputs
+    outputs = writer.dynamic_codes(data, f"{data.name}_QuantizeLinear")
+    writer.insert_after(data.producer())
+    return outputs
+
+
+def _multiplied(writer: GraphWriter, node: ir.Node, value: ir.Value, factor: str) -> ir.Value:
+    """A scale or bias times alpha or beta of a Gemm."""
+    number = node.attributes.get_float(factor, 1.0)
+    if number == 1.0:
+        return value
+    name = f"{value.name}_{node.name}_{factor}"
+    if is_constant(value):
+        return writer.shared(name, np.asarray(constant(value), np.float32) * np.float32(number))
+    return writer.node("Mul", [value, writer.shared(f"{name}_factor", np.asarray(number, np.float32))], name)
+
+
+def _over_outputs(writer: GraphWriter, node: ir.Node, channels: ir.Value) -> ir.Value:
+    """A vector over the channels of a Conv as (C, 1, ...), which broadcasts over its output."""
+    array = np.asarray(constant(channels), np.float32)
+    spatial = constant(node.inputs[1]).ndim - 2
+    return writer.shared(f"{channels.name}_{node.name}", array.reshape(-1, *[1] * spatial))
+
+
+# MatMulNBits ----------------------------------------------------------------------------------------------------------
+
+
+DOMAIN = "com.microsoft"
+
+
+def write_nbits(
+    writer: GraphWriter, store: ConstantStore, node: ir.Node, spec: TensorSpec, accuracy_level: int
+) -> ir.Value:
+    """Replace a MatMul by a MatMulNBits of the same name.
+
+    Args:
+        writer, store: Of the model.
+        node: With a weight that fits (`fits_nbits`).
+        spec: Of the weight.
+        accuracy_level: 0 to 4: the type that the kernel may compute in.
+
+    Returns:
+        Its output.
+    """
+    assert isinstance(spec.granularity, PerGroup)
+    operand, source, qparams = (node, 1), node.inputs[1], store.qparams
+    rows, columns = constant(source).shape
+    bits, size = spec.dtype.bits, spec.granularity.size
+    blocks = -(-rows // size)
+    kind = ir.DataType.FLOAT16 if spec.scale_type is ScaleType.float16 else ir.DataType.FLOAT
+    offset = 1 << (bits - 1) if spec.dtype.signed else 0
+
+    def codes() -> NumpyArray:
+        signed = np.asarray(quantize(np.asarray(constant(source), np.float32), qparams[operand], spec))
+        by_column = np.ascontiguousarray((signed + offset).astype(np.uint8).T)
+        packed = pack_bits(pad_axis(by_column, 1, blocks * size - rows), bits)
+        return np.asarray(packed).reshape(columns, blocks, size * bits // 8)
+
+    def scales() -> NumpyArray:
+        return np.asarray(qparams[operand].scale, np.float32).astype(kind.numpy()).T
+
+    def float_zero_points() -> NumpyArray:
+        return np.asarray(qparams[operand].zero_point, np.float32).astype(kind.numpy()).T
+
+    def zero_points() -> NumpyArray:
+        by_column = np.ascontiguousarray((np.asarray(qparams[operand].zero_point) + offset).astype(np.uint8).T)
+        return np.asarray(pack_bits(pad_axis(by_column, 1, -blocks % (8 // bits)), bits))
+
+    name, uint8 = store.name(operand, spec), ir.DataType.UINT8
+    inputs = [
+        node.inputs[0],
+        writer.shared(f"{name}_quantized", codes, uint8, (columns, blocks, size * bits // 8)),
+        writer.shared(f"{name}_scale", scales, kind, (columns, blocks)),
+    ]
+    if spec.float_zero_point:
+        inputs.append(writer.shared(f"{name}_zero_point", float_zero_points, kind, (columns, blocks)))
+    elif not spec.symmetric:
+        inputs.append(writer.shared(f"{name}_zero_point", zero_points, uint8, (columns, -(-blocks * bits // 8))))
+    attributes = {"K": rows, "N": columns, "bits": bits, "block_size": size, "accuracy_level": accuracy_level}
+    result = writer.node("MatMulNBits", inputs, f"{node.name}_{bits}_bits", attributes, domain=DOMAIN)
+    writer.replace(node, result, keep_name=True)
+    producer_of(result).name = node.name
+    return result

@@ -10,8 +10,7 @@ from quark.torch.algorithms.rotation.quarot import QuaRot
 from quark.torch.algorithms.rounding.autoround import AutoRound
 from quark.torch.algorithms.rounding.distillation import Distillation
 from quark.torch.algorithms.rounding.gptq import GPTAQ, GPTQ, Qronos
-from quark.torch.algorithms.rounding.imatrix import Imatrix
-from quark.torch.algorithms.rounding.importance import ImportanceScale
+from quark.torch.algorithms.rounding.imatrix import Imatrix, ImportanceScale
 from quark.torch.algorithms.rounding.svdquant import SVDQuant
 from quark.torch.algorithms.scaling.auto_smooth_quant import AutoSmoothQuant
 from quark.torch.algorithms.scaling.awq import AWQ

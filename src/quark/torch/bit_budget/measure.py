@@ -21,8 +21,7 @@ from quark.errors import CalibrationError, ConfigError, NotSupportedError, Shape
 from quark.goals.fused_layers import PROGRAMS
 from quark.torch.algorithms.block_weights import BlockWeights, blocks_of
 from quark.torch.algorithms.pass_store import PassStore
-from quark.torch.bit_budget.gguf_rules import GgufRules
-from quark.torch.bit_budget.rules import BudgetRules, FolderRules
+from quark.torch.bit_budget.rules import BudgetRules, FolderRules, GgufRules
 from quark.torch.bit_budget.sensitivity import AskedBudget, LayerGroup, SensitivityTable
 from quark.torch.bit_budget.sweep import Sweep, Swept
 from quark.torch.calibration.distributed import world

@@ -1,27 +1,32 @@
-"""Graph mode on one page: prepare the graph, place the quantizers, calibrate; later, freeze."""
+"""Graph mode on one page: prepare the graph, place the quantizers, calibrate; later, freeze.
+
+Masked positions count nowhere in a graph of one length either, whose batches cannot be cut: quantizers see the rows of
+real positions, see `quark.core.observers.real_rows`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from quark.core.array import NumpyArray
+from quark.core.observers.real_rows import rows_at
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.calibration.calibrate import calibrate_tensor, calibrate_tensors
 from quark.torch.config.config import QConfig
 from quark.torch.graph.batch_norm import attribute, fold_batch_norms, put
-from quark.torch.graph.inplace import remove_inplace
-from quark.torch.graph.operators import DEQUANT_STUB, QUANT_STUB, is_call
+from quark.torch.graph.operators import DEQUANT_STUB, QUANT_STUB, is_call, remove_inplace
 from quark.torch.graph.plan import make_graph_plan
 from quark.torch.graph.quantizers.insert_quantizers import QuantizerInserter
 from quark.torch.graph.quantizers.kv_cache import insert_caches
-from quark.torch.graph.real_rows import observing_real_rows
 from quark.torch.graph.training import PRESERVED, allow_training, drop_counters, keep, set_training
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
+from quark.torch.model.calibration_data import ModelArguments, real_positions
 
 HOW = "model = torch.export.export(model.eval(), args).module()"
 
@@ -166,3 +171,32 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     copied.output(copied.graph_copy(graph, {}))
     copied._codegen = graph._codegen
     return copied
+
+
+# Real rows ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def observing_real_rows(graph: nn.Module, quantizers: Iterable[FakeQuantize]) -> Iterator[None]:
+    """Within: quantizers of a graph observe rows of real positions alone, and hand on all."""
+    arguments, real = ModelArguments.of(graph), list[NumpyArray]()
+    whole: dict[nn.Module, torch.Tensor] = {}
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        real[:] = [one.numpy() for one in real_positions(kwargs or args, arguments)]
+
+    def before(module: nn.Module, args: tuple[torch.Tensor, ...]) -> Any:
+        if not real or not isinstance(module, FakeQuantize) or module.mode is not Mode.observe:
+            return None
+        whole[module] = args[0]
+        return (rows_at(args[0], real), *args[1:])
+
+    def after(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
+        return whole.pop(module, None)
+
+    with ExitStack() as hooks:
+        hooks.enter_context(graph.register_forward_pre_hook(begin, with_kwargs=True))
+        for quantizer in quantizers:
+            hooks.enter_context(quantizer.register_forward_pre_hook(before))
+            hooks.enter_context(quantizer.register_forward_hook(after))
+        yield

@@ -1,15 +1,23 @@
-"""Lowering: QConfig, or the legacy Config, to Settings. Pure functions; nothing after them reads a config."""
+"""Lowering: QConfig, or the legacy Config, to Settings. Pure functions; nothing after them reads a config.
+
+The named configurations do two things unasked: equalization, and the correction of biases. Both are for one scale a
+weight, which is too coarse for the small channels, whose rounding errors then have a mean. `include_cle=True` is kept
+only where calibration data say that it pays. A CLEConfig, or a CLE option that differs from its default, and a
+BiasCorrectionConfig ask for them by name: they are among the algorithms.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
+from quark.core.granularity import PerTensor
 from quark.core.observers.entropy import BINS
-from quark.core.spec import LayerSpec, ScaleType
+from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.errors import ConfigError
-from quark.onnx.config.algo_configs import AlgoConfig
+from quark.onnx.config.algo_configs import AlgoConfig, CLEConfig
 from quark.onnx.config.config import Config, QConfig, QuantizationConfig
 from quark.onnx.config.extra_options import (
     NPU_CONVERSIONS,
@@ -20,13 +28,21 @@ from quark.onnx.config.extra_options import (
     value_of,
 )
 from quark.onnx.config.lowering.algorithms import with_preference
-from quark.onnx.config.lowering.passes import lower_passes
-from quark.onnx.config.lowering.qdq import lower_qdq
+from quark.onnx.config.lowering.passes import computes_in_float32, lower_passes
 from quark.onnx.config.lowering.request import Request, from_legacy, from_qconfig
-from quark.onnx.config.lowering.rescaling import lower_rescaling
 from quark.onnx.config.lowering.shapeshifter import expand
+from quark.onnx.config.lowering.solved_weights import nbits_params
 from quark.onnx.config.lowering.specs import lower_layer, lower_specs
-from quark.onnx.config.settings import CalibrationSettings, MeasurementSettings, NPUSettings, Settings
+from quark.onnx.config.lowering.tensors import is_integer
+from quark.onnx.config.settings import (
+    CalibrationSettings,
+    MeasurementSettings,
+    NPUSettings,
+    QDQSettings,
+    Settings,
+    SpecSettings,
+)
+from quark.onnx.operators import ACTIVATIONS, FUSE_ACTIVATIONS, RULES
 from quark.onnx_ops.custom_libraries import find_libraries
 
 
@@ -168,3 +184,127 @@ def _lower_measurement(options: Mapping[str, Any]) -> MeasurementSettings:
     if threads < 1:
         raise ConfigError(f"MeasureThreads={threads}: at least one thread is needed.")
     return MeasurementSettings(bool(given), given if isinstance(given, str) else None, threads)
+
+
+# Q/DQ -----------------------------------------------------------------------------------------------------------------
+
+
+def lower_qdq(request: Request, layer: LayerSpec) -> QDQSettings:
+    """Where Q/DQ stand, and how they are written.
+
+    Args:
+        request: What the config asks for.
+        layer: The specs of every node.
+
+    Raises:
+        ConfigError: An option has no meaning.
+    """
+    options = request.options
+    return QDQSettings(
+        target=request.target.name,
+        target_given=value_of(options, "Target") is not None,
+        fused=_fused(options),
+        float_output_types=tuple(value_of(options, "OpTypesToExcludeOutputQuantization")),
+        float_outputs=tuple(value_of(options, "NodesToExcludeOutputQuantization")),
+        fold_relu=value_of(options, "FoldRelu"),
+        align=_align(request),
+        force_pass_through=value_of(options, "ForceQuantizeNoInputCheck"),
+        dedicated_pairs=value_of(options, "DedicatedQDQPair"),
+        dedicated_dequantize=value_of(options, "DedicateDQNode"),
+        dual_pairs=value_of(options, "EnableDualQuantNodePairs"),
+        # Float and block weights are float values behind a Q/DQ pair in any case.
+        float_weights=is_integer(request.weight) and bool(value_of(options, "AddQDQPairToWeight")),
+        int16_bias=value_of(options, "Int16Bias"),
+        fit_int32_bias=value_of(options, "AdjustWeightScaleForInt32Bias"),
+        matmul_nbits=nbits_params(options)["AccuracyLevel"] if request.matmul_nbits else None,
+        quantize_fp16=value_of(options, "QuantizeFP16") and not computes_in_float32(options),
+        contrib_domain=_contrib_domain(request, layer),
+        cast_bfloat16=value_of(options, "BF16QDQToCast"),
+        clip_bfloat16=value_of(options, "BF16WithClip"),
+    )
+
+
+def _fused(options: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
+    """(op type, op type of its only reader) with nothing quantized between."""
+    activations = [name for name in (*ACTIVATIONS, "Gelu") if value_of(options, f"RemoveQDQConv{name}")]
+    pairs = set(product(FUSE_ACTIVATIONS, activations))
+    if value_of(options, "RemoveQDQMulAdd"):
+        pairs.add(("Mul", "Add"))
+    if value_of(options, "RemoveQDQInstanceNorm"):
+        pairs |= {("InstanceNormalization", name) for name in ("Relu", "LeakyRelu", "PRelu")}
+    for pair in value_of(options, "RemoveQDQBetweenOps") or ():
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(name in RULES for name in pair):
+            raise ConfigError(f"RemoveQDQBetweenOps: expected pairs of op types with a rule, got {pair!r}.")
+        pairs.add((pair[0], pair[1]))
+    return frozenset(pairs)
+
+
+def _align(request: Request) -> tuple[str, ...]:
+    """Op types whose inputs and output share one scale: by their options, else all in the XINT8 path."""
+    given = {name: value_of(request.options, f"Align{name}") for name in ("Concat", "Pool", "Pad", "Slice")}
+    return tuple(name for name, value in given.items() if (request.npu_cnn if value is None else value))
+
+
+def _contrib_domain(request: Request, layer: LayerSpec) -> bool:
+    """com.microsoft Q/DQ: of integers in the extended formats, unless an option says otherwise."""
+    given: bool | None = value_of(request.options, "UseQDQContribOps")
+    if given is not None:
+        return given
+    return request.extended and any(spec is not None and spec.has_zero_point for spec in (layer.weight, layer.input))
+
+
+# Rescaling ------------------------------------------------------------------------------------------------------------
+
+
+POWER_OF_TWO_STEPS = 2
+"""Unless CLESteps is given: a layer between two others is in two pairs, and the second undoes some of the first. Float
+scales, which fit any range, gained nothing by more than the documented step."""
+
+
+def lower_rescaling(request: Request, specs: SpecSettings) -> tuple[CLEConfig | None, bool]:
+    """The equalization that is tried unasked, None for none; and whether biases are corrected unasked.
+
+    Args:
+        request: What the config asks for.
+        specs: Only where all channels of a weight share a scale, of few bits, is one of them done.
+    """
+    return _equalization(request, specs), _corrects_biases(request, specs)
+
+
+def _equalization(request: Request, specs: SpecSettings) -> CLEConfig | None:
+    """The equalization that the config includes, unless it asks for one by name."""
+    named = any(isinstance(algorithm, CLEConfig) for algorithm in request.algorithms)
+    # Ranges that are given are those of the model as it is: equalized, it has others.
+    given_ranges = any(each.scale is not None or each.low is not None for _, each in specs.overrides)
+    if not request.include_cle or named or given_ranges or value_of(request.options, "QuantizeFP16"):
+        return None
+    if not _coarse(specs.layer):
+        return None
+    given = {key: request.options[key] for key in CLEConfig.keys.values() if key in request.options}
+    steps = {"CLESteps": POWER_OF_TWO_STEPS} if _has_power_of_two(specs.layer) else {}
+    return CLEConfig.from_options({**steps, **given})
+
+
+def _corrects_biases(request: Request, specs: SpecSettings) -> bool:
+    """A QConfig names its algorithms: only under powers of two it has this one without a word."""
+    if value_of(request.options, "BiasCorrection") is not None or value_of(request.options, "QuantizeFP16"):
+        return False
+    npu = request.npu_cnn and _has_power_of_two(specs.layer)
+    return npu or (request.legacy and _coarse(specs.layer))
+
+
+def _coarse(layer: LayerSpec) -> bool:
+    """Whether a weight has up to 8 bits and one scale, and so has what its layer reads."""
+    weight, activation = layer.weight, layer.input
+    if weight is None or activation is None:
+        return False
+    return weight.dtype.bits <= 8 and _one_scale(weight) and _one_scale(activation)
+
+
+def _has_power_of_two(layer: LayerSpec) -> bool:
+    return all(spec.scale_type is ScaleType.pof2 for spec in (layer.weight, layer.input) if spec is not None)
+
+
+def _one_scale(spec: TensorSpec) -> bool:
+    """Whether a tensor has integer codes under one scale, which is known before the model runs."""
+    return spec.has_zero_point and not spec.dynamic and isinstance(spec.granularity, PerTensor)

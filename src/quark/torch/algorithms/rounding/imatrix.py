@@ -1,4 +1,7 @@
-"""Scales weighed by the second moments of an importance matrix file: no data is needed."""
+"""Scales weighed by the second moments of an importance matrix file: no data is needed.
+
+With data, the second moment of each input channel weighs the error of the weights that read it (`ImportanceScale`).
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,26 @@ from quark.core.checks import naming
 from quark.core.solvers.importance import weighted_qparams
 from quark.errors import FormatError
 from quark.gguf import expert_of, read_imatrix
-from quark.torch.algorithms.base import Algorithm
+from quark.torch.algorithms.base import Algorithm, Block
+from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_weights import weight_quantizer, weight_spec
+from quark.torch.algorithms.rounding.fix_scales import chosen_layers, fix_scales
 from quark.torch.layers import QuantLayer
+
+
+class ImportanceScale(Algorithm):
+    """Scales under which sum_i E[x_i^2] (w_i - Q(w_i))^2 is least; see `core/solvers/importance.py`.
+
+    A solver named after it (GPTQ) rounds on these scales.
+    """
+
+    solves_after_blocks = True
+
+    def on_inputs(self, group: InputGroup, block: Block) -> None:
+        layers = chosen_layers(group, block, self.config.inside_layer_modules)
+        if layers:
+            with naming(", ".join(layers)):
+                fix_scales(layers, block, dict.fromkeys(layers, group.mean_square))
 
 
 class Imatrix(Algorithm):
