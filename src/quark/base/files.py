@@ -496,7 +496,12 @@ def require_config(folder: Path) -> None:
             f"a model of the Hugging Face hub is after `hf download {folder} --local-dir DIR`."
         )
     if not found:
-        raise FormatError(f"{folder} is no model folder: it has no config.json.{_hint(folder)}")
+        raise FormatError(f"{folder} is no model folder: {why_no_model(folder)}.{_hint(folder)}")
+
+
+def why_no_model(folder: Path) -> str:
+    """Why a path without a config.json inside is no model folder."""
+    return "it has no config.json" if os.path.lexists(folder) else "nothing is there"
 
 
 def _hint(folder: Path) -> str:

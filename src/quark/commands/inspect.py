@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from quark.base.command_line import Results, new_table, results
+from quark.base.files import why_no_model
 from quark.base.json_objects import plain_json
 from quark.commands.options.kinds import check_options, onnx_option
 from quark.errors import ConfigError, FormatError
@@ -192,9 +193,8 @@ def _read_config(file: Path) -> dict[str, Any]:
             raise FileNotFoundError
         config = plain_json(file.read_text(encoding="utf-8"))
     except OSError:
-        raise FormatError(
-            f"{file.parent} is neither an .onnx file nor a model folder: it has no config.json."
-        ) from None
+        why = why_no_model(file.parent)
+        raise FormatError(f"{file.parent} is neither an .onnx file nor a model folder: {why}.") from None
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{file} is not the config of a model: {error}.") from None
     if not isinstance(config, dict):

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from quark.base.files import require_regular
 from quark.errors import FormatError
 from quark.gguf.names import block_of, import_gguf
 
@@ -25,6 +26,7 @@ _EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.weight")
 def open_gguf(file: Path) -> Any:
     """A gguf.GGUFReader of the file. Raises FormatError for what is no GGUF file, or one that llama.cpp refuses."""
     import_gguf()  # raises where it is missing
+    require_regular(file)
     try:
         reader = _reader_class()(file)
         _check_texts(reader)
