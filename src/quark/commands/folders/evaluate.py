@@ -46,7 +46,7 @@ def _summary(sizes: Sequence[int], perplexity: tuple[float, float] | None, secon
 
 
 def _outputs(outputs: Mapping[str, Output], words: str) -> Table:
-    table = new_table("output", "SQNR dB", "cosine", "same greatest", title=f"Outputs over {words}")
+    table = new_table("output", "SQNR dB", "cosine", "same top-1", title=f"Outputs over {words}")
     for name, output in outputs.items():
         agreement = f"{output.agreed / output.rows:.2%}" if output.rows else ""
         table.add_row(name, f"{output.comparison.sqnr:.2f}", f"{output.comparison.cosine:.6f}", agreement)

@@ -83,7 +83,7 @@ def _costs(found: MeasuredFolders) -> Section:
         for name, output in found.comparison.outputs.items()
     ]  # fmt: skip
     of_outputs = PageTable(
-        ("output", "SQNR dB", "cosine", "same greatest"),
+        ("output", "SQNR dB", "cosine", "same top-1"),
         outputs,
         f"Outputs over {counted(len(found.batches), 'sample')}",
     )
