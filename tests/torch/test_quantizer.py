@@ -307,7 +307,7 @@ def test_quantizing_twice_freezing_a_float_model_and_later_features_are_refused(
 def test_an_uncalled_layer_is_named() -> None:
     model = mlp()
     model.unused = nn.Linear(4, 4)
-    with pytest.raises(CalibrationError, match=r"unused\.input"):
+    with pytest.raises(CalibrationError, match="unused .*never reached"):
         quantize(model, STATIC, inputs())
 
 

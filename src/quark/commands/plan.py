@@ -123,7 +123,7 @@ def _plan_model(job: FolderJob) -> None:
     from quark.jobs.folders.models import inputs_of, load_meta_model
     from quark.torch.checkpoint.sources.carried import carried_beside
     from quark.torch.checkpoint.stored_types import source_folder
-    from quark.torch.flows.check_plan import check_plan
+    from quark.torch.flows.check_plan import check_data, check_plan
     from quark.torch.flows.predicted_size import carried_said
 
     job = replace(job, request=replace(job.request, model=_with_shapes(job.request.model)))
@@ -145,6 +145,10 @@ def _plan_model(job: FolderJob) -> None:
     layers = made.table(meta, beside)
     undecoded = check_plan(meta, config, made, job.form, job.reader)
     split = servers_say(configured, meta, made)
+    inputs = inputs_of(request.model, meta)
+    lacks = configured.lacks is not None or (calibration.is_default and not inputs.reads_text)
+    data = None if lacks or configured.budget is not None else calibration.samples_of(inputs)
+    check_data(meta, made, data)
     console.print(layers)
     console.print(f"size: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})", highlight=False)
     if (said := carried_said(meta, made, job.form)) is not None:
@@ -153,10 +157,9 @@ def _plan_model(job: FolderJob) -> None:
         console.print(f"readers: {undecoded}", highlight=False, soft_wrap=True)
     if split is not None:
         console.print(f"servers: {split}", highlight=False, soft_wrap=True)
-    inputs = inputs_of(request.model, meta)
-    if configured.lacks is not None or (calibration.is_default and not inputs.reads_text):
+    if lacks:
         console.print("data: needed, and not given (--calib)", highlight=False)
-    elif configured.budget is None and (data := calibration.samples_of(inputs)) is not None:
+    elif data is not None:
         console.print(f"data: {calibration.described(data, inputs.taken)}", highlight=False, soft_wrap=True)
     if configured.choice is not None:
         out = {"gguf": "OUT.gguf", "onnx": "OUT/quark_model.onnx"}.get(job.form, "OUT")

@@ -18,6 +18,7 @@ from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.calibration.lent_tokens import ExpertCalibration
+from quark.torch.calibration.reached import check_reached
 from quark.torch.checkpoint.quantized_before import layers_quantized_before, with_quantized_before
 from quark.torch.checkpoint.sources.carried import carried_beside, plan_carried
 from quark.torch.checkpoint.stored_types import source_folder
@@ -131,6 +132,7 @@ class ModelQuantizer:
         offloaded: Offloaded,
     ) -> None:
         """Run the algorithms; find the scales of weights and activations."""
+        check_reached(model, layers, data)
         groups = sibling_groups(model, self.config.shared_scale_groups)
         # What works block by block costs half a second to import.
         if self.config.quant_flow is QuantFlow.per_block:

@@ -163,7 +163,7 @@ def _preflight_data(flow: FolderFlow) -> Sequence[Any] | None:
     """The calibration data, once it is known that the job fits into memory and onto the disk.
 
     Raises:
-        CalibrationError, FormatError: The data cannot be read.
+        CalibrationError, FormatError: The data cannot be read, or never reach what needs them.
         NotSupportedError, ShapeError: The format has no place for what is planned, or its readers would not find it.
         OutputError, TooLittleMemoryError: The disk or the memory is too small.
     """
@@ -172,7 +172,7 @@ def _preflight_data(flow: FolderFlow) -> Sequence[Any] | None:
     from quark.jobs.folders.models import inputs_of, load_meta_model
     from quark.torch.algorithms import algorithms_of
     from quark.torch.checkpoint.shards import predicted_bytes
-    from quark.torch.flows.check_plan import check_plan
+    from quark.torch.flows.check_plan import check_data, check_plan
     from quark.torch.flows.predicted_size import planned
     from quark.torch.flows.preflight import estimate, preflight
 
@@ -189,5 +189,6 @@ def _preflight_data(flow: FolderFlow) -> Sequence[Any] | None:
     undecoded = check_plan(meta, config, plan, export.form, export.reader)
     if undecoded is not None:
         logger.warning("%s", undecoded)
+    check_data(meta, plan, data)
     preflight(weights, export.output, data, "--stream, fewer --samples, or a machine with more")
     return data

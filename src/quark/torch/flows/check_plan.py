@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -14,6 +14,7 @@ from quark.core.spec import LayerSpec
 from quark.errors import NotSupportedError
 from quark.goals.expert_names import expert_names, unread_experts
 from quark.goals.goal import RuntimeGoal
+from quark.torch.calibration.reached import check_reached
 from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.shards import entries, names_in_file, stored_shapes
 from quark.torch.checkpoint.sources.carried import carried_modules
@@ -25,6 +26,7 @@ from quark.torch.flows.replaced import replaced
 from quark.torch.formats import FORMATS, Folder, FolderFormat, Format
 from quark.torch.formats.fused_groups import EXPERTS, FusedGroup, fused_groups
 from quark.torch.formats.readers import TRANSFORMERS, check_readers
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.names import layers_published
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.plan import Plan
@@ -60,6 +62,21 @@ def check_plan(meta: Any, config: QConfig, made: Plan, form: str, reader: str = 
         items = list(entries(meta, "reorder", True, held))
         stored_shapes(items, names_in_file(meta, held, content.specs))
         return check_readers(meta, held, content, (name for name, _, _ in items), reader)
+
+
+def check_data(meta: Any, made: Plan, data: Iterable[Any] | None) -> None:
+    """Raise CalibrationError for batches that never reach what a plan gives static scales.
+
+    Args:
+        meta: As `check_plan` leaves it.
+        made: The plan.
+        data: Calibration batches.
+    """
+    layers = quantized_layers(meta)
+    if not layers:
+        with replaced(meta, made) as layers:
+            pass
+    check_reached(meta, layers, data)
 
 
 def _with_algorithms(content: Folder, config: QConfig) -> Folder:

@@ -27,6 +27,7 @@ from quark.torch.algorithms.block_loop import LoopState, is_inside
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import first_then_all, rank, wait, world
+from quark.torch.calibration.reached import check_reached
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.checkpoint.shards import write_entry
 from quark.torch.checkpoint.sources.origins import Origin
@@ -95,6 +96,7 @@ def stream(
         in_use(work),
         severity(config.log_severity_level if config.log_severity_level != 1 else None),
     ):
+        check_reached(job.model, layers, batches)
         manifest = first_then_all(lambda first: Manifest.open(work, settings))
         with _kept_if_begun(manifest):
             run = _Run(job, layers, manifest, torch.device(device))

@@ -262,7 +262,7 @@ def _unfused(name: str, fused: nn.Module, names: Names) -> UnfusedExperts:
 
 def fused_blocks(model: nn.Module) -> dict[str, Names]:
     """Name of each block of fused experts -> names of the gate, up and down projections of one expert."""
-    blocks = {name: module for name, module in model.named_modules() if _is_fused(module)}
+    blocks = {name: module for name, module in model.named_modules() if is_fused(module)}
     known = conversions(model) if blocks else []
     return {name: _names(known, name, module) for name, module in blocks.items()}
 
@@ -273,7 +273,7 @@ def layer_names(model: nn.Module, block: str, names: Names) -> list[str]:
     return [f"{block}.{index}.{leaf}" for index in experts for leaf in names if leaf]
 
 
-def _is_fused(module: nn.Module) -> bool:
+def is_fused(module: nn.Module) -> bool:
     """Whether a module holds all experts of a block in the form that transformers gives them."""
     up = [name for name in ("gate_up_proj", "up_proj") if isinstance(getattr(module, name, None), nn.Parameter)]
     down = getattr(module, "down_proj", None)
@@ -373,7 +373,7 @@ def other_experts(model: nn.Module) -> dict[str, str]:
     """Modules that hold several experts in one parameter in a form that no pass knows, and that parameter's name."""
     others = {}
     for name, module in model.named_modules():
-        if _is_fused(module) or layer_class(module) or isinstance(module, QuantLayer):
+        if is_fused(module) or layer_class(module) or isinstance(module, QuantLayer):
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             stacked = parameter.ndim == 3 and "expert" in f"{name}.{leaf}.{type(module).__name__}".lower()
