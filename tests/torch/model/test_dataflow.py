@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
 from quark.core.schemes import SCHEMES
+from quark.errors import StructureError
+from quark.jobs.words import torch_algorithms
+from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.layers.fake_quant import Mode
 from quark.torch.layers.linear import QuantLinear
 from quark.torch.model.dataflow import Trace
@@ -166,3 +171,30 @@ def test_a_move_repeats_what_was_done_to_the_elements() -> None:
     rows = torch.arange(96).expand(graph.values[fused.outputs[0]].shape)
     assert view.move is not None
     assert torch.equal(view.move(rows)[0, 0, :, 0], torch.tensor([0, 24, 48, 72]))
+
+
+class FlexAttention(nn.Module):
+    """Attention that compiles itself, and has no backward on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        query = self.query(x)[:, None]
+        mixed: torch.Tensor = flex_attention(query, query, query)
+        return x + self.out(mixed[:, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_forward_that_compiles_itself_is_refused_by_what_must_see_it_or_needs_a_gradient() -> None:
+    torch.manual_seed(0)
+    data = [torch.randn(1, 8, 16) for _ in range(2)]
+    for algorithm, said in (("gptq", None), ("awq", "compiles a part"), ("autoround:iters=1", "No gradient")):
+        model = nn.Sequential(FlexAttention(), FlexAttention())
+        config = LLMTemplate.get("auto").get_config("int4_wo_per_channel", torch_algorithms([algorithm]))
+        with pytest.raises(StructureError, match=said) if said else nullcontext():
+            ModelQuantizer(config).quantize_model(model, data)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from quark.errors import StructureError
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
@@ -32,11 +33,20 @@ def record(model: nn.Module, run: Callable[[], object]) -> Trace:
         run: Calls the model once: `lambda: model(ids)`. A few tokens are enough.
 
     Raises:
+        StructureError: The forward compiles a part of itself, as flex_attention does, which nothing watches.
         Whatever the forward raises.
     """
     recorder = _Recorder(model)
-    with torch.no_grad(), quantizers_off(quantized_layers(model).values()), recorder.hooked(), recorder:
-        run()
+    try:
+        with torch.no_grad(), quantizers_off(quantized_layers(model).values()), recorder.hooked(), recorder:
+            run()
+    except RuntimeError as error:
+        if not type(error).__module__.startswith("torch._dynamo"):
+            raise
+        raise StructureError(
+            f"{type(model).__name__} compiles a part of its own forward, as flex_attention does, so what it computes "
+            "cannot be recorded. Possible: an algorithm that rescales and rotates nothing (gptq, qronos)."
+        ) from error
     return recorder.finished()
 
 

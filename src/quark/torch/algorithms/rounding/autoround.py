@@ -86,7 +86,12 @@ class AutoRound(ByScores):
         moments = None if self.scores is None else self.scores.of_block(block)
         loss = BlockLoss(block.module, block.calls, targets, moments)
         weights = in_matrices(readers_of(block, layers))
-        first, last = self._descend(loss, weights, len(targets))
+        try:
+            first, last = self._descend(loss, weights, len(targets))
+        except NotImplementedError as error:  # of an operator without a backward, as flex_attention on a CPU
+            raise StructureError(
+                f"No gradient comes through {block.name or 'the model'}, which AutoRound needs: {error} Possible: gptq."
+            ) from error
         for weight in weights:
             weight.freeze()
         report(block.name, first, last, SQUARE_ERROR if moments is None else FISHER_ERROR)
