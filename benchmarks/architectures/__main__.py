@@ -3,6 +3,11 @@
 works      quantize_model, freeze and one forward gave finite numbers
 refused    a QuarkError, whose text is listed below the table
 fails      any other exception, or numbers that are not finite
+
+Of denoisers a run is judged on a batch that it was not calibrated with, and two more verdicts are possible:
+
+worse      more than LOSS dB below rounding to nearest in the same scheme, of an algorithm that is to make errors small
+touches    a parameter of a layer that was not asked for is another one, and the algorithm is none that rescales
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from quark.core.metrics import sqnr
 from quark.errors import QuarkError
 from quark.jobs.words import torch_algorithms
 from quark.torch import LLMTemplate, ModelQuantizer
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.batches import named_outputs
 
 FAMILIES = (
@@ -52,6 +58,7 @@ DENOISER_RUNS: dict[str, tuple[str, Any]] = {
     "int8": ("int8", None),
     "int4": ("int4_wo_per_channel", None),
     "gptq": ("int4_wo_per_channel", "gptq"),
+    "gptaq": ("int4_wo_per_channel", "gptaq"),
     "qronos": ("int4_wo_per_channel", "qronos"),
     "awq": ("int4_wo_per_channel", "awq"),
     "smooth": ("int8", "smooth"),
@@ -60,6 +67,13 @@ DENOISER_RUNS: dict[str, tuple[str, Any]] = {
     "rotation": ("int4_wo_per_channel", "rotation"),
 }
 """The same of a denoiser: widths of its layers are divided by nothing."""
+VERDICTS = ("works", "refused", "worse", "touches", "fails")
+RESCALES = ("awq", "smooth", "rotation")
+"""Columns whose algorithm moves scales or rotations into the layers around: other parameters are others then."""
+BATCHES = 8
+"""With which a denoiser is calibrated; one more is held out."""
+LOSS = 0.5
+"""dB that an algorithm may be below rounding to nearest, on another batch than it was made with."""
 
 
 @dataclass(frozen=True)
@@ -126,34 +140,38 @@ class Subjects:
         classes: By name.
         build: Name and class -> a tiny model and its batches.
         runs: Column -> scheme and algorithm.
+        held_out: Whether the last batch is one to judge by.
     """
 
     classes: Mapping[str, Any]
     build: Callable[[str, Any], tuple[Any, list[Any]]]
     runs: Mapping[str, tuple[str, Any]]
+    held_out: bool = False
 
 
 def build_denoiser(_: str, kind: Any) -> tuple[Any, list[Any]]:
     """A tiny denoiser, and its batches; what its class takes is looked for once."""
     model, make = _found(kind)
     torch.manual_seed(0)
-    return copy.deepcopy(model), [make() for _ in range(2)]
+    return copy.deepcopy(model), [make() for _ in range(BATCHES + 1)]
 
 
 _found = lru_cache(maxsize=1)(tiny_denoiser)
 
 
 def run(subjects: Subjects, name: str, column: str) -> Outcome:
-    """Quantize a fresh model of the family, freeze it, and run it."""
+    """Quantize a fresh model of the family, freeze it, and run it; judged on its last batch if it is held out."""
     scheme, algorithm = subjects.runs[column]
     model, data = subjects.build(name, subjects.classes[name])
-    before = result(model, data[0])
+    held_out = data.pop() if subjects.held_out else data[0]
+    before = result(model, held_out)
+    parameters = dict(copy.deepcopy(model).named_parameters())
     kind = getattr(model.config, "model_type", "auto")
     try:
         config = LLMTemplate.get(kind).get_config(scheme, torch_algorithms([algorithm] if algorithm else None) or None)
         quantizer = ModelQuantizer(config)
         model = quantizer.freeze(quantizer.quantize_model(model, data))
-        after = result(model, data[0])
+        after = result(model, held_out)
     except QuarkError as error:
         return Outcome("refused", f"{type(error).__name__}: {error}")
     except Exception as error:  # noqa: BLE001 - a fault, which the table is made to show
@@ -163,13 +181,38 @@ def run(subjects: Subjects, name: str, column: str) -> Outcome:
         return Outcome("fails", f"{place}: {type(error).__name__}: {error}")
     if not after.isfinite().all():
         return Outcome("fails", "the output is not finite")
+    if subjects.held_out and column not in RESCALES and (touched := _touched(model, parameters)):
+        return Outcome("touches", ", ".join(touched))
     return Outcome("works", f"{float(sqnr(before, after)):.1f}")
+
+
+def _touched(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> list[str]:
+    """Parameters of layers that are still those of the float model, which have other values."""
+    quantized = tuple(f"{name}." for name in quantized_layers(model))
+    return [
+        name
+        for name, x in model.named_parameters()
+        if not name.startswith(quantized) and not (name in before and torch.equal(x, before[name]))
+    ]
+
+
+def judged(outcomes: dict[str, Outcome], runs: Mapping[str, tuple[str, Any]]) -> dict[str, Outcome]:
+    """The same, where an algorithm that loses more than rounding to nearest in its scheme does not work."""
+    nearest = {scheme: outcomes[column] for column, (scheme, algorithm) in runs.items() if not algorithm}
+    for column, outcome in outcomes.items():
+        scheme, algorithm = runs[column]
+        plain = nearest[scheme]
+        ran = algorithm and (outcome.verdict, plain.verdict) == ("works", "works")
+        if ran and float(outcome.detail) < float(plain.detail) - LOSS:
+            outcomes[column] = Outcome("worse", f"{outcome.detail} dB, and to nearest {plain.detail}")
+    return outcomes
 
 
 def cells(subjects: Subjects, name: str, columns: list[str]) -> dict[str, Outcome]:
     """The outcomes of one family; raises where its model cannot be made or run in float."""
     subjects.build(name, subjects.classes[name])
-    return {column: run(subjects, name, column) for column in columns}
+    outcomes = {column: run(subjects, name, column) for column in columns}
+    return judged(outcomes, subjects.runs) if subjects.held_out else outcomes
 
 
 def shown(name: str, outcomes: dict[str, Outcome]) -> str:
@@ -185,7 +228,7 @@ def summary(results: dict[str, dict[str, Outcome]], columns: list[str]) -> str:
     for column in columns:
         counts = Counter(outcomes[column].verdict for outcomes in results.values())
         share = counts["works"] / max(1, len(results))
-        verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("works", "refused", "fails"))
+        verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
         lines.append(f"{column:10} {verdicts} ({share:.0%})")
     return "\n".join(lines)
 
@@ -208,7 +251,7 @@ def main() -> None:
     import transformers.modeling_utils  # noqa: F401 - once, and not in each process
 
     subjects = (
-        Subjects(denoisers(), build_denoiser, DENOISER_RUNS)
+        Subjects(denoisers(), build_denoiser, DENOISER_RUNS, held_out=True)
         if options.denoisers
         else Subjects(families(options.every or bool(options.family)), build, RUNS)
     )

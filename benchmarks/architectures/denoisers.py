@@ -1,8 +1,8 @@
 """Any denoiser of diffusers as a tiny model with random weights: its own class, with small sizes in its arguments.
 
 What classes call their sizes differs, but the words are few: SIZES has them, and INPUTS what they call their inputs. A
-model is found by trying kinds of latents (pictures, videos, tokens) until its forward runs. A class that none of this
-fits is said not to be built.
+model is found by trying kinds of latents (pictures, videos, tokens) until its forward runs. What none of this fits has
+a row of its own in `denoiser_rows`, or is said not to be built.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.architectures.denoiser_rows import ROWS, made
 from quark.torch.model.batches import named_outputs
 
 HIDDEN, HEADS, TEXT, CHANNELS, SIDE, FRAMES, WORDS = 64, 4, 64, 4, 8, 2, 6
@@ -110,6 +111,13 @@ def denoisers() -> dict[str, Any]:
 
 def tiny_denoiser(kind: Any) -> tuple[nn.Module, Callable[[], dict[str, Any]]]:
     """A tiny model of a class, and what makes a batch of its inputs. Raises what the first try raised."""
+    if kind.__name__ in ROWS:
+        sizes, inputs = ROWS[kind.__name__]
+        torch.manual_seed(0)
+        model = _filled(kind(**sizes))
+        make = partial(_row_batch, inputs)
+        _try(model, make)
+        return model, make
     first: Exception | None = None
     for extra in NEEDED:
         known = inspect.signature(kind.__init__).parameters
@@ -117,21 +125,39 @@ def tiny_denoiser(kind: Any) -> tuple[nn.Module, Callable[[], dict[str, Any]]]:
             continue
         try:
             torch.manual_seed(0)
-            model = kind(**(_sizes(known) | extra)).eval().float()
+            model = _filled(kind(**(_sizes(known) | extra)))
         except Exception as error:  # noqa: BLE001 - sizes that this class does not take
             first = first or error
             continue
         for make in _makers(model):
             try:
-                with torch.no_grad():
-                    found = [x for _, x in named_outputs(model(**make()))]
-                if not found or not all(x.isfinite().all() for x in found):
-                    raise ValueError("the output of the float model is not finite")
+                _try(model, make)
             except Exception as error:  # noqa: BLE001 - latents that it does not take
                 first = first or error
             else:
                 return model, make
     raise first or ValueError("no sizes were tried")
+
+
+@torch.no_grad()
+def _filled(model: Any) -> nn.Module:
+    """The model with random numbers in the place of zeros, with which layers begin that hide what is before them."""
+    for parameter in model.parameters():
+        if not parameter.any() or not parameter.isfinite().all():
+            parameter.normal_(std=0.02)
+    return nn.Module.float(model.eval())  # that of diffusers warns
+
+
+@torch.no_grad()
+def _try(model: nn.Module, make: Callable[[], dict[str, Any]]) -> None:
+    """Raise what a forward raises, and ValueError where its numbers are not finite."""
+    found = [x for _, x in named_outputs(model(**make()))]
+    if not found or not all(x.isfinite().all() for x in found):
+        raise ValueError("the output of the float model is not finite")
+
+
+def _row_batch(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: made(value) for name, value in inputs.items()}
 
 
 def _sizes(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
