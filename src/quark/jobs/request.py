@@ -74,7 +74,7 @@ class JobRequest(ModelRequest):
         changes_output=False,
     )  # fmt: skip
     log_file: Path | None = option(
-        None, "Write how far the work is as lines of JSON, behind older ones.", "--log-file", metavar="FILE",
+        None, "Write how far the work is as lines of JSON, after those of earlier runs.", "--log-file", metavar="FILE",
         changes_output=False,
     )  # fmt: skip
 
