@@ -44,6 +44,16 @@ def test_the_plan_says_what_transformers_does_not_decode(tmp_path: Path) -> None
     assert vllm.code == 0 and "readers:" not in vllm.out
 
 
+def test_a_plan_takes_what_quantize_does_but_options_of_the_output(folder: Path) -> None:
+    cached = quark("plan", folder, "--scheme", "int8_wo", "--kv-cache", "fp8")
+    assert cached.code == 0 and "fp8_e4m3" in cached.out and "data: the text of the package" in cached.out
+    held = quark("plan", folder, "--scheme", "mxfp4", "--export-format", "awq")
+    assert held.code == 1 and "The awq format cannot hold" in held.err
+    assert quark("plan", folder, "--scheme", "int8_wo", "--pack-method", "order").code == 2
+    named = quark("plan", LANGUAGE_MODEL.parent / "digits_cnn" / "model.onnx", "--config", "A8W8", "--algorithm", "cle")
+    assert named.code == 2 and "--algorithm is no part of the plan of an ONNX file" in named.err
+
+
 SCHEMES = {
     "quark": "mxfp4",
     "awq": "uint4_wo_32",

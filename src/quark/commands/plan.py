@@ -15,20 +15,22 @@ from quark.commands.options.log_file import check_log_file, say_first
 from quark.commands.options.of_request import option_for, said_on, takes
 from quark.commands.results.tables import choice_rows, choice_table, serve_line
 from quark.errors import UsageError
-from quark.jobs import FileJob, FolderJob, request_of, resolve
-from quark.jobs.request import is_adapter, is_onnx, is_pipeline
+from quark.jobs import FileJob, FolderJob, FolderRequest, request_of, resolve
+from quark.jobs.request import is_adapter, is_onnx, is_pipeline, options_of
 from quark.jobs.words import usage
 
-PLANNED = (
-    "goal", "effort", "component", "calib", "samples", "exclude", "log_file", "length", "packing", "seed", "scheme",
-    "bits", "size", "candidates", "sensitivity", "layer", "device",
+OF_THE_RESULT = (
+    "output", "force", "report", "write_recipe", "save_imatrix", "weight_format", "pack_method", "max_shard_size",
+    "stream",
 )  # fmt: skip
-"""The options of a request that say what would be done."""
+"""The options of a request that say what is written beside the layers, and how: of a plan there is nothing to write."""
+OF_FOLDERS_ALONE = ("algorithm",)
+"""Options of either kind of model that the plan of an ONNX file has nothing to show of."""
 MODEL_HELP = "Folder of a Hugging Face model (config.json is enough), or an ONNX file."
 SCHEME_HELP = "A scheme or a configuration; `quark schemes` lists them."
 
 
-@takes(names=PLANNED)
+@takes(names=[name for name in options_of(FolderRequest) if name not in OF_THE_RESULT])
 def plan(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help=MODEL_HELP)],
@@ -38,6 +40,8 @@ def plan(
     **options: Any,
 ) -> None:
     """Show what a scheme, or a budget, would do to a model, and the size it would have.
+
+    It takes the options of `quark quantize`, but those of the output.
 
     With --bits or --size the weights are read, and calibration data or a file of sensitivities are needed.
 
@@ -51,6 +55,8 @@ def plan(
     """
     # Before the libraries load: a wrong path or word is answered at once.
     said = said_on(context)
+    if is_onnx(model) and (unused := {*OF_FOLDERS_ALONE} & {*said}):
+        raise UsageError(f"--{unused.pop()} is no part of the plan of an ONNX file. Possible: --config alone.")
     if is_onnx(model) and "goal" not in said:
         if {"bits", "size", "candidates", "sensitivity"} & {*said}:
             raise UsageError(
@@ -121,6 +127,7 @@ def _plan_model(job: FolderJob) -> None:
     from quark.jobs.configure_folder import configure, plan_of, servers_say
     from quark.jobs.folders.bit_budget import choose_for_budget
     from quark.jobs.folders.models import inputs_of, load_meta_model
+    from quark.jobs.run_folder import export_of
     from quark.torch.checkpoint.sources.carried import carried_beside
     from quark.torch.checkpoint.stored_types import source_folder
     from quark.torch.flows.check_plan import check_data, check_plan
@@ -129,6 +136,7 @@ def _plan_model(job: FolderJob) -> None:
     job = replace(job, request=replace(job.request, model=_with_shapes(job.request.model)))
     request, console = job.request, results()
     configured = configure(job, aloud=True)
+    export_of(job).check(request.model, configured.schemes)
     config, calibration = configured.config, configured.calibration
     if configured.choice is not None:
         console.print(choice_rows(configured.choice))
