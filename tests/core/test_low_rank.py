@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from quark.core.solvers.low_rank import nearest_of_rank
+from quark.core.solvers.low_rank import nearest_of_each
 
 RANDOM = np.random.default_rng(0)
 
 
 def lost(matrix: np.ndarray, rank: int) -> tuple[float, float]:
     """Squares that the approximation misses, and the least that any of that rank misses (Eckart and Young)."""
-    left, right = nearest_of_rank(matrix, rank)
+    ((left, right),) = nearest_of_each([matrix], rank)
     values = np.linalg.svd(matrix, compute_uv=False)
     return float(((matrix - left @ right) ** 2).sum()), float((values[rank:] ** 2).sum())
 
@@ -34,6 +34,6 @@ def test_a_matrix_of_that_rank_is_met() -> None:
 
 
 def test_the_left_side_is_orthonormal_and_the_rank_is_bounded() -> None:
-    left, right = nearest_of_rank(torch.from_numpy(RANDOM.standard_normal((8, 20))).float(), 30)
+    ((left, right),) = nearest_of_each([torch.from_numpy(RANDOM.standard_normal((8, 20))).float()], 30)
     assert (tuple(left.shape), tuple(right.shape)) == ((8, 8), (8, 20))
     torch.testing.assert_close(left.T @ left, torch.eye(8))

@@ -16,7 +16,6 @@ from quark.jobs.options import FOR_FILES, FOR_FOLDERS
 from quark.jobs.request import is_adapter, is_onnx
 
 T = TypeVar("T")
-folder_option = partial(typer.Option, rich_help_panel=FOR_FOLDERS)
 onnx_option = partial(typer.Option, rich_help_panel=FOR_FILES)
 
 

@@ -22,24 +22,16 @@ CLOSE = 1e-5
 """The iteration ends where a step adds less than this share to what is captured of the squares of A."""
 
 
-def nearest_of_rank(matrix: Array, rank: int) -> tuple[Array, Array]:
-    """(left, right), shapes (rows, rank) and (rank, columns), whose product is the nearest matrix of that rank.
+def nearest_of_each(matrices: Iterable[Array], rank: int) -> list[tuple[Array, Array]]:
+    """(left, right) of each matrix, shapes (rows, rank) and (rank, columns): their product is the nearest of that rank.
 
     Args:
-        matrix: A, float32 or float64, shape (rows, columns).
+        matrices: A, float32 or float64, shape (rows, columns); each is made when it is asked for. Singular values of
+            those with as many columns are found together: a device is waited for once, for all of them.
         rank: At least 1; where it is above the lesser side, that side takes its place.
 
     Returns:
         U and S V^T: the columns of the first are orthonormal.
-    """
-    (found,) = nearest_of_each([matrix], rank)
-    return found
-
-
-def nearest_of_each(matrices: Iterable[Array], rank: int) -> list[tuple[Array, Array]]:
-    """The same of several matrices, each of which is made when it is asked for.
-
-    Singular values of those with as many columns are found together: a device is waited for once, for all of them.
     """
     found = [_leading(matrix, rank) for matrix in matrices]
     results: dict[int, tuple[Array, Array]] = {}
