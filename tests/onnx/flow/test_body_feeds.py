@@ -11,8 +11,8 @@ import pytest
 
 from quark.core.spec import LayerSpec
 from quark.onnx.config.settings import Settings, SpecSettings
-from quark.onnx.flow.body_feeds import BodyFeeds
 from quark.onnx.flow.body_model import bodies_of
+from quark.onnx.flow.float_bodies import BodyFeeds
 from quark.onnx.graph.model_file import load
 from tests.models.onnx_bodies import rows, sums
 from tests.models.onnx_zoo import Array, branches

@@ -12,10 +12,9 @@ from quark.torch.algorithms.rounding.distillation import Distillation
 from quark.torch.algorithms.rounding.gptq import GPTAQ, GPTQ, Qronos
 from quark.torch.algorithms.rounding.imatrix import Imatrix, ImportanceScale
 from quark.torch.algorithms.rounding.svdquant import SVDQuant
-from quark.torch.algorithms.scaling.auto_smooth_quant import AutoSmoothQuant
 from quark.torch.algorithms.scaling.awq import AWQ
 from quark.torch.algorithms.scaling.base import Folding
-from quark.torch.algorithms.scaling.smooth_quant import SmoothQuant
+from quark.torch.algorithms.scaling.smooth_quant import AutoSmoothQuant, SmoothQuant
 from quark.torch.config.algo_configs import (
     AlgoConfig,
     AutoRoundConfig,

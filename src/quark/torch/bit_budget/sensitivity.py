@@ -1,6 +1,8 @@
 """The table of sensitivities: what layers lose and weigh under each candidate; a budget then costs no data.
 
 least sum of losses   subject to   sum of bytes <= budget        exactly, by core/solvers/choices/knapsack.py
+
+Runtimes may need layers alike: those that a server makes one of are found as the blocks of a model run.
 """
 
 from __future__ import annotations
@@ -8,19 +10,25 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from quark.__version__ import __version__
 from quark.base.files import atomic_file, require_regular
 from quark.core.solvers.choices.knapsack import cheapest_choice
 from quark.errors import ConfigError, FormatError, did_you_mean
-from quark.torch.bit_budget.groups import patterns_of_group
+from quark.torch.algorithms.layer_inputs import input_groups
+from quark.torch.calibration.experts import EXPERT
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.flows.resume import fingerprint_of_data
+from quark.torch.formats.fused_groups import FusedGroup, by_table, mixtures_of, united
+from quark.torch.model.blocks import Call
 
 KIND = "quark sensitivity"
 
@@ -255,3 +263,50 @@ def _count(value: object, least: int = 1) -> int:
     if type(value) is not int or not least <= value < 1 << 53:
         raise ValueError(f"{value!r:.40} is no number of bytes or elements")
     return value
+
+
+# Layers that are alike ------------------------------------------------------------------------------------------------
+
+
+def groups_in_block(
+    name: str,
+    block: nn.Module,
+    layers: Collection[str],
+    call: Call,
+    known_as: Collection[str],
+    programs: Sequence[str],
+) -> list[list[str]]:
+    """The layers of a block in groups.
+
+    Args:
+        name: Of the block.
+        block: With weights, and its hooks as they are.
+        layers: Full names of the layers to group.
+        call: Of the block.
+        known_as: The architectures of the model.
+        programs: Servers; what one of them makes one of is alike.
+
+    Returns:
+        Full names. A layer that is made one with no other is a group of its own, and so is one whose name no table
+        knows, and which this call does not reach.
+    """
+    mixtures = list(mixtures_of(layers).values())
+    experts = set(chain.from_iterable(mixtures))
+    prefix = f"{name}."
+    single = [layer for layer in layers if layer.startswith(prefix) and layer not in experts]
+    found, unknown = by_table(single, known_as, programs)
+    for module, leaves in unknown:
+        inside = [f"{module}.{leaf}".removeprefix(prefix) for leaf in leaves]
+        parts = (tuple(prefix + leaf for leaf in group) for group in input_groups(block, inside, call))
+        found += [FusedGroup(part, "") for part in parts]
+    groups = [list(group.layers) for group in united(found, single)]
+    grouped = set(chain.from_iterable(groups))
+    groups += [[layer] for layer in single if layer not in grouped]
+    order = {layer: index for index, layer in enumerate(single)}
+    return [*sorted(groups, key=lambda group: order[group[0]]), *mixtures]
+
+
+def patterns_of_group(layers: Sequence[str]) -> list[str]:
+    """Patterns of `layer_quant_config` that match these layers: one for a mixture, which may have thousands."""
+    expert = EXPERT.fullmatch(layers[0])
+    return [f"{expert['block']}.*"] if expert else list(layers)

@@ -20,8 +20,8 @@ from quark.torch.algorithms.block_loop import is_inside
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.pass_store import PassStore
 from quark.torch.algorithms.score_passes import TAIL, ScorePasses, without_gradients
-from quark.torch.bit_budget.groups import groups_in_block
 from quark.torch.bit_budget.moments import BatchedSums, Moments, collecting
+from quark.torch.bit_budget.sensitivity import groups_in_block
 from quark.torch.calibration.distributed import from_first, part_of, shared_work, world
 from quark.torch.formats.fused_groups import architectures, mixtures_of
 from quark.torch.model.batches import calibration_step, evaluating, input_device, to_device

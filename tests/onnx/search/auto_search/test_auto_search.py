@@ -14,7 +14,7 @@ from quark.errors import CalibrationError, ConfigError, NotSupportedError, Quark
 from quark.onnx import AutoSearch, AutoSearchPro, Config, ModelQuantizer, auto_search, get_default_config
 from quark.onnx.config.enums import CalibrationMethod, QuantType
 from quark.onnx.search.auto_search import AutoSearchConfig, generate_all_configs
-from quark.onnx.search.auto_search.qconfig_mapping import qconfig_of
+from quark.onnx.search.auto_search.search_space import qconfig_of
 from tests.models.onnx_zoo import Reader, cnn, images, run
 
 pytestmark = pytest.mark.slow

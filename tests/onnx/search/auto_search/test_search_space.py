@@ -11,8 +11,7 @@ import pytest
 from quark.errors import ConfigError
 from quark.onnx import QConfig, SearchSpace, generate_all_configs, get_auto_search_config
 from quark.onnx.config.enums import CalibMethod, CalibrationMethod
-from quark.onnx.search.auto_search.qconfig_mapping import qconfig_of
-from quark.onnx.search.auto_search.search_space import RandomSampler, TPESampler
+from quark.onnx.search.auto_search.search_space import RandomSampler, TPESampler, qconfig_of
 from quark.onnx.search.auto_search.trials import SearchTrials, Study
 from quark.onnx.search.evaluator import MEANS, SUMS, ssim
 from quark.onnx.search.history import History

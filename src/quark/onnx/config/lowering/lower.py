@@ -4,6 +4,8 @@ The named configurations do two things unasked: equalization, and the correction
 weight, which is too coarse for the small channels, whose rounding errors then have a mean. `include_cle=True` is kept
 only where calibration data say that it pays. A CLEConfig, or a CLE option that differs from its default, and a
 BiasCorrectionConfig ask for them by name: they are among the algorithms.
+
+SkipPreprocess leaves out every pass that no option asks for by name.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ from quark.onnx.config.extra_options import (
     value_of,
 )
 from quark.onnx.config.lowering.algorithms import with_preference
-from quark.onnx.config.lowering.passes import computes_in_float32, lower_passes
 from quark.onnx.config.lowering.request import Request, from_legacy, from_qconfig
 from quark.onnx.config.lowering.shapeshifter import expand
 from quark.onnx.config.lowering.solved_weights import nbits_params
@@ -43,6 +44,10 @@ from quark.onnx.config.settings import (
     SpecSettings,
 )
 from quark.onnx.operators import ACTIVATIONS, FUSE_ACTIVATIONS, RULES
+from quark.onnx.passes import PASSES, Pass
+from quark.onnx.passes.convert_float import KEEP_IO_TYPES, convert_fp16_to_fp32
+from quark.onnx.passes.simplify import simplify
+from quark.onnx.passes.slim import check_slim_options
 from quark.onnx_ops.custom_libraries import find_libraries
 
 
@@ -308,3 +313,52 @@ def _has_power_of_two(layer: LayerSpec) -> bool:
 def _one_scale(spec: TensorSpec) -> bool:
     """Whether a tensor has integer codes under one scale, which is known before the model runs."""
     return spec.has_zero_point and not spec.dynamic and isinstance(spec.granularity, PerTensor)
+
+
+# Passes ---------------------------------------------------------------------------------------------------------------
+
+
+def lower_passes(request: Request) -> dict[str, object]:
+    """Name of every pass -> its argument, True, or False or None to leave it out."""
+    options = request.options
+    casts = value_of(options, "BF16QDQToCast") or value_of(options, "EnableVaimlBF16")
+    for_npu = request.npu_cnn or request.npu_transformer or (request.extended and not casts)
+    arguments: dict[str, object] = {}
+    for name, row in PASSES.items():
+        value = options.get(row.option)
+        if value is None:
+            value = None if value_of(options, "SkipPreprocess") else _default(row, options, for_npu)
+        arguments[name] = tuple(value) if isinstance(value, list) else value
+    slim_options = value_of(options, "SimplifyModelOptions")
+    check_slim_options(slim_options)
+    if slim_options and arguments[simplify.__name__]:
+        arguments[simplify.__name__] = dict(slim_options)
+    if computes_in_float32(options) or _float16_becomes_float32(request):
+        arguments[convert_fp16_to_fp32.__name__] = KEEP_IO_TYPES
+    return arguments
+
+
+def computes_in_float32(options: Mapping[str, Any]) -> bool:
+    """Whether a float16 model becomes float32 between its inputs and outputs. Raises ConfigError."""
+    if not value_of(options, "UseFP32Scale"):
+        return False
+    if not value_of(options, "QuantizeFP16") or value_of(options, "ConvertFP16ToFP32"):
+        raise ConfigError(
+            "UseFP32Scale=True is for float16 models: it goes with QuantizeFP16=True, and keeps inputs and outputs "
+            "float16, which ConvertFP16ToFP32=True does not."
+        )
+    return True
+
+
+def _float16_becomes_float32(request: Request) -> bool:
+    """Whether a float16 model becomes float32 without being asked: the kernels of the target are of float32."""
+    options = request.options
+    given = any(value_of(options, name) for name in ("QuantizeFP16", "ConvertFP16ToFP32", "SkipPreprocess"))
+    return bool(request.target.activations) and not given
+
+
+def _default(row: Pass, options: Mapping[str, Any], for_npu: bool) -> Any:
+    """The argument of a pass whose option is left out."""
+    if row.default_option:
+        return value_of(options, row.default_option)
+    return for_npu if row.for_npu else row.default

@@ -15,8 +15,7 @@ from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.config.config import Config
 from quark.onnx.config.enums import CalibrationMethod, LayerWiseMethod, PowerOfTwoMethod, QuantType
-from quark.onnx.search.auto_search.qconfig_mapping import JOINT, joint
-from quark.onnx.search.auto_search.search_space import SAMPLERS, SEED, SearchSpace
+from quark.onnx.search.auto_search.search_space import JOINT, SAMPLERS, SEED, SearchSpace, joint
 from quark.onnx.search.auto_search.search_space import Config as Choice
 from quark.onnx.search.auto_search.trials import SearchTrials, Study
 from quark.onnx.search.evaluator import MEANS, distance

@@ -11,13 +11,14 @@ from typing import Any
 from quark.base.files import atomic_file
 from quark.base.log import logger
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, did_you_mean
-from quark.onnx.search.auto_search.qconfig_mapping import ALGORITHMS, qconfig_of
 from quark.onnx.search.auto_search.search_space import (
+    ALGORITHMS,
     SAMPLERS,
     Config,
     check_space,
     default_search,
     generate_all_configs,
+    qconfig_of,
 )
 from quark.onnx.search.auto_search.trials import SearchTrials, Study
 from quark.onnx.search.evaluator import SUMS, distance

@@ -20,11 +20,12 @@ from quark.torch.model.names.in_model import (
     layers_published,
     loaded_as,
     merged_names,
+    models_of_other_classes,
+    names_elsewhere,
     names_in,
     published_names,
     source_names,
 )
-from quark.torch.model.names.other_classes import models_of_other_classes, names_elsewhere
 
 __all__ = [
     "conversions",
