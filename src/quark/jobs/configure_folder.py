@@ -243,13 +243,30 @@ def _config(job: FolderJob, scheme: str | None, budget: Budget | None, algorithm
     if scheme is None:
         # What it says of all layers is replaced.
         config = scheme_config(request, FITS_ALL, algorithms)
+        if job.form != GGUF:
+            return _of_linear_layers(request, config)
         # GGUF files hold the head in a block type too, which templates leave in float.
-        return replace(config, exclude=list(request.exclude or ())) if job.form == GGUF else config
+        return replace(config, exclude=list(request.exclude or ()))
     if is_mix(scheme, job.form):
         if request.kv_cache or request.attention:
             raise ConfigError(f"--kv-cache and --attention do not apply to --scheme {scheme}: GGUF files hold weights.")
         return mix_config(request, scheme, algorithms)
     return scheme_config(request, scheme, algorithms, inside_attention=True)
+
+
+def _of_linear_layers(request: FolderRequest, config: Any) -> Any:
+    """The config of a budget, which chooses for linear layers alone: convolutions that nothing names are excluded."""
+    from quark.jobs.folders.models import load_meta_model
+    from quark.torch.bit_budget.rules import convolutions
+
+    names = convolutions(load_meta_model(request.model, request.trust_remote_code), config)
+    if not names:
+        return config
+    logger.info(
+        "%d convolutions stay in float, as a budget is of linear layers: %s%s. Possible: --layer PATTERN=int8_wo.",
+        len(names), ", ".join(names[:2]), " ..." if names[2:] else "",
+    )  # fmt: skip
+    return replace(config, exclude=[*config.exclude, *names])
 
 
 def for_goal(

@@ -8,7 +8,8 @@ Only one block's inputs are in memory. Where the weights of all blocks are, brin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from quark.torch.calibration.work_device import Recorded, WorkDevice, bytes_of, 
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.blocks import Call, record_calls
+from quark.torch.model.blocks.streams import StreamCall
 
 Hidden = list[torch.Tensor] | None
 """Outputs of a block, one for each batch; None where nothing has to run."""
@@ -90,6 +92,25 @@ def record_inputs(
         return recorded(data), state
 
 
+@contextmanager
+def between_blocks(
+    model: nn.Module, names: Sequence[str], calls: Mapping[str, list[Call]], weights: BlockWeights
+) -> Iterator[None]:
+    """Within: what is outside the blocks runs in float where the model runs for what a block reads (`StreamCall`)."""
+    first = (each[0] for each in calls.values() if each)
+    if weights.whole or not any(isinstance(call, StreamCall) and call.is_computed for call in first):
+        yield
+        return
+    outside = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantLayer) and not any(is_inside(name, block) for block in names)
+    ]
+    with weights.around(names), quantizers_off(outside):
+        weights.take(names[0])  # it is brought when its turn comes
+        yield
+
+
 def loop_over_blocks(
     model: nn.Module,
     names: Sequence[str],
@@ -115,27 +136,28 @@ def loop_over_blocks(
         state: Where an earlier run stopped.
         loop: What it is called where it says how far it is.
     """
-    state = state or LoopState()
+    state, groups = state or LoopState(), shared_scale_groups
     for name in names[: state.done]:
         calls.pop(name, None)
     place_of = partial(WorkDevice.of, size=bytes_of(next(iter(calls.values()), [])))  # of the next block
     left = progress(names[state.done :], loop, len(names), name=_shown, done=state.done)
-    for index, name in enumerate(left, state.done):
-        weights.bring(name)
-        try:
-            place = place_of(weights.where(model.get_submodule(name)))
-            own_calls = place.calls(calls.pop(name, []))
-            # Not bound to a name, so that its inputs are freed when its outputs are there.
-            with gathered():
-                state = LoopState(index + 1, *work(_block(model, name, own_calls, place, state, shared_scale_groups)))
-            if place.on_host:
-                settle(place.device)
-            if index + 1 == len(names):
-                state = LoopState(index + 1)  # nothing runs on what the last one returns, which may be no tensor
-            if finish is not None:
-                finish(name, state)
-        finally:
-            weights.take(name)
+    with between_blocks(model, names, calls, weights):
+        for index, name in enumerate(left, state.done):
+            weights.bring(name)
+            try:
+                place = place_of(weights.where(model.get_submodule(name)))
+                own_calls = place.calls(calls.pop(name, []))
+                # Not bound to a name, so that its inputs are freed when its outputs are there.
+                with gathered():
+                    state = LoopState(index + 1, *work(_block(model, name, own_calls, place, state, groups)))
+                if place.on_host:
+                    settle(place.device)
+                if index + 1 == len(names):
+                    state = LoopState(index + 1)  # nothing runs on what the last one returns, which may be no tensor
+                if finish is not None:
+                    finish(name, state)
+            finally:
+                weights.take(name)
 
 
 def _shown(name: str) -> str:

@@ -26,6 +26,7 @@ from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.block_loop import (
     Hidden,
     LoopState,
+    between_blocks,
     loop_over_blocks,
     record_inputs,
 )
@@ -100,8 +101,9 @@ class ScorePasses:
                 self._tail(calls)
             left = [index for index in reversed(range(len(self.names))) if self.store.result(f"block-{index}") is None]
             done = len(self.names) - len(left)
-            for index in progress(left, loop, len(self.names), name=self.names.__getitem__, done=done):
-                self._back(index, calls[self.names[index]])
+            with between_blocks(self.model, self.names, calls, self.weights):
+                for index in progress(left, loop, len(self.names), name=self.names.__getitem__, done=done):
+                    self._back(index, calls[self.names[index]])
 
     def inputs_of(self, index: int) -> str:
         """Name in the store of the inputs of a block; behind the last one, of its outputs."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,14 +24,28 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.config.lowering import lower_layer
 from quark.torch.formats import FORMATS, Format
+from quark.torch.layers import layer_class
 from quark.torch.layers.shapes import check_shapes
-from quark.torch.plan import Plan
+from quark.torch.plan import Plan, chooser
 from quark.torch.writers.gguf.format import GgufFormat
 from quark.torch.writers.gguf.mix_config import fitting_spec, roles_of
 from quark.torch.writers.gguf.of_model import tied_weights
 from quark.torch.writers.gguf.tensors import bytes_around
 
 BudgetLayers = Mapping[str, nn.Linear | nn.Embedding]
+
+
+def convolutions(model: nn.Module, config: QConfig) -> list[str]:
+    """The convolutions to which a config gives what it gives all layers, and for which no scheme is chosen."""
+    choice, named = chooser(config, model), config.layer_quant_config
+    return [
+        name
+        for name, module in model.named_modules()
+        if layer_class(module)
+        and cast(torch.Tensor, module.weight).ndim > 2
+        and first_match(name, named) is None
+        and choice.spec(name, type(module)) != LayerSpec()
+    ]
 
 
 class BudgetRules(ABC):
@@ -104,7 +118,8 @@ class FolderRules(BudgetRules):
             if not isinstance(layer, nn.Linear):
                 kind = type(layer).__name__
                 raise NotSupportedError(
-                    f"{name} is a {kind}; schemes are chosen for linear layers. Possible: exclude it."
+                    f"{name} is a {kind}; schemes are chosen for linear layers. Possible: exclude it, or name a scheme "
+                    "for it."
                 )
         return found  # type: ignore[return-value]
 

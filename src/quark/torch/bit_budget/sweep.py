@@ -15,7 +15,7 @@ from torch import nn
 
 from quark.base.log import logger
 from quark.core.spec import LayerSpec
-from quark.errors import CalibrationError, NotSupportedError, QuarkError, StructureError
+from quark.errors import CalibrationError, NotSupportedError, QuarkError, StructureError, one_line
 from quark.torch.algorithms.block_loop import is_inside
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.pass_store import PassStore
@@ -26,7 +26,7 @@ from quark.torch.calibration.distributed import from_first, part_of, shared_work
 from quark.torch.formats.fused_groups import architectures, mixtures_of
 from quark.torch.model.batches import calibration_step, evaluating, input_device, to_device
 from quark.torch.model.blocks import WHOLE, BlockOutput, Call, find_blocks, passing_through
-from quark.torch.model.blocks.streams import StreamCall
+from quark.torch.model.blocks.streams import StreamCall, listed_blocks, record_streams, stream_blocks
 
 Losses = dict[str, list[float | None]]
 """Full name of a layer -> divergence in nats for each position, under each candidate; None: it does not fit."""
@@ -67,7 +67,7 @@ class Sweep(ScorePasses):
         store: PassStore,
         programs: Sequence[str],
     ) -> None:
-        super().__init__(model, find_blocks(model), data, weights, store)
+        super().__init__(model, _blocks(model, layers, data, weights), data, weights, store)
         self.programs, self.architectures = programs, architectures(model)
         self.layers = layers
         self._moments: dict[str, Moments] = {}
@@ -187,6 +187,22 @@ class Sweep(ScorePasses):
         results += [self.store.result(TAIL), self.store.result("front")]
         losses = {name: row for result in results for name, row in result["losses"].items()}
         return Swept([group for result in results for group in result["groups"]], losses)
+
+
+def _blocks(model: nn.Module, layers: Iterable[str], data: Sequence[Any], weights: BlockWeights) -> list[str]:
+    """Names of the blocks: those of one list, or of all that a batch runs through where the layers lie in several."""
+    names, listed = find_blocks(model), listed_blocks(model)
+    beyond = [name for name in listed if name not in names]
+    if not beyond or not any(is_inside(layer, block) for layer in layers for block in beyond):
+        return names
+    try:
+        with weights.around(listed), without_gradients(model):
+            found = stream_blocks(model, data[0])
+            record_streams(model, found, data[:1], lambda call, _: call)
+    except StructureError as error:
+        logger.info("Blocks of one list are measured: %s", one_line(error))
+        return names
+    return names if {*found} <= {*names} else found
 
 
 class _FirstBlockReachedError(Exception):

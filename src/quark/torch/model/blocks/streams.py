@@ -114,6 +114,11 @@ class StreamCall(Call):
 
     step: StreamStep | None = None
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether the model runs for its arguments, as some are computed between blocks."""
+        return self._step.bridge is not None
+
     def arguments(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         step, (state, *fixed) = self._step, self.loaded().args
         streams = step.before.unpack(state)
