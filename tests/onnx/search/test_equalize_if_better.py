@@ -11,8 +11,10 @@ import pytest
 
 from quark.core.metrics import sqnr
 from quark.onnx import CLEConfig, ModelQuantizer
+from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.config.config import Config
 from quark.onnx.config.presets import get_default_config
+from quark.onnx.flow import flow
 from tests.models.onnx_zoo import Reader, images, mlp, run, vectors
 from tests.onnx.algorithms.test_cle import CHAIN, badly_scaled, chain, perceptron
 
@@ -69,6 +71,14 @@ def test_what_does_not_pay_is_left_out(caplog: pytest.LogCaptureFixture, monkeyp
     plain, kept = (quantized(model, images(), include) for include in (False, True))
     assert plain.SerializeToString() == kept.SerializeToString()
     assert "left out" in caplog.text
+
+
+def test_only_the_model_that_is_kept_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    corrected: list[QuantizedLayers] = []
+    monkeypatch.setattr(flow, "correct_where_certain", lambda quantized: corrected.append(quantized) or 0)
+    done = quantized(badly_scaled(chain(), CHAIN), images(), True, name="A8W8")
+    (one,) = corrected
+    assert [node.name for node in one.decision.model.graph] == [node.name for node in done.graph.node]
 
 
 def test_other_algorithms_run_on_what_was_kept() -> None:

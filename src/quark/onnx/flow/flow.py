@@ -62,6 +62,29 @@ Choose = Callable[[FloatForm], FloatForm]
 """Gives settings in which nothing is open."""
 
 
+@dataclass(frozen=True)
+class Written:
+    """A model as its codes were written: biases, weights and bodies are as they were.
+
+    Attributes:
+        model: The model, which runs.
+        settings: Of it and of its bodies, as they were before anything was chosen.
+        reader: Calibration data.
+        choose: What decides the rest.
+        known: Statistics in memory by fingerprint; None for those of each pass.
+        bodies: Those of the float model.
+        quantized: The layers; why there are none, where nothing is to be quantized but bodies.
+    """
+
+    model: ir.Model
+    settings: Settings
+    reader: Any
+    choose: Choose
+    known: dict[str, Statistics] | None
+    bodies: FloatBodies
+    quantized: QuantizedLayers | NothingToQuantizeError
+
+
 def convert(
     model: ir.Model,
     settings: Settings,
@@ -71,9 +94,20 @@ def convert(
     *,
     choose: Choose,
 ) -> ir.Model:
-    """Quantize a prepared model, which is changed and returned.
+    """Quantize a prepared model, which is changed and returned: `start`, then `complete`."""
+    return complete(start(model, settings, reader, identity, known, choose=choose))
 
-    Its bodies follow where the settings say so, and where there is nothing else to quantize.
+
+def start(
+    model: ir.Model,
+    settings: Settings,
+    reader: Any,
+    identity: str = "",
+    known: dict[str, Statistics] | None = None,
+    *,
+    choose: Choose,
+) -> Written:
+    """Calibrate a prepared model, which is changed, and write its codes.
 
     Args:
         model: The float model.
@@ -83,6 +117,9 @@ def convert(
             memory, or "" where it is not known.
         known: Statistics in memory by the fingerprint of what they are of, used and completed instead of a file.
         choose: What decides the rest, of the graph and of each body.
+
+    Raises:
+        NothingToQuantizeError: Neither in the graph nor in a body.
     """
     settings, reader = leave_joined_ends(model, settings, reader)
     if reader is not None and settings.algorithms:
@@ -91,19 +128,35 @@ def convert(
     bodies = FloatBodies(model, settings)
     if settings.algorithms or settings.correct_biases or (bodies and settings.specs.bodies):
         reader = repeatable(reader, model, settings)
-    nothing: NothingToQuantizeError | None = None
+    quantized: QuantizedLayers | NothingToQuantizeError
     try:
-        _convert_graph(model, settings, reader, choose, identity, known)
+        quantized = _write_graph(model, settings, reader, choose, identity, known)
     except NothingToQuantizeError as error:
         if not bodies:
             raise
-        nothing = error
-    if settings.specs.bodies or nothing is not None:
-        one = partial(convert, choose=choose)
-        count = bodies.quantize(model, settings, repeatable(reader, model, settings), known, one)
-        if nothing is not None and not count:
-            raise nothing
-        if nothing is not None and not settings.specs.bodies:
+        quantized = error
+    return Written(model, settings, reader, choose, known, bodies, quantized)
+
+
+def complete(written: Written) -> ir.Model:
+    """Correct biases, learn weights, and quantize the bodies where the settings say so, or where nothing else is.
+
+    Raises:
+        NothingToQuantizeError: Neither in the graph nor in a body.
+    """
+    model, settings, quantized = written.model, written.settings, written.quantized
+    nothing = isinstance(quantized, NothingToQuantizeError)
+    if isinstance(quantized, QuantizedLayers):
+        own = quantized.decision.settings
+        for step in (_correct, run_after) if learning_starts_corrected(own) else (run_after, _correct):
+            step(quantized)
+        run_passes(model, own.passes, on_quantized=True)
+    if settings.specs.bodies or nothing:
+        one, reader = partial(convert, choose=written.choose), repeatable(written.reader, model, settings)
+        count = written.bodies.quantize(model, settings, reader, written.known, one)
+        if isinstance(quantized, NothingToQuantizeError) and not count:
+            raise quantized
+        if nothing and not settings.specs.bodies:
             logger.info("Nothing is quantized but bodies of If, Loop and Scan: all else has nothing to quantize.")
         drop_unused_constants(model.graph)
     model.producer_name = "quark.onnx"
@@ -138,15 +191,15 @@ def _identity_of(model: ir.Model, before: str, changed: int, needed: bool) -> st
     return fingerprint(model) if (changed and before) or (needed and not before) else before
 
 
-def _convert_graph(
+def _write_graph(
     model: ir.Model,
     settings: Settings,
     reader: Any,
     choose: Choose,
     identity: str,
     known: dict[str, Statistics] | None,
-) -> None:
-    """Quantize the nodes of a model, not those of its bodies."""
+) -> QuantizedLayers:
+    """Write the codes of the nodes of a model, not those of its bodies."""
     data = reader if settings.algorithms or settings.correct_biases else None
     changed = run_before(model, settings, data)
     if reader is not None and needs_samples(model, settings):
@@ -165,9 +218,7 @@ def _convert_graph(
     decision = decide(model, settings, form.reader, identity, form.statistics, means=means)
     quantized = QuantizedLayers(decision, reference, data, means)
     quantized.write(twins)
-    for step in (_correct, run_after) if learning_starts_corrected(settings) else (run_after, _correct):
-        step(quantized)
-    run_passes(model, settings.passes, on_quantized=True)
+    return quantized
 
 
 def _correct(quantized: QuantizedLayers) -> None:

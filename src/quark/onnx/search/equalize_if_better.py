@@ -2,8 +2,8 @@
 
     sqnr = 10 log10( sum(x^2) / sum((x - y)^2) )      x: a float output, y: that of the quantized model
 
-over calibration samples; the worst output counts. Both models are quantized whole, algorithms after the scales apart:
-equalized weights lose less, but the activations between them have other ranges, which may lose more.
+over calibration samples; the worst output counts. Both models have their codes, before biases are corrected and
+algorithms learn: equalized weights lose less, but the activations between them have other ranges, which may lose more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from quark.base.log import logger
+from quark.base.log import logger, severity
 from quark.core.metrics import Metric
 from quark.errors import NotSupportedError
 from quark.onnx.algorithms.rescaling.cle import equalize
@@ -22,10 +22,11 @@ from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.algo_configs import CLEConfig
 from quark.onnx.config.settings import Settings
-from quark.onnx.search.evaluator import Evaluator, PartScorer
+from quark.onnx.flow.flow import Written
+from quark.onnx.search.evaluator import PartScorer
 
-Convert = Callable[..., ir.Model]
-"""`quark.onnx.flow.flow.convert`."""
+Start = Callable[..., Written]
+"""`quark.onnx.flow.flow.start`, its choice decided."""
 SAMPLES = 32
 """Most samples that the two models are judged by, spread over all."""
 
@@ -34,20 +35,20 @@ def equalize_if_better(
     model: ir.Model,
     settings: Settings,
     data: Samples | None,
-    convert: Convert,
+    start: Start,
     known: dict[str, Statistics] | None = None,
-) -> tuple[Settings, ir.Model | None]:
+) -> tuple[Settings, Written | None]:
     """Decide whether a model is equalized.
 
     Args:
         model: The float model, after `prepare`; not changed.
         settings: Those that `prepare` gave, `equalize_if_better` set.
         data: Calibration data; without any the model is left as it is.
-        convert: What quantizes a model, in place.
+        start: What writes the codes of a model, in place.
         known: Statistics in memory by fingerprint, used and completed.
 
     Returns:
-        The settings, decided; and the model quantized by them, where no other algorithm is still to run.
+        The settings, decided; and the codes written by them, where no other algorithm was to run before.
     """
     decided = replace(settings, equalize_if_better=False)
     plain = replace(decided, equalization=None)
@@ -58,21 +59,21 @@ def equalize_if_better(
         return plain, None
     try:
         scorer = PartScorer(model, _spread(data), Metric("sqnr"), settings)
-        evaluator = Evaluator(model, data, scorer, convert, known=known)
-        # What is said of the layers of one model is true of the other.
-        without, equalized = (
-            evaluator.evaluate(replace(each, algorithms=()), told=each is plain and not settings.algorithms)
-            for each in (plain, decided)
-        )
+        written, scores = dict[bool, Written](), dict[bool, float]()
+        for equalized in (False, True):
+            each = replace(decided if equalized else plain, algorithms=())
+            # What is said of the layers of one model is true of the other.
+            with severity(2 if equalized or settings.algorithms else None):
+                written[equalized] = start(model.clone(), each, data, "", known)
+            scores[equalized], _ = scorer.score(written[equalized].model)
     except NotSupportedError as error:
         logger.info("Not equalized, as the outputs cannot be compared: %s", error)
         return plain, None
-    before, after = without.score, equalized.score
+    before, after = scores[False], scores[True]
     kept = after >= before and not math.isnan(after)
     what = "kept" if kept else "left out"
     logger.info("Cross-layer equalization of %d pairs: SQNR %.2f -> %.2f dB: %s.", pairs, before, after, what)
-    chosen, quantized = (decided, equalized) if kept else (plain, without)
-    return chosen, None if settings.algorithms else quantized.model
+    return decided if kept else plain, None if settings.algorithms else written[kept]
 
 
 def _spread(data: Samples) -> Samples:

@@ -1,6 +1,6 @@
 """settle: searches decide what settings leave open; the model is quantized by what they chose.
 
-    equalize_if_better    the outputs of both models, quantized whole
+    equalize_if_better    the outputs of both models with their codes
     PRECISION             which node gets which element type
     MeasurePlacement      which nodes are the faster in integers on this machine
 
@@ -24,8 +24,7 @@ from quark.onnx.calibration.joined_ends import leave_joined_ends
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.algo_configs import AutoMixprecisionConfig
 from quark.onnx.config.settings import Settings
-from quark.onnx.flow.flow import FloatForm
-from quark.onnx.flow.flow import convert as convert_as_chosen
+from quark.onnx.flow.flow import FloatForm, Written, complete, start
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.search.change import Situation
 from quark.onnx.search.equalize_if_better import equalize_if_better
@@ -69,10 +68,17 @@ def convert(
         if reader is not None:
             reader = repeatable(reader, model, settings)
             check_data(model, settings, reader)
-        settings, quantized = equalize_if_better(model, settings, reader, convert, known)
-        if quantized is not None:
-            return quantized
-    return convert_as_chosen(model, settings, reader, identity, known, choose=choose)
+        settings, written = equalize_if_better(model, settings, reader, start_as_chosen, known)
+        if written is not None:
+            return complete(written)
+    return complete(start_as_chosen(model, settings, reader, identity, known))
+
+
+def start_as_chosen(
+    model: ir.Model, settings: Settings, reader: Any, identity: str = "", known: dict[str, Statistics] | None = None
+) -> Written:
+    """Write the codes of a prepared model; the arguments are those of `flow.start`."""
+    return start(model, settings, reader, identity, known, choose=choose)
 
 
 def choose(form: FloatForm) -> FloatForm:

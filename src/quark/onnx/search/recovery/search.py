@@ -42,7 +42,7 @@ from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.noise.choices import Measured
 from quark.onnx.search.recovery.rival import Rival
 from quark.onnx.search.recovery.steps import PLENTY, STEPS, WEIGHTS_STEPS, Step
-from quark.onnx.search.settle import check_algorithms, convert
+from quark.onnx.search.settle import check_algorithms, convert, start_as_chosen
 
 EVERY = 4
 """One sample in this many is held out; as many samples are needed."""
@@ -175,7 +175,7 @@ def _settled(model: ir.Model, settings: Settings, fit: Samples) -> Settings:
         settings = leave_slower_in_float(settings, Situation(settings, model=model, data=fit))
         give_back_memory()
     if settings.equalize_if_better:
-        settings, _ = equalize_if_better(model, settings, fit, convert)
+        settings, _ = equalize_if_better(model, settings, fit, start_as_chosen)
     return settings
 
 
