@@ -14,7 +14,6 @@ from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import CalibrationError
 from quark.torch import ModelQuantizer
 from quark.torch.algorithms.input_group import InputGroup
-from quark.torch.algorithms.rounding.gptq import GPTQ
 from quark.torch.calibration import experts as moe
 from quark.torch.calibration.experts import reached_together
 from quark.torch.config.algo_configs import AlgoConfig, GPTAQConfig, GPTQConfig, QronosConfig
@@ -151,19 +150,19 @@ def test_an_expert_that_needs_more_damping_gets_it_alone(batches: list[int], mon
 
 
 def test_experts_with_few_tokens_and_with_many_are_solved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: list[int] = []
-    at_least = GPTQ._at_least
+    raised: dict[int, bool] = {}
+    at_least = gptq.damping_at_least
 
-    def noted(algorithm: Any, given: Any, group: InputGroup) -> Any:
-        found = at_least(algorithm, given, group)
-        if "experts" in str(group):
-            counts.append(group.count if isinstance(found, torch.Tensor) else -group.count)
+    def noted(given: Any, diagonal: torch.Tensor, tokens: int) -> Any:
+        found = at_least(given, diagonal, tokens)
+        raised[tokens] = isinstance(found, torch.Tensor)
         return found
 
-    monkeypatch.setattr(GPTQ, "_at_least", noted)
+    monkeypatch.setattr(gptq, "damping_at_least", noted)
     monkeypatch.setattr(gptq, "OF_FEW", 0.024)
     together = solved("qwen3_moe", GPTQConfig())
-    assert min(counts) < 0 < max(counts), counts
+    del raised[max(raised)]  # other layers read all tokens
+    assert {*raised.values()} == {True, False}, raised
     monkeypatch.setattr(moe, "AT_ONCE", 0)
     assert_same(together, solved("qwen3_moe", GPTQConfig()))
 

@@ -99,6 +99,18 @@ def least_damping(diagonal: Array, tokens: int) -> Array:
     return OF_FEW * columns / max(1, tokens) * xp.clip(share, 0.0, 1.0)
 
 
+def damping_at_least(given: float | Array, diagonal: Array, tokens: int) -> float | Array:
+    """A damping that is asked for, or `least_damping` where that is more; a number where nothing has to be found.
+
+    Args:
+        given: Share of the mean of the diagonal, for all matrices or for each.
+        diagonal, tokens: As `least_damping` takes them.
+    """
+    if isinstance(given, (int, float)) and given >= OF_FEW * diagonal.shape[-1] / max(1, tokens):
+        return given
+    return namespace(diagonal).clip(least_damping(diagonal, tokens), given, None)
+
+
 def _times_mean(damp: Damping, diagonal: Array) -> Array:
     """Damp times the mean of each diagonal, shape (..., 1). A number is not copied to a device, which would wait."""
     mean = diagonal.mean(-1, keepdims=True)

@@ -95,7 +95,8 @@ class Problem:
         if not rows:
             raise CalibrationError("GPTQ needs at least one row of inputs, the samples have none.")
         order = gptq.importance_order(gram) if config.act_order else np.arange(len(gram))
-        feedback, importance, damp = gptq.factor(gram[order[:, None], order], config.perc_damp)
+        needed = gptq.damping_at_least(config.perc_damp, gram.diagonal(), rows)
+        feedback, importance, damp = gptq.factor(gram[order[:, None], order], float(needed))
         return cls(order, feedback.astype(np.float32), importance, gptq.damped(gram, damp, "float32"))
 
 

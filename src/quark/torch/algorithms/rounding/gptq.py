@@ -117,7 +117,8 @@ class GPTQ(ByScores):
     def _factor(self, problems: list[ColumnProblem]) -> tuple[torch.Tensor, torch.Tensor]:
         """F and d; where those of several experts cannot be had at once, each is damped by itself."""
         for problem in problems:
-            problem.damping = self._at_least(self.damping(problem.group.gram), problem.group)
+            group = problem.group
+            problem.damping = gptq.damping_at_least(self.damping(group.gram), group.gram.diagonal(), group.count)
         if len(problems) == 1:
             only = problems[0]
             with naming(names_of(problems)):
@@ -139,12 +140,6 @@ class GPTQ(ByScores):
             # One may have needed float64.
             feedback, importance = zip(*alone, strict=True)
             return torch.stack([f.double() for f in feedback]), torch.stack([d.double() for d in importance])
-
-    def _at_least(self, given: float | torch.Tensor, group: InputGroup) -> float | torch.Tensor:
-        """A damping, or what few tokens need if that is more."""
-        if not isinstance(given, torch.Tensor) and given >= gptq.OF_FEW * len(group.gram) / max(1, group.count):
-            return given
-        return gptq.least_damping(group.gram.diagonal(), group.count).clip(min=given)
 
     def _drift(
         self, problems: list[ColumnProblem], feedback: torch.Tensor, importance: torch.Tensor
