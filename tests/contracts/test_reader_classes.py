@@ -17,7 +17,7 @@ from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_
 from quark.torch.flows.check_plan import check_plan
 from quark.torch.flows.predicted_size import planned
 from quark.torch.model.meta_model import meta_copy
-from quark.torch.model.names.in_model import LOADERS
+from quark.torch.model.names.other_classes import LOADERS
 
 HEADS = (
     auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,

@@ -13,19 +13,11 @@ checkpoint is written under the published names: those are what runtimes read.
 """
 
 from quark.torch.model.names.conversions import conversions, expert_leaves, is_transformers_model
-from quark.torch.model.names.in_model import (
-    dropped_names,
-    found_by,
-    layers_in_model,
-    layers_published,
-    loaded_as,
-    merged_names,
-    models_of_other_classes,
-    names_elsewhere,
-    names_in,
-    published_names,
-    source_names,
-)
+from quark.torch.model.names.in_model import layers_in_model, loaded_as, merged_names, names_in, source_names
+from quark.torch.model.names.left_out import dropped_names
+from quark.torch.model.names.other_classes import models_of_other_classes, names_elsewhere
+from quark.torch.model.names.published import layers_published, published_names
+from quark.torch.model.names.reader import found_by
 
 __all__ = [
     "conversions",

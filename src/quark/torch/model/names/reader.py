@@ -1,0 +1,46 @@
+"""What a reader finds of a folder: the loader of transformers, of some class, known from the names in the files alone.
+
+name in the file  --(renamings, then mergers of transformers)-->  tensor of the class
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from quark.torch.model.names.in_model import loaded_as
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a class finds.
+
+    Attributes:
+        places: Name in the file -> name in the class.
+        lost: Names in the file for which the class has no place; its loader leaves them out.
+        missing: Tensors of the class for which there is nothing in the file; its loader makes them up.
+    """
+
+    places: dict[str, str]
+    lost: list[str]
+    missing: list[str]
+
+
+def found_by(twin: Any, stored: Iterable[str]) -> Found:
+    """What transformers' loader finds of a float folder with these names.
+
+    Args:
+        twin: An empty model of the class that loads.
+        stored: Names of the tensors in the files.
+    """
+    own = dict(twin.state_dict())
+    target = loaded_as(twin, own)
+    places = {name: target(name) for name in stored}
+    there = set(places.values())
+    ties = getattr(twin, "all_tied_weights_keys", None) or {}
+    there |= {one for pair in ties.items() if there.intersection(pair) for one in pair}
+    optional = getattr(twin, "_keys_to_ignore_on_load_missing", None) or []
+    missing = sorted(name for name in own if name not in there and not any(re.search(p, name) for p in optional))
+    return Found(places, sorted(name for name, to in places.items() if to not in own), missing)
