@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 import quark
-from quark.errors import ConfigError, FormatError, NotSupportedError
+from quark.errors import ConfigError, FormatError, NotSupportedError, SlowerThanFloatError
+from quark.jobs.run_file import Recovering
 from quark.torch import LLMTemplate, ModelQuantizer, QConfig
 from quark.torch.layers.replace import quantized_layers
-from tests.models.onnx_zoo import cnn, images
+from tests.models.onnx_zoo import cnn, images, mlp, vectors
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama, token_batches
 
 pytestmark = pytest.mark.slow  # each quantizes a model
@@ -70,6 +71,25 @@ def test_an_array_of_all_samples_keeps_the_batch_axis(named: bool, tmp_path: Pat
     each = [{"x": row[None]} for row in x]
     same = quark.quantize(tmp_path / "float.onnx", data=each, output=tmp_path / "each.onnx", **options)
     assert made.read_bytes() == same.read_bytes()
+
+
+def test_data_that_are_read_once_serve_a_second_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where integer kernels are slower than those of the float model."""
+    import onnx
+
+    read = []
+
+    def slower(_: Recovering, __: Any, ___: Any, ____: Any, reader: Any, *others: Any) -> None:
+        read.append(len(list(reader)))
+        raise SlowerThanFloatError("slower")
+
+    monkeypatch.setattr(Recovering, "run", slower)
+    onnx.save(mlp(), tmp_path / "float.onnx")
+    made = quark.quantize(tmp_path / "float.onnx", data=iter(vectors(3)), output=tmp_path / "out.onnx", measure=False)
+    assert read == [3]
+    feed = vectors(1)[0]
+    before, after = (onnxruntime.InferenceSession(str(f)).run(None, feed)[0] for f in (tmp_path / "float.onnx", made))
+    assert np.abs(before - after).max() < 0.1 * np.abs(before).max()
 
 
 @pytest.mark.parametrize("with_data", [False, True])

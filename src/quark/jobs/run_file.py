@@ -17,7 +17,8 @@ from quark.jobs.request import FileRequest
 from quark.jobs.resolve import FileJob
 from quark.jobs.words import onnx_algorithms
 from quark.onnx import Config, ModelQuantizer, PathDataReader, get_default_config
-from quark.onnx.calibration.data.inputs import file_bytes
+from quark.onnx.calibration.data.inputs import file_bytes, model_inputs
+from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.config import QConfig
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.preset_rows import QROWS
@@ -140,6 +141,78 @@ class FileResult:
     recovery: Recovery | None
 
 
+@dataclass(frozen=True)
+class _Writing:
+    """What is written of a file, and by which data.
+
+    Attributes:
+        model: The float model.
+        output: The file to make.
+        reader: The calibration data, which can be read again; None without any.
+        recovery: What is searched for where a quantizer has something to search; None: nothing.
+    """
+
+    model: Path
+    output: str
+    reader: PathDataReader | Samples | None
+    recovery: Recovering | None
+
+    def best_of(
+        self, name: str, quantizer: ModelQuantizer, others: dict[str, ModelQuantizer]
+    ) -> tuple[str, str, Recovery | None]:
+        """Quantize and write as `quantized` does; by what others there are where they are better, or it cannot be.
+
+        Returns:
+            The preset that it was, and what `quantized` does.
+        """
+        if others:
+            quantizer.settings = replace(quantizer.settings, tries_advice=False)  # of what is lost, the others are next
+        try:
+            searching = replace(self, recovery=None) if name == CPU_DYNAMIC else self
+            written, found = searching.quantized(quantizer, others)
+            specs = None if found is None else found.settings.specs
+            if specs is not None and specs.weights_apart and others:
+                name = CPU_WEIGHTS if specs.weights_only else CPU_DYNAMIC
+            return name, written, found
+        except (SlowerThanFloatError, NothingToQuantizeError, DamageError) as error:
+            # Weights alone lose least in spectra, and where all is in bodies, which are not timed, they are not slower.
+            if not others:
+                raise
+            why = error
+        if CPU_DYNAMIC in others and isinstance(why, SlowerThanFloatError):
+            logger.info("%s Inputs are quantized as they come.", why)
+            return self.best_of(CPU_DYNAMIC, others[CPU_DYNAMIC], {CPU_WEIGHTS: others[CPU_WEIGHTS]})
+        logger.info("%s Weights alone are stored as integers.", why)
+        weights = others[CPU_WEIGHTS]
+        try:
+            return CPU_WEIGHTS, *self.quantized(weights)
+        except SlowerThanFloatError as error:
+            slower = error
+        logger.info("%s Only weights that are decoded when the file is loaded are stored as integers.", slower)
+        weights.settings = _decoded_once(weights.settings)
+        try:
+            return CPU_WEIGHTS, *self.quantized(weights)
+        except NothingToQuantizeError:
+            raise slower from None
+
+    def quantized(
+        self, quantizer: ModelQuantizer, others: Mapping[str, ModelQuantizer] | None = None
+    ) -> tuple[str, Recovery | None]:
+        """Quantize and write; what the last line says of the best that a recovery found, and what it was."""
+        if isinstance(self.reader, PathDataReader):
+            self.reader.rewind()
+        if self.recovery is None:
+            quantizer.quantize_model(self.model, self.output, self.reader)
+            return "", None
+        # The best may have other types than the name of the config says, and nodes in float.
+        others = others or {}
+        # Which is worth its loss, times say.
+        timed = others.get(CPU_DYNAMIC) if quantizer.settings.measurement.enabled else None
+        weights = others.get(CPU_WEIGHTS)
+        types, found = self.recovery.run(quantizer, self.model, self.output, self.reader, weights, timed)
+        return f"; {types}", found
+
+
 def run_file(job: FileJob) -> FileResult:
     """Quantize an ONNX file, and write the result; without a configuration for this CPU.
 
@@ -165,7 +238,7 @@ def run_file(job: FileJob) -> FileResult:
         instead = (CPU_DYNAMIC, CPU_WEIGHTS) if name == CPU else (CPU_WEIGHTS,)
         others = {other: _quantizer(request, other, target, untimed) for other in instead}
     first = _quantizer(request, name, target, timing)
-    name, written, found = _or_others(name, first, others, request.model, request.output, reader, recovery)
+    name, written, found = _Writing(request.model, request.output, reader, recovery).best_of(name, first, others)
     made, seconds = Path(request.output), time.perf_counter() - start
     return FileResult(made, name, written, before, file_bytes(made), seconds, reader, found)
 
@@ -192,59 +265,6 @@ def _quantizer(request: FileRequest, name: str, target: str | None, timing: Timi
     return quantizer
 
 
-def _or_others(
-    name: str,
-    quantizer: ModelQuantizer,
-    others: dict[str, ModelQuantizer],
-    model: Path,
-    output: str,
-    reader: PathDataReader | None,
-    recovery: Recovering | None,
-) -> tuple[str, str, Recovery | None]:
-    """Quantize and write as `_quantized` does; by what others there are where they are better, or it cannot be.
-
-    Returns:
-        The preset that it was, and what `_quantized` does.
-    """
-    if others:
-        quantizer.settings = replace(quantizer.settings, tries_advice=False)  # of what is lost, the others are next
-    try:
-        searched = None if name == CPU_DYNAMIC else recovery
-        written, found = _quantized(quantizer, model, output, reader, searched, others)
-        specs = None if found is None else found.settings.specs
-        if specs is not None and specs.weights_apart and others:
-            name = CPU_WEIGHTS if specs.weights_only else CPU_DYNAMIC
-        return name, written, found
-    except (SlowerThanFloatError, NothingToQuantizeError, DamageError) as error:
-        # Weights alone lose least in spectra, and where all is in bodies, which are not timed, they are not slower.
-        if not others:
-            raise
-        why = error
-    if CPU_DYNAMIC in others and isinstance(why, SlowerThanFloatError):
-        logger.info("%s Inputs are quantized as they come.", why)
-        dynamic = {CPU_WEIGHTS: others[CPU_WEIGHTS]}
-        return _or_others(CPU_DYNAMIC, others[CPU_DYNAMIC], dynamic, model, output, _from_start(reader), recovery)
-    logger.info("%s Weights alone are stored as integers.", why)
-    weights = others[CPU_WEIGHTS]
-    try:
-        return CPU_WEIGHTS, *_quantized(weights, model, output, _from_start(reader), recovery)
-    except SlowerThanFloatError as error:
-        slower = error
-    logger.info("%s Only weights that are decoded when the file is loaded are stored as integers.", slower)
-    weights.settings = _decoded_once(weights.settings)
-    try:
-        return CPU_WEIGHTS, *_quantized(weights, model, output, _from_start(reader), recovery)
-    except NothingToQuantizeError:
-        raise slower from None
-
-
-def _from_start(reader: PathDataReader | None) -> PathDataReader | None:
-    """The data from their beginning."""
-    if reader is not None:
-        reader.rewind()
-    return reader
-
-
 def _decoded_once(settings: Settings) -> Settings:
     """Settings of weights alone without the tables, whose rows are decoded in each run.
 
@@ -256,26 +276,6 @@ def _decoded_once(settings: Settings) -> Settings:
         specs=replace(settings.specs, by_type=by_type),
         measurement=replace(settings.measurement, enabled=False, whole_file=False),
     )
-
-
-def _quantized(
-    quantizer: ModelQuantizer,
-    model: Path,
-    output: str,
-    reader: PathDataReader | None,
-    recovery: Recovering | None,
-    others: Mapping[str, ModelQuantizer] | None = None,
-) -> tuple[str, Recovery | None]:
-    """Quantize and write; what the last line says of the best that a recovery found, and what it was."""
-    if recovery is None:
-        quantizer.quantize_model(model, output, reader)
-        return "", None
-    # The best may have other types than the name of the config says, and nodes in float.
-    others = others or {}
-    # Which is worth its loss, times say.
-    timed = others.get(CPU_DYNAMIC) if quantizer.settings.measurement.enabled else None
-    types, found = recovery.run(quantizer, model, output, reader, others.get(CPU_WEIGHTS), timed)
-    return f"; {types}", found
 
 
 def default_config(has_data: bool, target: str) -> str:
@@ -325,7 +325,8 @@ def _calibration_data(job: FileJob) -> Any:
     """The data of a job, or their reader; None without any. Raises ConfigError for options that then say nothing."""
     request = job.request
     if job.data is not None:
-        return job.data
+        # Where no configuration is given, a second one may read the same data, and an iterator is read once.
+        return job.data if job.config is not None else Samples(job.data, model_inputs(request.model))
     if request.calib is not None:
         return reader_of(request, request.calib)
     for flag, value in (("--batch-size", request.batch_size), ("--mean", request.mean), ("--std", request.std)):
