@@ -123,7 +123,9 @@ def test_an_onnx_file_needs_data_of_its_own_and_a_folder_has_the_text_of_the_pac
     with pytest.raises(CalibrationError, match="pass --calib FILE"):
         chosen("onnxruntime", True, effort="best")
     assert chosen("vllm", effort="best").effort == "best"
-    assert chosen("vllm").effort == "fast"
+    assert chosen("vllm").effort == "fast" and chosen("vllm").algorithms == ()
+    with_data = chosen("vllm", has_data=True)
+    assert with_data.effort == "balanced" and with_data.algorithms == ("gptq",)
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
