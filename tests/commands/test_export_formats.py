@@ -207,12 +207,12 @@ def test_a_file_may_be_written_beside_the_data(form: str, tmp_path: Path) -> Non
     data = tmp_path / "text.txt"
     data.touch()
 
-    def export(form: str) -> Export:
-        return Export(tmp_path, form, "real_quantized", "reorder", "5GB", force=True)
+    def export(form: str, source: Path) -> Export:
+        return Export(source, tmp_path, form, "real_quantized", "reorder", "5GB", force=True)
 
-    export(form).check_output(tmp_path / "model", data)
+    export(form, tmp_path / "model").check_output(data)
     with pytest.raises(OutputExistsError, match="holds .*text.txt, which is read"):
-        export("quark").check_output(tmp_path.parent / "model", data)
+        export("quark", tmp_path.parent / "model").check_output(data)
 
 
 FRESH = """

@@ -136,7 +136,7 @@ def _plan_model(job: FolderJob) -> None:
     job = replace(job, request=replace(job.request, model=_with_shapes(job.request.model)))
     request, console = job.request, results()
     configured = configure(job, aloud=True)
-    export_of(job).check(request.model, configured.schemes)
+    export_of(job).check(configured.schemes)
     config, calibration = configured.config, configured.calibration
     if configured.choice is not None:
         console.print(choice_rows(configured.choice))
@@ -152,7 +152,7 @@ def _plan_model(job: FolderJob) -> None:
     beside = carried_beside(meta, source_folder(meta))
     layers = made.table(meta, beside)
     undecoded = check_plan(meta, config, made, job.form, job.reader)
-    split = servers_say(configured, meta, made)
+    split = servers_say(configured, plan)
     inputs = inputs_of(request.model, meta)
     lacks = configured.lacks is not None or (calibration.is_default and not inputs.reads_text)
     data = None if lacks or configured.budget is not None else calibration.samples_of(inputs)

@@ -180,13 +180,12 @@ def _check_library(job: FolderJob) -> bool:
     return network
 
 
-def servers_say(configured: Configured, meta: Any, made: Any) -> str | None:
+def servers_say(configured: Configured, plan: FolderPlan) -> str | None:
     """What servers do with a plan that gives parts of what they make one layer different schemes; else None.
 
     Args:
         configured: The job; of one with a goal, or of a file that no server fuses layers of, nothing is said.
-        meta: As the plan was made of it.
-        made: The plan.
+        plan: Of the config that runs.
     """
     from quark.torch.flows.check_plan import split_said
     from quark.torch.formats import FORMATS
@@ -196,7 +195,7 @@ def servers_say(configured: Configured, meta: Any, made: Any) -> str | None:
         return None
     saying: dict[str, list[str]] = {}
     for program in fusing_programs(job.form, configured.schemes):
-        if (said := split_said(meta, made, program)) is not None:
+        if (said := split_said(plan.meta, plan.layers, program)) is not None:
             saying.setdefault(said, []).append(program)
     each = (
         f"{'each of ' if len(programs) > 1 else ''}{', '.join(programs)} {said}" for said, programs in saying.items()
@@ -212,7 +211,6 @@ def warn_of_servers(configured: Configured, config: Any) -> None:
         config: That runs.
     """
     from quark.jobs.folders.models import is_read, load_meta_model
-    from quark.torch.flows.predicted_size import planned
 
     request = configured.job.request
     if configured.choice is not None or not (request.exclude or request.layer) or not is_read(request.model):
@@ -220,10 +218,10 @@ def warn_of_servers(configured: Configured, config: Any) -> None:
     meta = load_meta_model(request.model, request.trust_remote_code)
     try:
         with severity(3):  # what a plan says is said when it is carried out
-            made, _ = planned(meta, config, configured.job.form)
+            plan = plan_of(meta, config, configured.job.form)
     except QuarkError:  # which the work itself meets
         return
-    said = servers_say(configured, meta, made)
+    said = servers_say(configured, plan)
     if said is not None:
         logger.info("Servers: %s", said)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,9 @@ def resolve_conversion(request: ConvertRequest) -> ConversionJob:
     refuse_processes("quark convert")
     if request.format == ONNX:
         raise ConfigError("--format onnx: quark.torch.export_onnx writes the ONNX file of a loaded model.")
-    export = Export(request.output, request.format, "real_quantized", "reorder", "5GB", force=False)
-    export.check(request.model, [], of_folder=False)
-    export.check_output(request.model, None)
+    export = Export(request.model, request.output, request.format, "real_quantized", "reorder", "5GB", force=False)
+    export.check([], of_folder=False)
+    export.check_output(None)
     return ConversionJob(request, export)
 
 
@@ -73,8 +73,9 @@ def run_conversion(job: ConversionJob) -> tuple[Path, int]:
         loaded, source = _load(request.model, scratch)
         if request.requantize is not None:
             loaded = _requantized(loaded, request.requantize, request)
-        size = job.export.write(loaded, source)
-        return job.export.made(source), size
+        export = replace(job.export, source=source)
+        size = export.write(loaded)
+        return export.made, size
 
 
 def _load(model: Path, scratch: Path) -> tuple[Any, Path]:

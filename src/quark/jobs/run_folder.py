@@ -84,7 +84,7 @@ def run_folder(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], 
             f"--report compares folders, and {adapter} is an adapter, whose whole model is gone when it is quantized. "
             "Possible: no --report."
         )
-    export_of(job).check_output(adapter, job.request.calib)
+    export_of(job).check_output(job.request.calib)
     configure(replace(job, request=replace(job.request, model=base_of(adapter))))  # what is asked for, before the work
     with merged(adapter, Path(job.request.output)) as folder:
         return _run(replace(job, request=replace(job.request, model=folder)), show, adapter)
@@ -105,10 +105,10 @@ def _run(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] 
 
     request = job.request
     export = export_of(job)
-    export.check_output(request.model, request.calib)  # before the model is looked at
+    export.check_output(request.calib)  # before the model is looked at
     configured = configure(job)
     configured.check_data()
-    export.check(request.model, configured.schemes)
+    export.check(configured.schemes)
     start, before, chosen = time.perf_counter(), folder_bytes(request.model), None
     config = configured.config
     if configured.budget is not None:
@@ -122,7 +122,7 @@ def _run(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] 
     save_imatrix = partial(Imatrices.of(request).save, calib=request.calib)
     after, errors = write_folder(FolderFlow(request, config, configured.calibration, export, save_imatrix))
     seconds = time.perf_counter() - start
-    return FolderResult(export.made(request.model), before, after, seconds, configured, chosen, errors, recipe)
+    return FolderResult(export.made, before, after, seconds, configured, chosen, errors, recipe)
 
 
 def _for_comfyui(job: FolderJob) -> FolderResult:
@@ -146,7 +146,7 @@ def _pipeline(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], N
     for part in parts.values():  # all are refused before the first is made
         configured = configure(part)
         configured.check_data()
-        export_of(part).check(part.request.model, configured.schemes)
+        export_of(part).check(configured.schemes)
     recipe = Recipe.of(request)
     made: dict[str, FolderResult] = {}
     with atomic_folder(output, request.force) as folder:
@@ -174,8 +174,8 @@ def export_of(job: FolderJob) -> Export:
     """Where and how the result of a job is written."""
     request = job.request
     return Export(
-        Path(request.output), job.form, request.weight_format, request.pack_method, request.max_shard_size,
-        request.force, reader=job.reader,
+        request.model, Path(request.output), job.form, request.weight_format, request.pack_method,
+        request.max_shard_size, request.force, reader=job.reader,
     )  # fmt: skip
 
 

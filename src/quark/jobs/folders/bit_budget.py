@@ -148,25 +148,19 @@ def choose_for_budget(
         ConfigError: The table is of another model or other data, has other candidates, or the budget cannot be met.
     """
     from quark.jobs.folders.models import inputs_of, load_meta_model
+    from quark.torch.bit_budget.measure import mixed_format, settings_of_folder
+    from quark.torch.bit_budget.sensitivity import SensitivityTable
 
     data = calibration.read(inputs_of(request.model, load_meta_model(request.model)))
     if budget.sensitivity is not None and not budget.is_measured:
-        table = _read_table(budget.sensitivity, request.model, budget, base, data)
+        table = SensitivityTable.load(budget.sensitivity)
+        rules = mixed_format(budget.export_format, budget.alike)
+        table.check(settings_of_folder(request.model, base, rules), data)
     elif data is None:
         raise CalibrationError(f"{budget.named()} needs calibration data: pass --calib FILE.")
     else:
         table = _measured_table(request, budget, base, data)
     return table, table.choose(bits=budget.bits, size=budget.size, candidates=budget.candidates or None)
-
-
-def _read_table(file: Path, model: Path, budget: Budget, base: Any, data: Sequence[Any] | None) -> SensitivityTable:
-    """The table of a file, which must be of this model, these data and this budget's layers."""
-    from quark.torch.bit_budget.measure import mixed_format, settings_of_folder
-    from quark.torch.bit_budget.sensitivity import SensitivityTable
-
-    table = SensitivityTable.load(file)
-    table.check(settings_of_folder(model, base, mixed_format(budget.export_format, budget.alike)), data)
-    return table
 
 
 def _measured_table(request: FolderRequest, budget: Budget, base: Any, data: Sequence[Any]) -> SensitivityTable:

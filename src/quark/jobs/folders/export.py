@@ -20,6 +20,7 @@ class Export:
     """Where a model goes, and in which form.
 
     Attributes:
+        source: The folder or file that it is of.
         output: Folder to make; for GGUF also a file.
         form: A name in FORMATS, "gguf" or "onnx".
         weight_format, pack_method, max_shard_size: See `export_safetensors`.
@@ -28,6 +29,7 @@ class Export:
         reader: What the folder is made for; see `export_safetensors`.
     """
 
+    source: Path
     output: Path
     form: str
     weight_format: str
@@ -48,16 +50,17 @@ class Export:
             "attachments": self.attachments,
         }
 
-    def check(self, source: Path, schemes: Iterable[str], of_folder: bool = True) -> None:
+    def check(self, schemes: Iterable[str], of_folder: bool = True) -> None:
         """Raise for a format, an option, a scheme or a model that do not go together.
 
         Args:
-            source: The model.
             schemes: Names of those that are asked for.
             of_folder: Whether the source is a folder of a float model, whose config says what it can become.
         """
         from quark.torch.formats import FORMATS, Format
+        from quark.torch.model.model_folder import load_config
         from quark.torch.writers.gguf.format import GgufFormat
+        from quark.torch.writers.gguf.of_model import check_config
         from quark.torch.writers.onnx.export import require_onnx_packages
         from quark.torch.writers.safetensors import check_options
 
@@ -72,46 +75,29 @@ class Export:
         form: Format = GgufFormat() if self.form == GGUF else FORMATS[self.form]
         for scheme in schemes:
             form.check_scheme(scheme)
-        if self.form == GGUF and of_folder:
-            self._check_gguf(source)
-        elif self.form == GGUF:
-            return
-        else:
+        if self.form != GGUF:
             check_options(self.form, self.weight_format, self.pack_method, self.max_shard_size)
+        elif of_folder:
+            check_config(load_config(self.source))
 
-    def _check_gguf(self, source: Path) -> None:
-        from quark.torch.model.model_folder import load_config
-        from quark.torch.writers.gguf.of_model import check_config
-
-        check_config(load_config(source))
-
-    def check_output(self, source: Path, data: Path | None) -> None:
+    def check_output(self, data: Path | None) -> None:
         """Raise for an output that cannot be written, may not be replaced, or is what is read."""
-        if self.form == GGUF:
-            made = self._gguf_file(source)
-            check_file(made, self.force)
-        elif self.form == ONNX:
-            from quark.torch.writers.onnx.export import FILE  # imports torch: after --help
-
-            made = self.output / FILE
-            check_file(made, self.force)
+        if self.form in FILES:
+            check_file(self.made, self.force)
         else:
-            made = self.output
-            check_apart(made, source, whole=True)
-        check_apart(made, data)
+            check_apart(self.made, self.source, whole=True)
+        check_apart(self.made, data)
         if self.form not in FILES or not self.force:
             check_folder(self.output, self.force)
 
-    def made(self, source: Path) -> Path:
+    @property
+    def made(self) -> Path:
         """What a program opens: the file of a form that is one, else the folder."""
         if self.form == GGUF:
-            return self._gguf_file(source)
+            return self.output if self.output.suffix == ".gguf" else self.output / f"{self.source.resolve().name}.gguf"
         return self.output / "quark_model.onnx" if self.form == ONNX else self.output
 
-    def _gguf_file(self, source: Path) -> Path:
-        return self.output if self.output.suffix == ".gguf" else self.output / f"{source.resolve().name}.gguf"
-
-    def write(self, model: Any, source: Path) -> int:
+    def write(self, model: Any) -> int:
         """Write the model; return the bytes of its weights on disk."""
         from quark.jobs.folders.models import folder_bytes
         from quark.torch import export_gguf, export_safetensors
@@ -123,8 +109,8 @@ class Export:
                     temporary.write_text(text, encoding="utf-8")
             return size
         if self.form == GGUF:
-            file = self._gguf_file(source)
-            return export_gguf(model, file.parent, file.stem, source, overwrite=self.force).stat().st_size
+            file = self.made
+            return export_gguf(model, file.parent, file.stem, self.source, overwrite=self.force).stat().st_size
         folder = export_safetensors(model, self.output, self.form, reader=self.reader, **self.options)
         return folder_bytes(folder)
 

@@ -83,7 +83,7 @@ def _in_memory(flow: FolderFlow) -> tuple[int, list[Any]]:
     data = calibration.joined(float_model, data, algorithms_of(config.algo_config or []))
     quantizer = ModelQuantizer(config)
     quantized: Any = quantizer.freeze(quantizer.quantize_model(float_model, data))
-    return flow.export.write(quantized, model), quantized.quant_errors
+    return flow.export.write(quantized), quantized.quant_errors
 
 
 def _from_file_to_file(flow: FolderFlow) -> bool:
