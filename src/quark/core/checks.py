@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from quark.core.array import Array, is_torch, namespace
+from quark.core.array import Array, namespace, on_cpu
 from quark.errors import QuarkError
 
 Failure = QuarkError | Callable[[], QuarkError | None]
@@ -54,14 +54,14 @@ def check(holds: Array, failure: Failure) -> None:
         failure: The error. What makes one may read the device: it is called only where `holds` is false.
     """
     here = _gathered.get()
-    names = _names.get()[here.outer :] if here is not None and _on_device(holds) else ()
+    names = _names.get()[here.outer :] if here is not None and not on_cpu(holds) else ()
     later(holds, lambda held: None if held[0] else _fail(failure, names))
 
 
 def later(values: Array, use: Callable[[list[float]], None]) -> None:
     """Give values to `use`, now or when the device is read next."""
     here = _gathered.get()
-    if here is not None and _on_device(values):
+    if here is not None and not on_cpu(values):
         here.asked.append(_Asked(values, use))
     else:
         use(_listed(values))
@@ -74,7 +74,7 @@ def read(values: Array) -> list[float]:
         QuarkError: A check that was kept fails.
     """
     here = _gathered.get()
-    if here is None or not _on_device(values):
+    if here is None or on_cpu(values):
         return _listed(values)
     asked, here.asked[:] = [*here.asked], []
     return _read(asked, values)
@@ -125,7 +125,7 @@ def all_finite(*arrays: Array) -> Array:
     """Whether arrays hold neither NaN nor Inf: one truth value."""
     first, *others = arrays
     xp = namespace(first)
-    if not is_torch(first) or first.device.type == "cpu":
+    if on_cpu(first):
         return xp.asarray(all(bool(xp.isfinite(x).all()) for x in arrays))
     # x - x is 0, or NaN for both; isfinite itself is four launches. Of several shapes each is looked at alone.
     if any(x.shape != first.shape for x in others):
@@ -153,10 +153,6 @@ def _read(asked: list[_Asked], values: Array | None = None) -> list[float]:
 
 def _listed(values: Array) -> list[float]:
     return [float(value) for value in values.reshape(-1).tolist()]
-
-
-def _on_device(x: Array) -> bool:
-    return is_torch(x) and bool(x.device.type != "cpu")
 
 
 def _fail(failure: Failure, names: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from quark.core.array import Array, NumpyArray, dtype_name, is_torch, namespace, to_numpy
+from quark.core.array import Array, NumpyArray, dtype_name, namespace, on_cpu, to_numpy
 from quark.core.checks import all_finite, check
 from quark.core.granularity import PerTensor
 from quark.core.quantize import quantize_scales, range_of
@@ -142,14 +142,10 @@ class Observer:
 def bring_to_host(observers: Sequence[Observer]) -> None:
     """Read what observers on a device solve their ranges from, all of it at once: the device is waited for once."""
     wanted = [(observer, observer.solved_from()) for observer in observers]
-    wanted = [(observer, arrays) for observer, arrays in wanted if arrays and _on_device(arrays[0])]
+    wanted = [(observer, arrays) for observer, arrays in wanted if arrays and not on_cpu(arrays[0])]
     read = iter(_read_together([x for _, arrays in wanted for x in arrays]))
     for observer, arrays in wanted:
         observer.solve_from([next(read) for _ in arrays])
-
-
-def _on_device(x: Array) -> bool:
-    return is_torch(x) and bool(x.device.type != "cpu")
 
 
 def _read_together(arrays: Sequence[Array]) -> list[NumpyArray]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from quark.core.array import Array, chunk_bytes_for, is_torch, like, namespace
+from quark.core.array import Array, chunk_bytes_for, like, namespace, on_cpu
 from quark.core.quantize import effective
 from quark.core.scales import QParams
 from quark.core.solvers.columns.columns import candidate_dots, candidate_errors, row_dots
@@ -127,7 +127,7 @@ def best_candidate(
         The scales, or None where none is worth it. On a device, which would have to be waited for, they are 1 then.
     """
     first = candidate(0)
-    if is_torch(first) and first.device.type != "cpu":
+    if not on_cpu(first):
         return _best_on_device(candidate, loss, count, worth, plain)
     losses: dict[int, float] = {}
     best = search(lambda i: losses.setdefault(i, float(loss(candidate(i)))), count)

@@ -12,7 +12,7 @@ from itertools import chain
 
 import onnx_ir as ir
 
-from quark.onnx.graph.edit import is_op, prune, replace_output
+from quark.onnx.graph.edit import is_op, own_values, prune, replace_output
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.graph.reserved_names import rename
 from quark.onnx_ops.graph_writer import add_constant, free_name
@@ -77,7 +77,7 @@ def as_model(body: Body, around: ir.Model) -> BodyModel:
         around: The model, or a body as one: gives opsets and functions.
     """
     graph = body.graph.clone(allow_outer_scope_values=True)
-    names = {value.name for part in _parts(graph) for value in _values(part)}
+    names = {value.name for part in _parts(graph) for value in own_values(part)}
     own, made, captured, constants = len(graph.inputs), dict[ir.Value, ir.Value](), {}, {}
     for node, index in captured_reads(graph):
         value = node.inputs[index]
@@ -176,20 +176,12 @@ def _parts(graph: ir.Graph) -> list[ir.Graph]:
     return [graph, *(part for part in graph.subgraphs() if part is not graph)]
 
 
-def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    """The tensors of one graph, not those of the bodies in it."""
-    yield from graph.inputs
-    yield from graph.initializers.values()
-    for node in graph:
-        yield from node.outputs
-
-
 def _free_names(graph: ir.Graph, model: ir.Model) -> None:
     """Rename what a body has under a name of the model around it: an inner name must hide no other."""
     inside = _parts(graph)
     outside = [part for part in _parts(model.graph) if part not in inside]
-    values = list(chain.from_iterable(map(_values, inside)))
-    own, around = _taken(values), _taken(chain.from_iterable(map(_values, outside)))
+    values = list(chain.from_iterable(map(own_values, inside)))
+    own, around = _taken(values), _taken(chain.from_iterable(map(own_values, outside)))
     for value in values:
         if value.name and value.name in around:
             rename(value, free_name(value.name, around, own))

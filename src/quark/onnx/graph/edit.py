@@ -155,6 +155,14 @@ def set_initializer(value: ir.Value, array: NumpyArray) -> None:
     value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(array.shape)
 
 
+def own_values(graph: ir.Graph) -> Iterator[ir.Value]:
+    """The tensors of one graph, not those of the bodies in it."""
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph:
+        yield from node.outputs
+
+
 def reads_of(node: ir.Node) -> Iterator[ir.Value]:
     """What a node reads of its graph, by itself or in the bodies that it holds."""
     inner = (

@@ -7,11 +7,9 @@ So the body has weights, where it had inputs that nothing said are the same in e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import onnx_ir as ir
 
-from quark.onnx.graph.edit import is_op
+from quark.onnx.graph.edit import is_op, own_values
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx_ops.saving import SMALL
 
@@ -32,7 +30,7 @@ def _hoist(node: ir.Node) -> int:
     """Take the large constants out of the states of one node; another takes its place."""
     body = node.attributes["body"].as_graph()
     first, first_output = BEFORE_STATES[node.op_type]
-    inside = [value for part in (body, *body.subgraphs()) for value in _values(part)]
+    inside = [value for part in (body, *body.subgraphs()) for value in own_values(part)]
     gone = []
     for state in range(_states(node)):
         source, inner = node.inputs[first + state], body.inputs[first + state]
@@ -91,10 +89,3 @@ def _before_identities(value: ir.Value) -> ir.Value:
         value = node.inputs[0]
         node = value.producer()
     return value
-
-
-def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    yield from graph.inputs
-    yield from graph.initializers.values()
-    for node in graph:
-        yield from node.outputs

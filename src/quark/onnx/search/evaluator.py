@@ -76,7 +76,7 @@ def same_shape(name: str, expected: NumpyArray, array: NumpyArray) -> None:
 Samplewise = Iterable[Sequence[tuple[NumpyArray, NumpyArray]]]
 """Of each sample, for each output: what the float model gave, and another."""
 Measure = Callable[[Samplewise], float]
-"""What is far from the float outputs has more, or less; see each."""
+"""The outputs of all samples -> the score of the model that gave the others; for searches, less is better."""
 
 
 class Scorer:

@@ -19,7 +19,7 @@ import numpy as np
 
 from quark.base import native
 from quark.base.log import logger
-from quark.core.array import Array, NumpyArray, astype, is_torch, namespace, to_numpy, view
+from quark.core.array import Array, NumpyArray, astype, namespace, on_cpu, to_numpy, view
 from quark.errors import OutputError, QuarkError
 
 Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -136,7 +136,7 @@ def _edges(index: NumpyArray, bits: int) -> tuple[Floats, Floats]:
 
 def _counted(index: Array, size: int) -> Array:
     """How often each number below `size` occurs, int64."""
-    if not is_torch(index) or index.device.type == "cpu":
+    if on_cpu(index):
         return namespace(index).bincount(index, minlength=size)
     # On a device bincount asks for the largest number first, and waits for it.
     one = index.new_ones((), dtype=namespace(index).int64)

@@ -17,7 +17,7 @@ from typing import Any
 
 from quark.base import native
 from quark.base.log import logger
-from quark.core.array import Array, chunk_bytes_for, dtype_name, is_torch, namespace
+from quark.core.array import Array, chunk_bytes_for, dtype_name, is_torch, namespace, on_cpu
 from quark.core.kernels.element_rule import ElementRule
 from quark.core.quantize import quantize_elements
 from quark.core.spec import TensorSpec
@@ -296,7 +296,7 @@ def _indices(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _plain(x: Array) -> bool:
-    return dtype_name(x) == "float32" and (not is_torch(x) or x.device.type == "cpu")
+    return dtype_name(x) == "float32" and on_cpu(x)
 
 
 def _contiguous(x: Array) -> bool:
