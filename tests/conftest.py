@@ -27,6 +27,7 @@ OVER_REGISTRIES = {
     "contracts/test_diffusers.py": 30,
     "contracts/test_doors.py": 10,
     "contracts/test_float_layers.py": 30,
+    "contracts/test_float_tensors.py": 20,
     "contracts/test_fused_layers.py": 30,
     "contracts/test_gpu.py": 30,
     "contracts/test_idle_experts.py": 20,

@@ -50,6 +50,7 @@ GOALS.register("sglang", RuntimeGoal(
     ),
     cache=("fp8",),
     fuses=True,  # by its own rows of the tables
+    reader="sglang",
     float_layers=True,
     heads=(),  # none was looked at
 ))  # fmt: skip

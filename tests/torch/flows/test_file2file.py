@@ -191,7 +191,7 @@ def test_what_transformers_would_not_find_is_refused_before_the_work(
     """By each flow that works without the model: the same question as with it in memory."""
     source, asked = save_float(tmp_path / "float"), []
 
-    def unfound(model: Any, form: Any, held: Any, tensors: Any) -> None:
+    def unfound(model: Any, form: Any, held: Any, tensors: Any, **_: object) -> None:
         asked.append((form.name, "model.layers.0.mlp.up_proj.weight" in set(tensors)))
         raise NotSupportedError("would make up")
 

@@ -27,6 +27,7 @@ from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import fill_buffers, saved_dtype
 from quark.torch.model.model_folder import load_config, model_class, read_config
 from quark.torch.model.names import layers_in_model
+from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
 from quark.torch.model.tied_weights import tying_configs
 
 
@@ -90,6 +91,8 @@ def _resolved(form: FolderFormat, stored: dict[str, Any], files: list[Path], mod
     if not form.marker:
         return result
     candidates = [name for name, module in model.named_modules() if layer_class(module)]
+    for block, leaves in fused_blocks(model).items():
+        candidates += layer_names(model, block, leaves)
     here = present | set(map(find, present))
     absent = [name for name in candidates if name not in here]
     return replace(result, config=replace(result.config, exclude=absent))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from quark.torch.layers.base import EXTRA_SUFFIXES
 from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
 from quark.torch.layers.online_rotation import BUFFER, input_rotations, stored_matrix
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.names import published_names
+from quark.torch.model.names import OtherForm, published_names
 from quark.torch.plan import Plan
 
 Entry = tuple[str, Callable[[], Tensors], Tensors]
@@ -68,6 +68,7 @@ def entries(
     form: Format = FORMATS["quark"],
     only: Container[str] | None = None,
     plain: Plain | None = None,
+    forms: Sequence[OtherForm] = (),
 ) -> Iterator[Entry]:
     """Everything that a checkpoint of the model holds, made when asked for. Tied tensors appear once, but for
     biases of quantized layers.
@@ -79,10 +80,12 @@ def entries(
         form: The format.
         only: Names of the source tensors to make entries for, where not all are wanted.
         plain: Makes the entries of tensors that are not quantized; default: of the model's values.
+        forms: What of these a file holds in other tensors: one entry for each, under the name of its first member, with
+            the names in the file in the place of suffixes.
     """
     layers, inside, plain = quantized_layers(model), attention_quantizers(model), plain or plain_entry
     seen = set[Any]()
-    for name, tensor in _outside_quantizers(model, (*layers, *inside), only):
+    for name, tensor in _outside_quantizers(model, (*layers, *inside), only, forms):
         parent, _, leaf = name.rpartition(".")
         if parent not in layers:
             if not _is_shared(tensor, seen):
@@ -94,7 +97,8 @@ def entries(
             # A float bias is written, shared or not: such a head's config no longer says that it shares.
             yield plain(name, tensor.detach()) if entry is None else entry
     activations = (entry for name, layer in layers.items() for entry in _activation_entries(name, layer, form))
-    for entry in itertools.chain(activations, _probability_entries(inside, form)):
+    converted = _converted_entries(model, forms, plain)
+    for entry in itertools.chain(converted, activations, _probability_entries(inside, form)):
         if only is None or entry[0] in only:
             yield entry
     for name, rotation in input_rotations(model) if only is None else ():
@@ -102,13 +106,16 @@ def entries(
 
 
 def _outside_quantizers(
-    model: nn.Module, quantized: Iterable[str], only: Container[str] | None
+    model: nn.Module, quantized: Iterable[str], only: Container[str] | None, forms: Iterable[OtherForm]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that are asked for, but for those of quantizers, which are stored with what these quantize."""
+    """The tensors that are asked for, but for those of quantizers, which are stored with what these quantize, and for
+    those that a file holds in another form.
+    """
+    apart = {name for form in forms for name in form.members}
     roles = ("", *(f".{role}" for role in ROLES))
     held = {f"{name}{role}_quantizer" for name in quantized for role in roles}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if held.isdisjoint(_modules_around(name)) and (only is None or name in only):
+        if name not in apart and held.isdisjoint(_modules_around(name)) and (only is None or name in only):
             yield name, tensor
 
 
@@ -134,6 +141,25 @@ def plain_entry(name: str, tensor: torch.Tensor) -> Entry:
 
 def _entry(name: str, tensors: Tensors) -> Entry:
     return name, lambda: tensors, {suffix: tensor.to("meta") for suffix, tensor in tensors.items()}
+
+
+def _converted_entries(model: nn.Module, forms: Sequence[OtherForm], plain: Plain) -> Iterator[Entry]:
+    """Tensors of a model as the others that a file holds of them."""
+    own = model.state_dict(keep_vars=True) if forms else {}
+    for form in forms:
+        yield _converted_entry(form, [own[name].detach() for name in form.members], plain)
+
+
+def _converted_entry(form: OtherForm, tensors: list[torch.Tensor], plain: Plain) -> Entry:
+    def made(of: list[torch.Tensor]) -> Iterator[tuple[str, Entry]]:
+        for file, part in form.convert(of).items():
+            yield file, plain(form.files[file], part)
+
+    def make() -> Tensors:
+        return {file: entry[1]()[""] for file, entry in made(tensors)}
+
+    shapes = {file: entry[2][""] for file, entry in made([tensor.to("meta") for tensor in tensors])}
+    return form.members[0], make, shapes
 
 
 def _coded_entry(name: str, tensor: torch.Tensor, layer: QuantLayer, make_layout: MakeLayout) -> Entry | None:
@@ -247,6 +273,7 @@ def names_in_file(
     form: FolderFormat = FORMATS["quark"],
     specs: Mapping[str, LayerSpec] | None = None,
     as_they_are: Container[str] = (),
+    forms: Iterable[OtherForm] = (),
 ) -> Naming:
     """The names in the file for the tensors of a model: those of its published checkpoints, as the format spells them.
 
@@ -255,13 +282,17 @@ def names_in_file(
         form: The format.
         specs: Full name of a layer -> what is quantized there; needed by formats other than quark's.
         as_they_are: Names that are no tensors of the model, and are those of the file.
+        forms: As for `entries`.
 
     Raises (the function):
         NotSupportedError: A quantized tensor is published under a name that its scales cannot follow.
     """
     publish, of_layer = published_names(model), specs or {}
+    apart = {form.members[0] for form in forms}
 
     def name_in_file(source: str, suffix: str) -> str:
+        if source in apart:
+            return suffix
         layer, _, leaf = source.rpartition(".")
         if source in as_they_are:
             return form.stored_name(source, suffix, of_layer.get(layer)) if suffix or layer in of_layer else source

@@ -14,6 +14,7 @@ from torch import nn
 from quark.core.scales import QParams, flaw
 from quark.errors import FormatError
 from quark.torch.checkpoint.loading import StoredTensor
+from quark.torch.checkpoint.sources.origins import Parts
 from quark.torch.checkpoint.sources.source import check_finite
 from quark.torch.formats import Format
 from quark.torch.formats.layout import Tensors
@@ -56,12 +57,12 @@ def stored_tensors(
     """
     own = dict(model.state_dict(keep_vars=True))
     joint = _joint_scales(model, own)
-    find = _finder(model, own, joint)
+    find, parts = _finder(model, own, joint), Parts(model, own)
     loaded: dict[str, torch.Tensor] = {}
     left: list[str] = []
     for stored, held in tensors:
         received = form.received(stored, held)
-        if received is None:
+        if received is None or parts.take(*received):
             continue
         name = find(received[0])
         if name is None:
@@ -78,6 +79,10 @@ def stored_tensors(
             raise FormatError(f"{stored} comes twice in the checkpoint, under two names.")
         loaded[name] = _as_wanted(name, received[1], own[name])
         _check_tensor(stored, loaded[name], own[name], dtype)
+    # Where transformers loads the rest, it puts them together itself.
+    for name, joined in () if partial else parts.joined():
+        loaded[name] = joined
+        _check_tensor(name, joined, own[name], dtype)
     _refuse_missing(model, own, loaded, partial)
     _refuse_left(model, left, partial)
     for tensor, wrong in _flaws(model, loaded):

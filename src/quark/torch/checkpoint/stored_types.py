@@ -7,7 +7,7 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ import torch
 
 from quark.errors import FormatError
 from quark.torch.checkpoint.shards import Entry, Plain, plain_entry
+from quark.torch.checkpoint.sources.methods import readable_quantization
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.checkpoint.stored_tensors import HALF, is_wide
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import saved_dtype
-from quark.torch.model.names import source_names
+from quark.torch.model.model_folder import read_config
+from quark.torch.model.names import OtherForm, other_forms, source_names
 
 
 class StoredTypes:
@@ -84,3 +86,24 @@ def stored_plain(model: Any, folder: Path | None, narrow: bool) -> Plain:
         return plain_entry
     named = source_names(model, source.stored_names())
     return StoredTypes(source, named, model.dtype, narrow).entry
+
+
+def forms_of(model: Any, folder: Path | None, coded: Iterable[str] = ()) -> list[OtherForm]:
+    """What a checkpoint of a model holds in other tensors than the model: as the folder has it that it came from.
+
+    Args:
+        model: With weights or without.
+        folder: That it was loaded from, if that is known.
+        coded: Names of the layers that are stored in codes.
+    """
+    if folder is None or not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        return other_forms(model, coded)  # of pickled weights, for one
+    source = Source(shard_files(folder), readable_quantization(read_config(folder)))
+    return forms_of_source(model, source, coded)
+
+
+def forms_of_source(model: Any, source: Source, coded: Iterable[str] = ()) -> list[OtherForm]:
+    """The same of an open folder."""
+    names = set(source.names())
+    named = {name: file for name, file in source_names(model, names).items() if file in names}
+    return other_forms(model, coded, lambda name: source.shape(named[name]) if name in named else None)

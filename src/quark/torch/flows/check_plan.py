@@ -18,14 +18,14 @@ from quark.torch.calibration.reached import check_reached
 from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.shards import entries, names_in_file, stored_shapes
 from quark.torch.checkpoint.sources.carried import carried_modules
-from quark.torch.checkpoint.stored_types import source_folder
+from quark.torch.checkpoint.stored_types import forms_of, source_folder
 from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.config.config import QConfig
 from quark.torch.config.selectors import output_head
 from quark.torch.flows.replaced import replaced
 from quark.torch.formats import FORMATS, Folder, FolderFormat, Format
 from quark.torch.formats.fused_groups import EXPERTS, FusedGroup, fused_groups
-from quark.torch.formats.readers import TRANSFORMERS, check_readers
+from quark.torch.formats.readers import TRANSFORMERS, check_readers, read_forms
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.names import layers_published
 from quark.torch.model.passes import UnfusedExperts
@@ -59,9 +59,11 @@ def check_plan(meta: Any, config: QConfig, made: Plan, form: str, reader: str = 
         held.check(layers, content)
         if not isinstance(held, FolderFormat):
             return None
-        items = list(entries(meta, "reorder", True, held))
-        stored_shapes(items, names_in_file(meta, held, content.specs))
-        return check_readers(meta, held, content, (name for name, _, _ in items), reader)
+        published = forms_of(meta, source_folder(meta), content.specs)
+        forms = read_forms(published, held, reader)
+        items = list(entries(meta, "reorder", True, held, forms=forms))
+        stored_shapes(items, names_in_file(meta, held, content.specs, forms=forms))
+        return check_readers(meta, held, content, (name for name, _, _ in items), reader, published)
 
 
 def check_data(meta: Any, made: Plan, data: Iterable[Any] | None) -> None:

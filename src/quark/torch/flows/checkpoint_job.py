@@ -34,7 +34,7 @@ from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_entrie
 from quark.torch.checkpoint.sources.methods import quantization_of
 from quark.torch.checkpoint.sources.origins import Origin, Origins, names_of
 from quark.torch.checkpoint.sources.source import Source
-from quark.torch.checkpoint.stored_types import StoredTypes
+from quark.torch.checkpoint.stored_types import StoredTypes, forms_of_source
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
 from quark.torch.formats.fused_groups import sibling_groups
@@ -64,6 +64,8 @@ class Contents:
         names: Name in the new folder of a tensor and a suffix.
         sources: Name in the model -> where it lies in the old folder.
         ties: Name in the model -> all names of the same parameter, itself first.
+        copied: Name of an entry that the new folder holds in other tensors, as the old one does -> name of each in the
+            new folder -> in the old one.
     """
 
     entries: list[Entry]
@@ -71,6 +73,7 @@ class Contents:
     names: Naming
     sources: dict[str, Origin]
     ties: dict[str, list[str]]
+    copied: Mapping[str, Mapping[str, str]]
 
 
 class CheckpointJob:
@@ -89,6 +92,7 @@ class CheckpointJob:
         model: The skeleton, with fused experts taken apart.
         plan: How its layers are quantized.
         real: Whether codes are stored; else float values that were quantized.
+        forms: What the files hold in other tensors than the model.
 
     Raises:
         ConfigError: An option that does not exist, or a config that does not fit the model.
@@ -129,6 +133,7 @@ class CheckpointJob:
         carried = carried_layers(self.model, self.checkpoint, self._beside)
         plan = make_plan(config, self.model, read_elsewhere=weights_read_elsewhere(self.model), beside=carried)
         self.plan = plan_carried(config, self.model, plan, carried)
+        self.forms = forms_of_source(self.model, self.checkpoint, self.plan.layers)
 
     def contents(self) -> Contents:
         """What the new folder will hold; to be asked for while the layers of the plan are replaced.
@@ -139,10 +144,11 @@ class CheckpointJob:
         """
         made = list(self.entries())
         held = folder_of(self.model, self.config, self.plan)
-        check_readers(self.model, FORMATS["quark"], held, (name for name, _, _ in made))
+        check_readers(self.model, FORMATS["quark"], held, (name for name, _, _ in made), forms=self.forms)
         ties = tied_names(self.model)
         in_folder = self.origins.of(self.model)
-        sources = _sources((name for name, _, _ in made if name in ties), in_folder, ties)
+        others = (name for form in self.forms for name in form.members[1:])
+        sources = _sources([*(name for name, _, _ in made if name in ties), *others], in_folder, ties)
         self._check_ties(in_folder, ties)
         names = self.beside()
         groups = sibling_groups(self.model, self.config.shared_scale_groups) if self.plan.beside else ()
@@ -155,12 +161,22 @@ class CheckpointJob:
                 f"{', '.join(unexpected[:5])}. Possible: keep_unexpected (--keep-unexpected), which copies them."
             )
         return Contents(
-            made, dropped, names_in_file(self.model, specs=self.plan.beside, as_they_are=names), sources, ties
+            made,
+            dropped,
+            names_in_file(self.model, specs=self.plan.beside, as_they_are=names, forms=self.forms),
+            sources,
+            ties,
+            self._copied(),
         )
+
+    def _copied(self) -> dict[str, dict[str, str]]:
+        """See `Contents`."""
+        there = source_names(self.model, self.checkpoint.names()) if self.forms else {}
+        return {form.members[0]: {file: there[name] for file, name in form.files.items()} for form in self.forms}
 
     def entries(self, only: Container[str] | None = None) -> Iterator[Entry]:
         """The tensors of the quantized model, or those of these names; what is not quantized in its stored type."""
-        return entries(self.model, self.pack_method, self.real, only=only, plain=self.types.entry)
+        return entries(self.model, self.pack_method, self.real, only=only, plain=self.types.entry, forms=self.forms)
 
     def _layout(self, spec: TensorSpec, layer: LayerSpec, dtype: torch.dtype) -> Layout:
         return FORMATS["quark"].make_layout(spec, layer, dtype, self.pack_method, self.real)

@@ -119,7 +119,7 @@ def quantize_files(
     with shared_folder(output, overwrite) as folder, replaced(job.model, job.plan) as layers:
         contents = job.contents()
         places = job.create_shards(folder, contents)
-        items = [_tensor_job(entry, contents, layers, places) for entry in contents.entries]
+        items = [item for entry in contents.entries for item in _tensor_jobs(entry, contents, layers, places)]
         items += [_carried_job(entry, contents, job, places) for entry in contents.dropped]
         groups = sibling_groups(job.model, config.shared_scale_groups)
         _run(conversion, _share(_families(items, groups), job.checkpoint, rank(), world()), devices, workers)
@@ -145,18 +145,23 @@ def _refuse_data(config: QConfig, plan: Plan) -> None:
                 raise ConfigError(f"{name}.{role} ({tensor}) has a static scale, which needs calibration data: {why}")
 
 
-def _tensor_job(
+def _tensor_jobs(
     entry: Entry, contents: Contents, layers: Mapping[str, QuantLayer], places: Mapping[str, ByteRange]
-) -> TensorJob:
+) -> list[TensorJob]:
     name, _, shapes = entry
+    if name in contents.copied:
+        return [
+            TensorJob(file, Origin((source,)), shapes[file].dtype, tuple(shapes[file].shape), None, {"": places[file]})
+            for file, source in contents.copied[name].items()
+        ]
     parent, _, leaf = name.rpartition(".")
     source = contents.sources.get(name, Origin((name,)))
     stored = {suffix: places[contents.names(name, suffix)] for suffix in shapes}
     layer = layers.get(parent)
     if layer is None:
-        return TensorJob(name, source, shapes[""].dtype, tuple(shapes[""].shape), None, stored)
+        return [TensorJob(name, source, shapes[""].dtype, tuple(shapes[""].shape), None, stored)]
     x: torch.Tensor = getattr(layer, leaf)
-    return TensorJob(name, source, x.dtype, tuple(x.shape), getattr(layer.spec, leaf, None), stored)
+    return [TensorJob(name, source, x.dtype, tuple(x.shape), getattr(layer.spec, leaf, None), stored)]
 
 
 def _carried_job(entry: Entry, contents: Contents, job: CheckpointJob, places: Mapping[str, ByteRange]) -> TensorJob:

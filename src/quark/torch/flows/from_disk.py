@@ -175,18 +175,26 @@ class _Run:
         )
         if rank() > 0:
             return
-        outside = [name for name in self.planned if not any(is_inside(name, block) for block in names)]
-        for parent in dict.fromkeys(name.rpartition(".")[0] for name in outside):
-            own = {name for name in outside if name.rpartition(".")[0] == parent}
+        self._write_outside([name for name in self.planned if not any(is_inside(name, block) for block in names)])
+
+    def _write_outside(self, names: Sequence[str]) -> None:
+        """Quantize and write what lies in no block."""
+        for parent in dict.fromkeys(name.rpartition(".")[0] for name in names):
+            own = {name for name in names if name.rpartition(".")[0] == parent}
             for name in own & self.dropped.keys():
                 write_entry(name, self.dropped[name](), self.places, self.names)
             if not (own := own - self.dropped.keys()):
                 continue
-            self.weights.bring(parent, recurse=False)
+            # What files hold in one tensor may lie in several modules.
+            members = (name for form in self.job.forms if form.members[0] in own for name in form.members)
+            parents = dict.fromkeys((parent, *(name.rpartition(".")[0] for name in members)))
+            for each in parents:
+                self.weights.bring(each, recurse=False)
             if parent in self.layers:
                 calibrate_weights({parent: self.layers[parent]})
             self._write(own)
-            self.weights.take(parent)
+            for each in parents:
+                self.weights.take(each)
 
     def _finish(self, block: str, state: LoopState) -> None:
         own = {name for name in self.planned if is_inside(name, block)}

@@ -220,12 +220,15 @@ class FolderFormat(Format):
         options: Whether `pack_method` and `weight_format` can be chosen.
         marker: Endings of the tensor names that only a quantized layer has.
         own_loader: Whether this package makes the layers into which transformers loads it.
+        joins_float: Whether transformers makes one tensor of float weights that lie apart in such a folder, as it does
+            of those of a float folder.
     """
 
     layout: ClassVar[type[Layout]]
     options: ClassVar[bool] = False
     marker: ClassVar[tuple[str, ...]] = ()
     own_loader: ClassVar[bool] = False
+    joins_float: ClassVar[bool] = True
 
     def refuse_layer(self, name: str, layer: nn.Module, spec: LayerSpec) -> None:
         """Also refuse what readers give to the class that the model really has, which holds the weight transposed."""

@@ -9,7 +9,7 @@ folder of which it would find less than all is refused here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,18 +22,23 @@ from quark.torch.formats.format import Folder, FolderFormat
 from quark.torch.layers.online_rotation import BUFFER
 from quark.torch.model.meta_model import meta_copy
 from quark.torch.model.names import (
+    OtherForm,
     conversions,
     found_by,
     is_transformers_model,
     layers_published,
     models_of_other_classes,
     names_in,
+    names_of_files,
     published_names,
 )
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.model.tied_weights import first_names
 
-TRANSFORMERS, VLLM = READERS = ("transformers", "vllm")
+SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
+"""Reader -> its name in the tables of facts."""
+TRANSFORMERS = "transformers"
+READERS = (TRANSFORMERS, *SERVERS)
 """Programs that a folder may be made for, where that decides what it may hold."""
 WEIGHT = ".weight"
 SHOWN = 3
@@ -41,7 +46,12 @@ SHOWN = 3
 
 
 def check_readers(
-    model: nn.Module, form: FolderFormat, folder: Folder, tensors: Iterable[str], reader: str = TRANSFORMERS
+    model: nn.Module,
+    form: FolderFormat,
+    folder: Folder,
+    tensors: Iterable[str],
+    reader: str = TRANSFORMERS,
+    forms: Sequence[OtherForm] = (),
 ) -> str | None:
     """Refuse a folder of which its reader would not find everything.
 
@@ -50,41 +60,71 @@ def check_readers(
         form: The format.
         folder: What is quantized.
         tensors: Names of what is stored, in the module; of these the tensors of the float model are looked for.
-        reader: Of READERS. vLLM's takes experts one by one where transformers' knows them in one tensor alone; where
-            it is not known which experts it finds, and of all other tensors, the other's rules are its.
+        reader: Of READERS. Those of servers take experts one by one where transformers' knows them in one tensor
+            alone; where it is not known which experts they find, and of all other tensors, its rules are theirs.
+        forms: What published files hold in other tensors than the model; these do where `read_forms` says so.
 
     Returns:
-        What transformers would decode wrongly, a sentence; None where there is nothing, or another reads the folder.
+        What transformers would decode wrongly, or a server not find, a sentence; None where there is nothing.
 
     Raises:
         NotSupportedError: Names tensors that would be missing, or layers that the class cannot be built with.
     """
-    undecoded = None if reader == VLLM else form.undecoded(folder)
+    read = read_forms(forms, form, reader)
+    undecoded = None if reader in SERVERS else _sentences(form.undecoded(folder), _joined_said(forms, read, form))
     if not is_transformers_model(model):
         return undecoded
     meta = meta_copy(model)
     publish = published_names(meta)
     of_float = [*map(publish, first_names(meta))]
     meta = _as_loaded(meta, form)
-    names = [name for name in set(model.state_dict()).intersection(tensors) if not name.endswith(BUFFER)]
-    if reader == VLLM and (blocks := _of_vllm(model, form)):
+    names = _float_names(model, tensors, read)
+    if reader in SERVERS and (blocks := _of_server(model, form, SERVERS[reader])):
         inside = tuple(f"{block}." for block in blocks)
-        _check_names(model, meta, form, [name for name in names if not name.startswith(inside)], inside)
+        outside = [name for name in names if not name.startswith(inside)]
+        _check_names(model, meta, form, names_of_files(model, outside, read), inside)
         return undecoded
-    _check_names(model, meta, form, names, tuple(f"{n}." for n in _apart(model)) if form.own_loader else ())
-    if reader != VLLM and not form.own_loader:  # whose classes are others
-        _check_building(meta, form, folder.specs)
-        _check_ties(meta, form, folder)
-        _check_conversions(meta, form, folder.specs)
-    _check_other_classes(model, form, of_float, names)
+    files = names_of_files(model, names, read)
+    _check_names(model, meta, form, files, tuple(f"{n}." for n in _apart(model)) if form.own_loader else ())
+    if reader not in SERVERS:
+        _check_class(meta, form, folder)
+    _check_other_classes(model, form, of_float, files)
     return undecoded
 
 
-def _check_other_classes(model: nn.Module, form: FolderFormat, of_float: list[str], names: list[str]) -> None:
+def _float_names(model: nn.Module, tensors: Iterable[str], forms: Sequence[OtherForm]) -> list[str]:
+    """The tensors of the float model among those that are stored."""
+    stored = set(tensors)
+    stored.update(name for form in forms if form.members[0] in stored for name in form.members)
+    return [name for name in stored.intersection(model.state_dict()) if not name.endswith(BUFFER)]
+
+
+def read_forms(forms: Sequence[OtherForm], form: FolderFormat, reader: str = TRANSFORMERS) -> list[OtherForm]:
+    """The other forms that a reader of a format puts together again; what it does not is stored as the model has it."""
+    return [each for each in forms if form.joins_float or reader in SERVERS or not each.of_weights]
+
+
+def _joined_said(forms: Sequence[OtherForm], read: Sequence[OtherForm], form: FolderFormat) -> str | None:
+    """What servers do with tensors in float that a folder holds together, and published ones apart."""
+    joined = [each for each in forms if all(each is not other for other in read)] if len(read) < len(forms) else []
+    if not joined:
+        return None
+    return (
+        f"{joined[0].members[0]} and {len(joined) - 1} more are stored as transformers finds them in {form.name} "
+        f"folders, and not as published ones hold them ({next(iter(joined[0].files))}), which servers look for. For "
+        f"these: {' or '.join(f'--for {name} (reader={name!r})' for name in SERVERS)}."
+    )
+
+
+def _sentences(*said: str | None) -> str | None:
+    return " ".join(filter(None, said)) or None
+
+
+def _check_other_classes(model: nn.Module, form: FolderFormat, of_float: list[str], files: list[str]) -> None:
     """Refuse what another class would miss that finds all of the float folder."""
     for other in models_of_other_classes(model):
         if not found_by(other, of_float).missing:
-            _check_other(model, _as_loaded(other, form), form, names)
+            _check_other(model, _as_loaded(other, form), form, files)
 
 
 def _apart(model: nn.Module) -> dict[str, UnfusedExperts]:
@@ -92,9 +132,9 @@ def _apart(model: nn.Module) -> dict[str, UnfusedExperts]:
     return {name: module for name, module in model.named_modules() if isinstance(module, UnfusedExperts)}
 
 
-def _of_vllm(model: Any, form: FolderFormat) -> list[str]:
-    """The blocks of experts that vLLM is known to read one by one from a folder of a format, and transformers not."""
-    row, publish = expert_names(str(model.config.model_type)), layers_published(model)
+def _of_server(model: Any, form: FolderFormat, program: str) -> list[str]:
+    """The blocks of experts that a server is known to read one by one from a folder, and transformers not."""
+    row, publish = expert_names(str(model.config.model_type), program), layers_published(model)
     if row is None or form.own_loader or not row.other_formats:
         return []
     return [block for block, each in _apart(model).items() if row.finds(publish(f"{block}.0.{each.names[2]}"))]
@@ -114,39 +154,40 @@ def _as_loaded(meta: Any, form: FolderFormat) -> Any:
 
 
 def _check_names(
-    model: nn.Module, meta: Any, form: FolderFormat, names: Iterable[str], inside: tuple[str, ...]
+    model: nn.Module, meta: Any, form: FolderFormat, files: Iterable[str], inside: tuple[str, ...]
 ) -> None:
-    """Refuse where the float tensors under their published names are not all that the class loads, and nothing else.
+    """Refuse where the float tensors under their names in the files are not all that the class loads, and nothing else.
 
     Args:
         model, meta: As it is, and as its loader begins with it.
         form: For the message.
-        names: In the module.
+        files: The names.
         inside: Beginnings of names of experts that are taken apart before they are loaded.
     """
     apart = set(model.state_dict()) if form.own_loader else set()
-    found = found_by(meta, map(published_names(model), names))
+    found = found_by(meta, files)
     lost = [name for name in found.lost if name not in apart and found.places[name] not in apart]
     missing = [name for name in found.missing if not name.startswith(inside)]
     if lost or missing:
         raise _unfound(model, type(model).__name__, form, lost, missing)
 
 
-def _check_other(model: nn.Module, meta: Any, form: FolderFormat, names: Iterable[str]) -> None:
+def _check_other(model: nn.Module, meta: Any, form: FolderFormat, files: Iterable[str]) -> None:
     """Refuse where another class, which finds the float folder whole, would make up tensors of this one."""
     publish, find = published_names(model), names_in(meta)
     # The name of the weight of a layer of an expert, without the expert, the layer and the weight.
     blocks = _apart(model).items() if form.own_loader else ()
     inside = tuple(find(publish(f"{n}.0.{m.names[2]}.weight")).rsplit(".", 3)[0] + "." for n, m in blocks)
-    missing = [name for name in found_by(meta, map(publish, names)).missing if not name.startswith(inside)]
+    missing = [name for name in found_by(meta, files).missing if not name.startswith(inside)]
     if missing:
         raise _unfound(model, type(meta).__name__, form, [], missing)
 
 
 def _unfound(model: nn.Module, kind: str, form: FolderFormat, lost: list[str], missing: list[str]) -> NotSupportedError:
     other = "" if form.own_loader else "the quark format, or "
-    if _of_vllm(model, form):
-        other = f"--for vllm (reader='vllm'), which reads such experts; {other}"
+    if readers := [name for name, program in SERVERS.items() if _of_server(model, form, program)]:
+        goals = " or ".join(f"--for {name} (reader={name!r})" for name in readers)
+        other = f"{goals}, which {'reads' if len(readers) == 1 else 'read'} such experts; {other}"
     return NotSupportedError(
         f"transformers would not find the tensors of this {form.name} folder: {kind} "
         f"{_listed('has no place for', lost)}{' and ' if lost and missing else ''}"
@@ -165,6 +206,15 @@ def _excluding(names: list[str]) -> str:
     """How to leave the modules of some tensors in float."""
     modules = dict.fromkeys(name.split(".")[-2] for name in names if "." in name)
     return " ".join(f"--exclude '*{module}*'" for module in modules) or "--exclude"
+
+
+def _check_class(meta: Any, form: FolderFormat, folder: Folder) -> None:
+    """Refuse what the class of the model cannot be built or filled with."""
+    if form.own_loader:  # of this package
+        return
+    _check_building(meta, form, folder.specs)
+    _check_ties(meta, form, folder)
+    _check_conversions(meta, form, folder.specs)
 
 
 def _check_building(meta: Any, form: FolderFormat, specs: Mapping[str, LayerSpec]) -> None:

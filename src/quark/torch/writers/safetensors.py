@@ -21,13 +21,13 @@ from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.torch.calibration.distributed import rank, shared_folder
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.checkpoint.quantization_config import folder_of
-from quark.torch.checkpoint.shards import Entry, entries, names_in_file, stem_of, write_shards
-from quark.torch.checkpoint.stored_types import source_folder, stored_plain
+from quark.torch.checkpoint.shards import entries, names_in_file, stem_of, write_shards
+from quark.torch.checkpoint.stored_types import forms_of, source_folder, stored_plain
 from quark.torch.config.config import QConfig
 from quark.torch.diffusion.network import is_network
-from quark.torch.formats import FORMATS, Folder, FolderFormat
+from quark.torch.formats import FORMATS
 from quark.torch.formats.quark.layout import PACK_METHODS
-from quark.torch.formats.readers import READERS, TRANSFORMERS, check_readers
+from quark.torch.formats.readers import READERS, TRANSFORMERS, check_readers, read_forms
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import check_files, side_files
@@ -66,7 +66,7 @@ def export_safetensors(
         max_shard_size: Largest safetensors file.
         overwrite: Replace `output_dir` if it is there.
         attachments: Files of text that lie beside the weights: name -> text.
-        reader: What it is made for: "transformers", or "vllm", which finds experts that the other does not.
+        reader: What it is made for: "transformers", or "vllm" or "sglang", which find experts that it does not.
 
     Returns:
         The folder.
@@ -90,9 +90,14 @@ def export_safetensors(
     content = folder_of(model, config, plan, weight_format, pack_method, beside, everywhere=not form.own_loader)
     form.check({**dict(model.named_modules()), **carried.modules}, content)
     plain = stored_plain(model, source, narrow=not config.algo_config)
-    items = list(entries(model, pack_method, real, form, plain=plain))
-    names = names_in_file(model, form, content.specs, as_they_are=beside)
-    _check_reader(model, form, content, items, reader)
+    _check_choice("reader", reader, READERS)
+    published = forms_of(model, source, content.specs)
+    forms = read_forms(published, form, reader)
+    items = list(entries(model, pack_method, real, form, plain=plain, forms=forms))
+    names = names_in_file(model, form, content.specs, as_they_are=beside, forms=forms)
+    undecoded = check_readers(model, form, content, (name for name, _, _ in items), reader, published)
+    if undecoded is not None:
+        logger.warning("%s", undecoded)
     if source is not None:
         check_apart(output_dir, source, whole=True)
         check_files(source)  # what is copied at the end is refused at the beginning
@@ -103,14 +108,6 @@ def export_safetensors(
             _write_beside(model, plan, source, tokenizer, attachments, folder)
     logger.info("Exported to %s.", output_dir)
     return Path(output_dir)
-
-
-def _check_reader(model: nn.Module, form: FolderFormat, content: Folder, items: Iterable[Entry], reader: str) -> None:
-    """Refuse what the reader of a folder would not find; say what transformers would not decode."""
-    _check_choice("reader", reader, READERS)
-    undecoded = check_readers(model, form, content, (name for name, _, _ in items), reader)
-    if undecoded is not None:
-        logger.warning("%s", undecoded)
 
 
 def _write_beside(

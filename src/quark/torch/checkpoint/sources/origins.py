@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from quark.torch.checkpoint.sources.source import Source
-from quark.torch.model.names import conversions, source_names
+from quark.torch.model.names import Converted, converted_as, source_names
 from quark.torch.model.passes.unfuse_experts import UnfusedExperts, is_transposed
 
 
@@ -92,40 +92,60 @@ class Origins:
 def _merged(model: Any, stored: list[str]) -> dict[str, Origin]:
     """The tensors that transformers makes of several stored ones, or of one in another form."""
     core = sys.modules["transformers.core_model_loading"]
-    rules = conversions(model, legacy=True)
-    renames = [rule for rule in rules if isinstance(rule, core.WeightRenaming)]
-    mergers = [rule for rule in rules if isinstance(rule, core.WeightConverter)]
-    by_pattern = {pattern: rule for rule in mergers for pattern in rule.source_patterns}
-    own, prefix = model.state_dict(), getattr(model, "base_model_prefix", None)
-    parts: dict[str, list[tuple[str, str]]] = {}
+    find = converted_as(model, model.state_dict())
+    parts: dict[str, list[tuple[str, Converted]]] = {}
     for name in sorted(stored, key=core.dot_natural_key):
-        target, pattern = core.rename_source_key(name, renames, mergers, prefix, own)
-        if pattern is not None:
-            parts.setdefault(target, []).append((name, pattern))
-    found = {}
-    for first, pieces in parts.items():
-        rule = by_pattern[pieces[0][1]]
-        for pattern in rule.target_patterns:
-            target = first.replace(rule.target_patterns[0], pattern)
-            if target in own:
-                merge = _merge_of(model, rule, first, target, [piece for _, piece in pieces])
-                found[target] = Origin(tuple(name for name, _ in pieces), merge=merge)
-    return found
+        if (made := find(name)) is not None:
+            parts.setdefault(made.first, []).append((name, made))
+    return {
+        target: Origin(tuple(name for name, _ in pieces), merge=merge_of(model, target, [piece for _, piece in pieces]))
+        for pieces in parts.values()
+        for target in pieces[0][1].targets
+    }
 
 
-def _merge_of(
-    model: Any, rule: Any, first: str, target: str, patterns: list[str]
-) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    """The function from the parts of a tensor, each of which matched one of the patterns, to the tensor."""
+def merge_of(model: Any, target: str, parts: list[Converted]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """The function from the parts of a tensor of the model, in the order of the file, to the tensor."""
+    rule, first = parts[0].rule, parts[0].first
 
     def merge(tensors: list[torch.Tensor]) -> torch.Tensor:
         one = copy.deepcopy(rule)
-        for pattern, tensor in zip(patterns, tensors, strict=True):
-            one.add_tensor(first, first, pattern, lambda tensor=tensor: tensor)
+        for part, tensor in zip(parts, tensors, strict=True):
+            one.add_tensor(first, first, part.pattern, lambda tensor=tensor: tensor)
         made = one.convert(first, model=model, config=model.config)[target]
         return made[0] if isinstance(made, list) else made
 
     return merge
+
+
+class Parts:
+    """Float tensors of a folder of which the tensors of a model are made: experts one by one, for one.
+
+    Args:
+        model: Of any class; of one that is not of transformers there are none.
+        own: Its state dict, those of layers in codes among it.
+    """
+
+    def __init__(self, model: Any, own: Mapping[str, torch.Tensor]) -> None:
+        self._model, self._own, self._find = model, own, converted_as(model, own)
+        self._parts: dict[str, list[tuple[str, Converted, torch.Tensor]]] = {}
+
+    def take(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is such a part; it is kept then."""
+        made = self._find(name)
+        if made is None or (name in self._own and self._own[name].shape == tensor.shape):
+            return False
+        self._parts.setdefault(made.first, []).append((name, made, tensor))
+        return True
+
+    def joined(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the model, by their names there."""
+        core = sys.modules["transformers.core_model_loading"] if self._parts else None
+        for pieces in self._parts.values():
+            assert core is not None
+            pieces.sort(key=lambda piece: core.dot_natural_key(piece[0]))
+            for target in pieces[0][1].targets:
+                yield target, merge_of(self._model, target, [made for _, made, _ in pieces])([x for *_, x in pieces])
 
 
 def _part_of(block: UnfusedExperts, name: str) -> tuple[str, int, Callable[[torch.Tensor], torch.Tensor]]:

@@ -77,6 +77,8 @@ class CompressedTensorsFormat(FolderFormat):
     cache_heads = True
     cache_apart = True
     marker = (".weight_scale",)
+    # Its source (5.23, CompressedTensorsDequantize): of what a conversion collects it keeps what is packed alone.
+    joins_float = False
 
     def refusal(self, spec: LayerSpec) -> str | None:
         if spec.weight is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -43,6 +44,67 @@ def loaded_as(model: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
     mergers = [rule for rule in known if isinstance(rule, core.WeightConverter)]
     prefix = getattr(model, "base_model_prefix", None)
     return lambda name: _renamed(name, str(core.rename_source_key(name, renames, mergers, prefix, own)[0]), own)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What transformers makes of a tensor of a checkpoint that it does not take as it is.
+
+    Attributes:
+        first: The name by which the parts of one conversion are known to belong together.
+        targets: Names of the tensors of the model that they become.
+        rule: The conversion.
+        pattern: That of its sources which the tensor is.
+    """
+
+    first: str
+    targets: tuple[str, ...]
+    rule: Any
+    pattern: str
+
+
+def converted_as(model: Any, own: Mapping[str, Any]) -> Callable[[str], Converted | None]:
+    """The function from the name of a tensor in a checkpoint to what transformers converts it to, in a model.
+
+    None for a tensor that it takes as it is, or makes nothing of that the model has.
+
+    Args:
+        model: Of the class that loads.
+        own: Its state dict.
+    """
+    known, core = conversions(model, legacy=True), sys.modules.get("transformers.core_model_loading")
+    if core is None or not known:
+        return lambda name: None
+    renames = [rule for rule in known if isinstance(rule, core.WeightRenaming)]
+    mergers = [rule for rule in known if isinstance(rule, core.WeightConverter)]
+    by_pattern = {pattern: rule for rule in mergers for pattern in rule.source_patterns}
+    prefix = getattr(model, "base_model_prefix", None)
+
+    def convert(name: str) -> Converted | None:
+        first, pattern = core.rename_source_key(name, renames, mergers, prefix, own)
+        if pattern is None:
+            return None
+        rule = by_pattern[pattern]
+        names = (first.replace(rule.target_patterns[0], target) for target in rule.target_patterns)
+        targets = tuple(target for target in names if target in own)
+        return Converted(first, targets, rule, pattern) if targets else None
+
+    return convert
+
+
+def loaded_into(model: Any, own: Mapping[str, Any]) -> Callable[[str], tuple[str, ...]]:
+    """The function from the name of a tensor in a checkpoint to those of all that transformers loads it into.
+
+    Args:
+        model, own: As for `loaded_as`.
+    """
+    target, convert = loaded_as(model, own), converted_as(model, own)
+
+    def find(name: str) -> tuple[str, ...]:
+        made = convert(name)
+        return (target(name),) if made is None else made.targets
+
+    return find
 
 
 def names_in(model: Any) -> Callable[[str], str]:

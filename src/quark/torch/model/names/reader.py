@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from quark.torch.model.names.in_model import loaded_as
+from quark.torch.model.names.in_model import loaded_into
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,12 @@ def found_by(twin: Any, stored: Iterable[str]) -> Found:
         stored: Names of the tensors in the files.
     """
     own = dict(twin.state_dict())
-    target = loaded_as(twin, own)
-    places = {name: target(name) for name in stored}
-    there = set(places.values())
+    into = loaded_into(twin, own)
+    places = {name: into(name) for name in stored}
+    there = set(chain.from_iterable(places.values()))
     ties = getattr(twin, "all_tied_weights_keys", None) or {}
     there |= {one for pair in ties.items() if there.intersection(pair) for one in pair}
     optional = getattr(twin, "_keys_to_ignore_on_load_missing", None) or []
     missing = sorted(name for name in own if name not in there and not any(re.search(p, name) for p in optional))
-    return Found(places, sorted(name for name, to in places.items() if to not in own), missing)
+    first = {name: made[0] for name, made in places.items()}
+    return Found(first, sorted(name for name in places if first[name] not in own), missing)
