@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import quark
-from quark.errors import ConfigError, QuarkError
+from quark.errors import CalibrationError, ConfigError, FormatError, QuarkError
 from quark.jobs import request_of
+from quark.jobs.folders.measure import compare_outputs
 from quark.jobs.folders.pipeline import requests_of
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.model.calibration_data.stored_batches import write_batch
+from quark.torch.model.meta_model import build_skeleton
 from tests.commands.program import quark as program
 from tests.models.denoisers import denoiser, step
 
@@ -176,3 +178,22 @@ def test_components_are_folders_of_the_pipeline_with_classes_of_diffusers(
     with pytest.raises(QuarkError) as refused:
         requests_of(request_of(folder, {"scheme": "int8_wo"}))
     assert said in str(refused.value)
+
+
+def test_components_that_are_not_there_and_files_that_end_early_are_named(
+    pipeline: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(pipeline, folder)
+    shutil.rmtree(folder / "vae")
+    requests_of(request_of(folder, {"scheme": "int8_wo"}))
+    assert "names vae, and has no such folder" in caplog.text
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(FormatError, match=f"{file.name} cannot be read"):
+        build_skeleton(folder / "transformer")
+
+
+def test_data_that_a_model_does_not_take_are_shown() -> None:
+    with pytest.raises(CalibrationError, match=r"does not take batch 1, float32 \(1, 4\): RuntimeError"):
+        compare_outputs(torch.nn.Linear(3, 2), torch.nn.Linear(3, 2), [torch.zeros(1, 3), torch.zeros(1, 4)])

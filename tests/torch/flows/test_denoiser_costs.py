@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from quark.core.metrics import sqnr
-from quark.errors import ConfigError
+from quark.errors import CalibrationError, ConfigError
 from quark.one_call import quantize
 from quark.torch import compare_denoisers
 from quark.torch.calibration.timesteps import buckets_of, ranges_by_timestep
@@ -109,3 +109,6 @@ def test_nothing_to_compare_on_is_refused() -> None:
     other.forward = lambda sample, timestep: sample[:, :3]  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="differ in shape"):
         compare_denoisers(pipeline, other, batches(1.0))
+    wrong = [{**batches(1.0)[0], "sample": torch.zeros(1, 7)}]
+    with pytest.raises(CalibrationError, match=r"does not take batch 0, dict \(sample: float32 \(1, 7\)"):
+        compare_denoisers(pipeline, other, wrong)

@@ -139,17 +139,18 @@ class NextTokens:
 
 
 def compare_outputs(before: Any, after: Any, batches: Sequence[Any]) -> FolderComparison:
-    """Run both models on the batches, of one sample each."""
+    """Run both models on the batches, of one sample each. Raises CalibrationError for one that they do not take."""
     import torch
 
     from quark.torch.calibration.timesteps import ErrorsByTimestep
-    from quark.torch.model.batches import forward_batch, input_device, named_outputs
+    from quark.torch.model.batches import calibration_step, input_device, named_outputs
 
     device, by_timestep, text = input_device(before), ErrorsByTimestep(), NextTokens()
     outputs: dict[str, Output] = {}
     with torch.no_grad():
-        for batch in progress(batches, "compare", total=len(batches)):
-            pair = [dict(named_outputs(forward_batch(model, batch, device))) for model in (before, after)]
+        for index, batch in enumerate(progress(batches, "compare", total=len(batches))):
+            made = [calibration_step(model, batch, device, index, "batch") for model in (before, after)]
+            pair = [dict(named_outputs(output)) for output in made]
             for name, expected in pair[0].items():
                 found = pair[1].get(name)
                 if found is None or found.shape != expected.shape:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from quark.base.log import logger
 from quark.base.memory_and_disk import check_disk
 from quark.errors import ConfigError, FormatError, did_you_mean
 from quark.jobs.request import PIPELINE, FolderRequest
@@ -66,6 +67,7 @@ def requests_of(request: FolderRequest) -> dict[str, FolderRequest]:
         )
     _check_schemes(own)
     _check_classes(request.model, {name: there[name] for name in (*whole, *own)})
+    _say_absent(request.model)
     part = replace(request, component=None, said=request.said - {"component"})
     return {
         name: replace(
@@ -76,6 +78,14 @@ def requests_of(request: FolderRequest) -> dict[str, FolderRequest]:
         )
         for name in dict.fromkeys((*whole, *own))
     }
+
+
+def _say_absent(folder: Path) -> None:
+    """Log the components that are named, and lack a folder: a download that ended early, or one that was removed."""
+    from quark.torch.model.folder_files import absent_components
+
+    if absent := absent_components(folder):
+        logger.warning("%s names %s, and has no such folder: nor has the output.", folder, ", ".join(absent))
 
 
 def _check_names(names: Iterable[str], folder: Path, there: Iterable[str]) -> None:

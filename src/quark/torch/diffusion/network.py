@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from quark.base.loading import without_collection
-from quark.errors import FormatError, require_packages
+from quark.errors import FormatError, as_format_error, require_packages
 from quark.torch.diffusion.component import TIMESTEPS
 
 
@@ -91,12 +91,15 @@ def set_types(model: Any, dtype: torch.dtype) -> None:
 
 
 def common_dtype(files: Iterable[Path]) -> torch.dtype:
-    """The type of values that most numbers of safetensors files are stored in; without any, float32."""
+    """The type of values that most numbers of safetensors files are stored in; without any, float32.
+
+    Raises FormatError for a file that cannot be read.
+    """
     from safetensors import safe_open
 
     counts: Counter[str] = Counter()
     for file in files:
-        with safe_open(file, "pt") as stored:
+        with as_format_error(file, "cannot be read"), safe_open(file, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118 - no mapping
                 header = stored.get_slice(name)
                 counts[header.get_dtype()] += math.prod(header.get_shape())

@@ -24,7 +24,7 @@ from quark.errors import ConfigError
 from quark.report.page import Figure, PageTable, Section, check_page, write_page
 from quark.torch.calibration.timesteps import ErrorsByTimestep, RangesByTimestep, ranges_by_timestep
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.model.batches import evaluating, forward_batch, input_device, named_outputs
+from quark.torch.model.batches import calibration_step, evaluating, input_device, named_outputs
 from quark.torch.model.calibration_data.recorded_steps import denoiser_of
 
 MOST_PICTURES = 8
@@ -95,8 +95,8 @@ def compare_denoisers(
     check_page(page)
     costs = DenoiserCosts()
     with evaluating(before), evaluating(quantized), torch.no_grad():
-        for batch in progress(batches, "compare", total=len(batches)):
-            expected, found = (_output(model, batch) for model in (before, quantized))
+        for index, batch in enumerate(progress(batches, "compare", total=len(batches))):
+            expected, found = (_output(model, batch, index) for model in (before, quantized))
             if expected.shape != found.shape:
                 raise ConfigError(f"The outputs differ in shape: {tuple(expected.shape)}, {tuple(found.shape)}.")
             costs.steps.update(expected, found)
@@ -174,9 +174,9 @@ def _picture(x: NumpyArray) -> NumpyArray | None:
     return x if x.ndim >= 2 and min(x.shape[:2]) > 1 else None
 
 
-def _output(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The first output of a model."""
-    return next(named_outputs(forward_batch(model, batch, input_device(model))))[1]
+def _output(model: nn.Module, batch: Any, index: int) -> torch.Tensor:
+    """The first output of a model for the batch of a number."""
+    return next(named_outputs(calibration_step(model, batch, input_device(model), index, "batch")))[1]
 
 
 def _as_array(returned: Any) -> NumpyArray:

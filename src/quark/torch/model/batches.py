@@ -37,17 +37,22 @@ def run_batches(model: nn.Module, data: Iterable[Any]) -> int:
     return count
 
 
-def calibration_step(model: nn.Module, batch: Any, device: torch.device, index: int) -> None:
-    """Forward the batch of a number. Raises CalibrationError, which shows it, for one that the model does not take."""
+def calibration_step(
+    model: nn.Module, batch: Any, device: torch.device, index: int, what: str = "calibration batch"
+) -> Any:
+    """What the model makes of the batch of a number.
+
+    Raises CalibrationError, which shows the batch, for one that the model does not take.
+    """
     try:
-        forward_batch(model, batch, device)
+        return forward_batch(model, batch, device)
     except (TypeError, AssertionError, RuntimeError, LookupError, ValueError, AttributeError) as error:
         # An exported graph asserts the shapes that it was exported with. Memory that is short is no fault of a batch.
         if isinstance(error, (QuarkError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
             raise
         masked = isinstance(batch, Mapping) and any(str(key).endswith("mask") for key in batch)
         raise CalibrationError(
-            f"The model does not take calibration batch {index}, {_described(batch)}: "
+            f"The model does not take {what} {index}, {_described(batch)}: "
             f"{type(error).__name__}: {one_line(error)}"
             f"{ONE_LENGTH if masked else ''}"
         ) from error

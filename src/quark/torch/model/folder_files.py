@@ -80,6 +80,15 @@ def components(folder: Path) -> dict[str, tuple[str, str]]:
     Raises:
         FormatError: model_index.json is none, or a name in it, or a link of that name, leads elsewhere.
     """
+    return {name: value for name, value in _named_components(folder).items() if (folder / name).is_dir()}
+
+
+def absent_components(folder: Path) -> list[str]:
+    """The components that model_index.json names, and that have no folder. Raises FormatError as `components` does."""
+    return [name for name in _named_components(folder) if not (folder / name).is_dir()]
+
+
+def _named_components(folder: Path) -> dict[str, tuple[str, str]]:
     path = file_of(folder, PIPELINE)
     try:
         stored = plain_json(path.read_text(encoding="utf-8"))
@@ -94,8 +103,8 @@ def components(folder: Path) -> dict[str, tuple[str, str]]:
             continue
         if PurePosixPath(name).parts != (name,):
             raise FormatError(f"{path} names the component {name!r:.80}, which is no folder beside it.")
-        if _within(folder, name).is_dir():
-            found[name] = (value[0], value[1])
+        _within(folder, name)
+        found[name] = (value[0], value[1])
     return found
 
 

@@ -48,8 +48,7 @@ def _component_dtype(folder: Path, config: dict[str, Any]) -> torch.dtype:
         files = shard_files(folder)
     except FormatError:  # a plan needs no weights
         return torch.float32
-    with as_format_error(folder):
-        return common_dtype(files)
+    return common_dtype(files)
 
 
 def build_skeleton(
