@@ -49,7 +49,8 @@ def test_diffusers_loads_a_folder_and_computes_the_frozen_model(name: str, schem
     assert torch.equal(made, wanted)
     assert loaded.dtype == dtype
     plain = output(type(model).from_pretrained(tmp_path / "float", torch_dtype=dtype), batch)
-    assert not torch.equal(plain, wanted) or scheme == "bfloat16"
+    # Of bfloat16, float16 holds all numbers of this size.
+    assert not torch.equal(plain, wanted) or scheme in ("bfloat16", "float16")
 
 
 MEASURED = [pytest.param(name, marks=() if name == "flux" else pytest.mark.slow) for name in ROWS]
