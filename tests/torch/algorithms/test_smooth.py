@@ -209,3 +209,19 @@ def test_awq_leaves_producers_alone_whose_rows_share_one_scale() -> None:
         ModelQuantizer(config("int8", *algorithms)).quantize_model(model, DATA)
         errors.append(error(model, reference))
     assert errors[1] < 1.5 * errors[0]
+
+
+@pytest.mark.parametrize("algorithm", FOLDING, ids=lambda c: c.name)
+@pytest.mark.parametrize("affine", [True, False])
+def test_what_folds_nothing_says_so(affine: bool, algorithm: AlgoConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    """A norm without weights has nothing that a scale could be folded into, as in diffusion transformers."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.LayerNorm(32, elementwise_affine=affine), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+        for _ in range(2)
+    ]
+    made = QConfig(global_quant_config=LLMTemplate.scheme("int4_wo_32"), algo_config=[algorithm])
+    data = [torch.randn(1, 8, 32) * torch.logspace(-1, 1, 32) for _ in range(2)]
+    ModelQuantizer(made).quantize_model(nn.Sequential(*blocks), data)
+    said = f"{algorithm.name} folded nothing: no input of a quantized layer comes from a norm with weights"
+    assert (said in capsys.readouterr().err) != affine

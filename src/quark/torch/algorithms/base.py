@@ -197,6 +197,9 @@ class Algorithm:
             layers: Full name -> quantized layer.
         """
 
+    def say(self) -> None:
+        """Once, behind the last block: log what the user would not expect of what was done."""
+
     def recorded(self, config: AlgoConfig) -> AlgoConfig | None:
         """The config that says what was done, given the one that asked for it; None: nothing was done."""
         return config

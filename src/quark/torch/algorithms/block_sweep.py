@@ -109,6 +109,8 @@ def sweep(
             with _saying_what_changed(""), weights.holding(after_blocks.candidates):
                 after_blocks.sweep(part_of(data), experts)
     experts.say()
+    for stage in stages:
+        stage.say()
 
 
 class SweepAfterBlocks:

@@ -140,6 +140,8 @@ def quantize_blocks(
     experts = ExpertCalibration(config.sync_moe_expert_input_amax, config.calibrate_all_experts)
     loop_over_blocks(model, names, calls, quantize, weights, groups, finish, state)
     experts.say()
+    for stage in stages:
+        stage.say()
 
 
 def blocks_without_weights(

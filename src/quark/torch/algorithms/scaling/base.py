@@ -82,15 +82,20 @@ class Folding(Algorithm):
     Attributes:
         needs: Fields of InputStatistics that `scale` reads.
         folds: Layer of the present block, by its relative name -> the fold of its input, if that is still to be done.
+        left: How many blocks are still to come.
+        found, folded: How many folds there were, and how many were done.
     """
 
     needs: ClassVar[tuple[str, ...]]
     discovery: Discovery
     tied: set[str]
     folds: dict[str, Fold]
+    left: int
+    found: int = 0
+    folded: int = 0
 
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
-        self.discovery = Discovery()
+        self.discovery, self.left = Discovery(), len(blocks)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         shared = overlapping(parameters.values())
         # By name: a model that is loaded block by block has other objects by then.
@@ -101,6 +106,7 @@ class Folding(Algorithm):
         # No quantizer may observe the inputs of these forwards, which are not the final ones.
         with quantizers_off(quantized_layers(block.module).values()):
             folds = self._find_folds(block)
+            self.left, self.found = self.left - 1, self.found + len(folds)
             groups = {frozenset(group) for group in block.groups}
             wide = [fold for fold in folds if fold.others or frozenset(fold.layers) not in groups]
             self.folds = {layer: fold for fold in folds if fold not in wide for layer in fold.layers}
@@ -153,7 +159,18 @@ class Folding(Algorithm):
         s = self.scale(fold, _quantized(fold, block), statistics)
         if s is not None:
             fold.apply(block.module, s)
+            self.folded += 1
         return s
+
+    def say(self) -> None:
+        if self.folded or self.left:  # a run that goes on has not seen all blocks
+            return
+        why = (
+            "no scale was better than none"
+            if self.found
+            else ("no input of a quantized layer comes from a norm with weights or a layer that could take its scale")
+        )
+        logger.warning("%s folded nothing: %s.", self.name, why)
 
     def _fold_ahead(self, block: Block, folds: Sequence[Fold]) -> None:
         """Collect in a forward of its own, then fold: the forward that follows is that of the changed block."""
