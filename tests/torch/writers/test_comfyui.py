@@ -23,6 +23,7 @@ from quark.torch.writers.comfyui.names import kind_of_class, kind_of_file, kinds
 from quark.torch.writers.comfyui.scaled_layers import padded, stored
 from quark.torch.writers.comfyui.source import open_denoiser
 from tests.commands.program import quark
+from tests.models.denoisers import denoiser
 
 CHECKPOINT, MODEL = "convert_{}_transformer_checkpoint_to_diffusers", "convert_{}_transformer_to_diffusers"
 UNET = {
@@ -236,21 +237,30 @@ def test_the_weights_of_a_unets_convolutions_are_matrices_in_a_gguf_file(tmp_pat
     assert np.abs(found - kernel.numpy()).max() < 0.02
 
 
-def test_a_pipeline_and_its_folders_are_read(tmp_path: Path) -> None:
+def test_a_pipeline_and_its_folders_are_read_and_compared_with_their_class(tmp_path: Path) -> None:
     folder = tmp_path / "pipe" / "transformer"
-    folder.mkdir(parents=True)
+    model = denoiser("flux")
+    model.save_pretrained(folder)
     (tmp_path / "pipe" / "model_index.json").write_text('{"transformer": ["diffusers", "FluxTransformer2DModel"]}')
-    (folder / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
-    rows = {
-        f"transformer_blocks.0.attn.to_{part}.weight": torch.randn(64, 64) + place for place, part in enumerate("qkv")
-    }
-    save_file({**rows, "x_embedder.weight": torch.randn(64, 64)}, folder / "diffusion_pytorch_model.safetensors")
+    rows = [getattr(model.transformer_blocks[0].attn, f"to_{part}").weight for part in "qkv"]
     for path in (folder, folder.parent):
         source = open_denoiser(path)
-        assert {one.name for one in source.tensors} == {"double_blocks.0.img_attn.qkv.weight", "img_in.weight"}
-        assert torch.equal(source.read(source.tensors[0]), torch.cat(list(rows.values())))
+        named = {one.name: one for one in source.tensors}
+        assert {"img_in.weight", "double_blocks.0.img_mlp.0.weight"} < {*named}
+        assert torch.equal(source.read(named["double_blocks.0.img_attn.qkv.weight"]), torch.cat(rows))
     plan = quark("plan", tmp_path / "pipe", "--for", "comfyui")
-    assert plan.code == 0 and "flux: 1 other tensors stay in float" in plan.out, plan.err
+    assert plan.code == 0 and "flux: 37 other tensors stay in float" in plan.out, plan.err
+    (file,) = folder.glob("*.safetensors")
+    whole, name = load_file(file), "transformer_blocks.0.ff.net.2.weight"
+    narrow = {**whole, name: whole[name][:, 1:].contiguous()}
+    for tensors, said in (
+        ({key: x for key, x in whole.items() if key != name}, f"it has no {name}."),
+        (narrow, f"{name} has shape (32, 127) in the files, and config.json calls for (32, 128)."),
+    ):
+        save_file(tensors, file)
+        for words in (("plan", "--for", "comfyui"), ("plan", "--scheme", "int8_wo")):
+            refused = quark(words[0], folder, *words[1:])
+            assert refused.code == 1 and said in refused.err
 
 
 REFUSED: list[tuple[tuple[str, ...], str]] = [

@@ -16,7 +16,7 @@ from quark.errors import ConfigError, FormatError, as_format_error, did_you_mean
 from quark.jobs.folders.model_inputs import ModelInputs
 from quark.jobs.folders.step_inputs import StepInputs
 from quark.torch import import_model_from_safetensors
-from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
+from quark.torch.checkpoint.float_model import check_network, load_float_model, shapes_of, stored_metas
 from quark.torch.checkpoint.shards import predicted_bytes
 from quark.torch.checkpoint.sources.methods import READ, method_of, quantization_of
 from quark.torch.diffusion.network import is_network
@@ -100,7 +100,13 @@ def inputs_of(folder: Path, model: Any) -> ModelInputs | StepInputs:
 
 
 def load_meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The float model of a folder without weights: parameters on the meta device."""
+    """The float model of a folder without weights: parameters on the meta device.
+
+    Raises:
+        ConfigError: The folder is quantized already.
+        FormatError: Its weight files are not those of the network of diffusers that config.json names. There may be
+            none: a plan needs no weights.
+    """
     if not is_read(folder):
         raise ConfigError(
             f"{folder} is quantized already; give the float model. Possible: quark convert, whose --requantize rounds "
@@ -108,10 +114,13 @@ def load_meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
         )
     _quiet_transformers()
     try:
-        shapes = shapes_of(stored_metas(folder))
-    except FormatError:  # a plan needs no weights
-        shapes = {}
-    return build_skeleton(folder, shapes=shapes, trust_remote_code=trust_remote_code)
+        metas = stored_metas(folder)
+    except FormatError:
+        metas = {}
+    model = build_skeleton(folder, shapes=shapes_of(metas), trust_remote_code=trust_remote_code)
+    if metas and is_network(model):
+        check_network(folder, model, metas)
+    return model
 
 
 def float_bytes(folder: Path) -> int:

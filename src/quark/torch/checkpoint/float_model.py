@@ -218,6 +218,18 @@ def _pickled(folder: Path) -> Iterable[dict[str, torch.Tensor]]:
                 ) from None
 
 
+def check_network(folder: Path, network: Any, stored: Mapping[str, torch.Tensor]) -> None:
+    """Raise FormatError where the files of a network of diffusers lack a tensor, or hold one of another shape.
+
+    Args:
+        folder: For the message.
+        network: Without weights, of the class that config.json names.
+        stored: From `stored_metas`.
+    """
+    _refuse(folder, type(network), "has no", sorted(network.state_dict().keys() - stored.keys()), "")
+    check_metas(folder, network, stored)
+
+
 def check_metas(folder: Path, model: Any, stored: Mapping[str, torch.Tensor]) -> None:
     """Raise FormatError where the tensor in the files cannot be the parameter of its name.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 
 from quark.base.files import require_regular
 from quark.base.json_objects import plain_json
+from quark.base.log import logger
 from quark.errors import FormatError, NotSupportedError
+from quark.torch.checkpoint.float_model import check_network, shapes_of
 from quark.torch.checkpoint.safetensors_file import TensorFile
 from quark.torch.diffusion.component import CLASS
 from quark.torch.model.folder_files import PIPELINE, components, file_of, shard_files
+from quark.torch.model.meta_model import build_skeleton
 from quark.torch.writers.comfyui.names import (
     DenoiserKind,
     OriginalTensor,
@@ -77,6 +81,7 @@ def open_denoiser(path: Path) -> DenoiserSource:
         class_name = str(_json(file_of(folder, CONFIG)).get(CLASS))
         places = _places(shard_files(folder))
         kind = kind_of_class(class_name, places)
+        _check_class(folder, places)
         tensors = original_tensors(kind, places)
     else:
         require_regular(path)
@@ -106,6 +111,15 @@ def _component(path: Path) -> Path:
         possible = ", ".join(str(path / name) for name in found) or "a folder with model_index.json and transformer/"
         raise FormatError(f"{path} {what}; a file for ComfyUI holds one. Possible: {possible}.")
     return path / found[0]
+
+
+def _check_class(folder: Path, places: Mapping[str, tuple[TensorFile, str]]) -> None:
+    """Raise FormatError where tensors of the class lack, or have another shape; without diffusers a line says so."""
+    if find_spec("diffusers") is None:
+        logger.info("%s is not compared with its class, as diffusers is not installed.", folder)
+        return
+    metas = {name: file.meta(own) for name, (file, own) in places.items()}
+    check_network(folder, build_skeleton(folder, shapes=shapes_of(metas)), metas)
 
 
 def _places(files: list[Path]) -> dict[str, tuple[TensorFile, str]]:
