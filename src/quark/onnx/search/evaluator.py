@@ -83,19 +83,19 @@ class Scorer:
     """Scores models by what they give beside what the float model gave.
 
     Args:
-        expected: Of the float model.
-        measure: Of both.
+        expected: What it gave.
+        measure: Makes one number of both.
     """
 
     def __init__(self, expected: FloatOutputs, measure: Measure) -> None:
         self.expected, self._measure = expected, measure
 
     def score(self, model: ir.Model, count: int | None = None) -> tuple[float, OutputPart | None]:
-        """The score of a model on as many samples, None for all; and the part of an output that it is of."""
+        """The score of a model on the first samples, None for all; and the part of an output that it is of."""
         return self.of(self.expected.beside(model, count))
 
     def of(self, outputs: Samplewise) -> tuple[float, OutputPart | None]:
-        """The same of outputs."""
+        """The same of what a model gave."""
         return self._measure(outputs), None
 
 
@@ -122,8 +122,7 @@ class PartScorer(Scorer):
         self.metric, self._by_scores, self.scored = metric, by_scores, set[OutputPart]()
         names, parts = float_outputs(reference), output_parts(reference)
         self._parts = [parts[name] for name in names]
-        expected = FloatOutputs(reference, names, data, lambda model: model_session(model, [], settings))
-        super().__init__(expected, lambda outputs: self.of(outputs)[0])
+        self.expected = FloatOutputs(reference, names, data, lambda model: model_session(model, [], settings))
         self._centers: dict[OutputPart, float] = {}
 
     def of(self, outputs: Samplewise) -> tuple[float, OutputPart]:
@@ -210,7 +209,7 @@ class Evaluator:
         model: The float model, after `prepare`; not changed.
         data: What is calibrated with, None where settings need none; its clock counts.
         scorer: What is scored by.
-        convert: `quark.onnx.search.settle.convert`, or what does more or less than it.
+        convert: `quark.onnx.search.settle.convert`, or what takes its arguments, too.
         identity: Fingerprint of the model, or "".
         known: Statistics in memory by fingerprint, used and completed; None for those of each pass.
         shortcut: What gives the outputs of some models without making these.
