@@ -13,9 +13,8 @@ from onnx import numpy_helper
 from quark.core.metrics import ChannelFit, sqnr
 from quark.onnx import ModelQuantizer, QConfig
 from quark.onnx.evaluation.compare_models import compare_models
-from quark.onnx.evaluation.layer_weights import LayerWeights, _fitted_both_ways
+from quark.onnx.evaluation.layer_weights import LayerWeights, _fitted_both_ways, value_ranges
 from quark.onnx.evaluation.ort_fusion import KINDS, inspect_fusion, kernel_graph
-from quark.onnx.evaluation.value_ranges import value_ranges
 from tests.models.onnx_zoo import cnn, images
 
 

@@ -14,9 +14,8 @@ from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.padding import without_padding
 from quark.onnx.calibration.data.readers import samples
 from quark.onnx.evaluation.compare_models import ComparedLayer
-from quark.onnx.evaluation.layer_weights import LayerWeights
+from quark.onnx.evaluation.layer_weights import LayerWeights, value_ranges
 from quark.onnx.evaluation.ort_fusion import KINDS, Fusion, inspect_fusion, kernel_graph
-from quark.onnx.evaluation.value_ranges import value_ranges
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.search.recovery.search import element_types
 from quark.report.figures import MOST_BARS, bars, graph, histogram
