@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, ResNetConfig, ResNetForImageClass
 
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, OutputExistsError
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
+from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.config.algo_configs import (
+    AutoRoundConfig,
     AWQConfig,
     GPTAQConfig,
     GPTQConfig,
@@ -26,6 +28,8 @@ from quark.torch.config.algo_configs import (
 from quark.torch.config.config import QConfig
 from quark.torch.flows.from_disk import stream
 from quark.torch.flows.resume import Manifest, in_use
+from quark.torch.model.blocks import find_blocks
+from tests.models.model_folders import model_folder
 from tests.models.torch_zoo import tiny_llama, token_batches
 from tests.torch.flows.test_file2file import contents, save_float
 
@@ -89,6 +93,45 @@ def test_tied_embeddings_and_quantized_sources(tmp_path: Path) -> None:
         tmp_path / "fp8", tmp_path / "files", max_shard_size="60KB"
     )
     assert streamed(scheme("mxfp4"), tmp_path / "fp8", tmp_path / "stream2") == contents(tmp_path / "files")
+
+
+# An encoder, and the decoder that reads what it gives. ----------------------------------------------------------------
+
+
+def two_parts(name: str, folder: Path) -> tuple[Path, list[Any]]:
+    """A random model of an encoder and a decoder, and batches of it."""
+    source = model_folder(name, folder)
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 2048, (2, 9), generator=generator) for _ in range(2)]
+    if name == "whisper":
+        return source, [{"input_features": torch.randn(2, 16, 100), "decoder_input_ids": x} for x in ids]
+    return source, [{"input_ids": x, "decoder_input_ids": x[:, :6]} for x in ids]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+@pytest.mark.parametrize("algorithms", [[], [GPTQ], [SmoothQuantConfig(alpha=0.5), AutoRoundConfig(iters=2)]])
+def test_an_encoder_and_its_decoder_are_streamed(
+    name: str, algorithms: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are solved, also where a run was killed in the decoder, which reads what the encoder gave."""
+    source, data = two_parts(name, tmp_path / "float")
+    config = scheme("int8", algorithms)
+    model = load_float_model(source)
+    export_safetensors(ModelQuantizer(config).quantize_model(model, data), tmp_path / "memory")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        killed_after(3, patch)
+        stream(config, source, tmp_path / "out", data)
+    stream(config, source, tmp_path / "out", data)
+    assert contents(tmp_path / "out") == contents(tmp_path / "memory")
+
+
+def test_all_lists_that_hold_layers_are_blocks(tmp_path: Path) -> None:
+    source, data = two_parts("bart", tmp_path / "float")
+    model = load_float_model(source)
+    encoder, decoder = ([f"model.{part}.layers.{index}" for index in range(2)] for part in ("encoder", "decoder"))
+    assert find_blocks(model, None, data[0], [f"{encoder[0]}.fc1", f"{decoder[0]}.fc1"]) == encoder + decoder
+    assert find_blocks(model, None, data[0], [f"{decoder[0]}.fc1", "lm_head"]) == decoder
 
 
 # A run that is killed. -----------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def sweep(
         data = list(data)  # read more than once
     data, batch = (None, None) if data is None else with_first(data)
     with quantizers_off(layers.values()):
-        names = find_blocks(model, blocks_path(model, algorithms), batch)
+        names = find_blocks(model, blocks_path(model, algorithms), batch, layers)
         stages = prepare_algorithms(model, names, layers, algorithms, data, weights)
     if not stages:
         return

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from quark.base.log import logger
-from quark.errors import CalibrationError, NotSupportedError, StructureError, one_line
+from quark.errors import CalibrationError, NotSupportedError
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_loop import (
     Hidden,
@@ -46,9 +46,7 @@ from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import layer_quantizers, observing, quantizers_off
 from quark.torch.model.batches import evaluating
-from quark.torch.model.blocks import WHOLE, Call, find_blocks
-from quark.torch.model.blocks.recording import carry_one
-from quark.torch.model.blocks.streams import giving_stand_ins, listed_blocks, record_streams, stream_blocks
+from quark.torch.model.blocks import Call, find_blocks
 
 
 class OnDevice(BlockWeights):
@@ -151,9 +149,7 @@ def blocks_without_weights(
     data: Sequence[Any] | None,
     weights: BlockWeights,
 ) -> list[str]:
-    """Names of the blocks of a model whose weights are brought a block at a time, as `find_blocks` finds them with a
-    batch: those of one list, or of all where blocks hand on several tensors (FLUX). Where static ranges alone are
-    sought and lie in several lists (UNets), those of all.
+    """Names of the blocks of a model whose weights are brought a block at a time: those that are found in memory.
 
     Args:
         model: Its weights may be elsewhere.
@@ -163,43 +159,8 @@ def blocks_without_weights(
         weights: Brings them.
     """
     path = blocks_path(model, algorithms)
-    names, listed = find_blocks(model, path), listed_blocks(model)
-    if path or not data or set(names) == set(listed):
-        return names
-    try:
-        with weights.around(listed), quantizers_off(layers.values()):
-            found = stream_blocks(model, data[0])
-        others = [name for name in found if name not in names]
-        waiting = waiting_ranges(model, layers)
-        # Ranges alone are the same whatever the blocks are; what algorithms do is not.
-        if names == [WHOLE]:
-            kept = bool(algorithms) or any(_outside(waiting, found))
-        else:
-            ranges = not algorithms and any(_outside(waiting, names))
-            kept = not ranges and (not others or _hand_on_one(model, layers, names, others, data, weights))
-        if kept:
-            return names
-        with weights.around(found), quantizers_off(layers.values()):
-            record_streams(model, found, data[:1], lambda call, _: call)
-        return found
-    except StructureError as error:
-        logger.info("Blocks of one list are worked on: %s", one_line(error))
-    return names
-
-
-def _hand_on_one(
-    model: nn.Module,
-    layers: Mapping[str, QuantLayer],
-    names: Sequence[str],
-    others: Sequence[str],
-    data: Sequence[Any],
-    weights: BlockWeights,
-) -> bool:
-    """Whether blocks of one list hand on one hidden state, as those of a model of texts behind a tower do. The others
-    give stand-ins.
-    """
-    with weights.around([*names, *others]), giving_stand_ins(model, others), quantizers_off(layers.values()):
-        return carry_one(model, names, data[0])
+    with quantizers_off(layers.values()):
+        return find_blocks(model, path, data[0] if data else None, layers, weights.around)
 
 
 def _say_outside(outside: Collection[str]) -> None:

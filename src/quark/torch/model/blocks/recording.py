@@ -7,8 +7,8 @@ alone, on the hidden state that the block before it returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from itertools import chain, islice
 from typing import Any, cast
 
@@ -21,13 +21,23 @@ from quark.errors import CalibrationError, StructureError
 from quark.torch.model.batches import calibration_step, evaluating, input_device
 from quark.torch.model.blocks.calls import Call, read_flags
 from quark.torch.model.blocks.forwards import forward_instead, without_cache_arguments, without_caches
-from quark.torch.model.blocks.streams import record_streams, stream_blocks
+from quark.torch.model.blocks.streams import giving_stand_ins, listed_blocks, record_streams, stream_blocks
 
 WHOLE = ""
 """The name of the one block of a model that has no list of blocks: the model itself."""
 
 
-def find_blocks(model: nn.Module, path: str | None = None, batch: Any = None) -> list[str]:
+Around = Callable[[Sequence[str]], AbstractContextManager[None]]
+"""Within: the weights of what is in none of these blocks are there, and those of the first one."""
+
+
+def find_blocks(
+    model: nn.Module,
+    path: str | None = None,
+    batch: Any = None,
+    layers: Collection[str] = (),
+    around: Around | None = None,
+) -> list[str]:
     """Names of the blocks in the order in which they run.
 
     Args:
@@ -35,9 +45,11 @@ def find_blocks(model: nn.Module, path: str | None = None, batch: Any = None) ->
         path: Name of the list of blocks ("model.layers"); None or "": the ModuleList that holds the most parameters
             and is not inside another one. A model without one is a single block, named "".
         batch: Where there are several such lists, those that the forward of this batch does not reach do not count:
-            a tower for images, in a model that gets text. Where blocks hand on more than one hidden state, as those of
-            image models do, all lists that it reaches are taken; see `stream_blocks`. None: all count, and blocks are
-            taken to hand on one. Weights must be in memory.
+            a tower for images, in a model that gets text. All lists that it reaches are taken where blocks hand on
+            more than one hidden state, as those of image models do, or where several lists hold `layers`, as those of
+            an encoder and a decoder do; see `stream_blocks`. None: all count, and blocks are taken to hand on one.
+        layers: Names of the layers that are worked on.
+        around: Brings the weights that the forwards of the batch need; None: all are in memory.
 
     Raises:
         StructureError: `path` is no list of modules.
@@ -54,25 +66,81 @@ def find_blocks(model: nn.Module, path: str | None = None, batch: Any = None) ->
                 f"model_decoder_layers={path!r} is no list of modules. Possible: {', '.join(lists) or 'none here'}."
             )
         return [f"{path}.{index}" for index in range(len(blocks))]
-    names = _of_one_list(model, batch)
-    if batch is None or carry_one(model, names, batch):
+    if batch is None:
+        return _of_one_list(model, outer_stacks(model))
+    return _of_reached_lists(model, batch, layers, around)
+
+
+def _of_reached_lists(model: nn.Module, batch: Any, layers: Collection[str], around: Around | None) -> list[str]:
+    """See `find_blocks`."""
+    outside, stacks = around or _nothing_around, outer_stacks(model)
+    reached = _reached(model, stacks, batch, outside)
+    if around is not None:
+        stacks = [path for path in stacks if _is_reached(path, reached)] or stacks
+    names = _of_one_list(model, stacks, batch if around is None else None)
+    if _suffice(model, names, reached, batch, layers, outside):
         return names
     try:
-        names = stream_blocks(model, batch)
-        record_streams(model, names, [batch], lambda call, _: call)
+        with outside(reached or listed_blocks(model)):
+            reached = reached or stream_blocks(model, batch)
+            record_streams(model, reached, [batch], lambda call, _: call)
     except StructureError as error:
-        logger.info("The model runs as one block, with the inputs of all its layers in memory: %s", error)
+        if _run_alone(model, names, reached, batch, outside):
+            logger.info("Algorithms work on %s and the blocks behind it alone: %s", names[0], error)
+            return names
+        logger.info("The model runs as one block, with all its weights and inputs of layers in memory: %s", error)
         return [WHOLE]
-    return names
+    return reached
 
 
-def _of_one_list(model: nn.Module, batch: Any) -> list[str]:
-    """Names of the blocks of the largest list; of those that a batch reaches, where there is one."""
-    outer = outer_stacks(model)
-    if not outer:
+def _reached(model: nn.Module, stacks: Sequence[str], batch: Any, around: Around) -> list[str]:
+    """The blocks of all lists that a batch reaches; none where there is one list, or where they are not seen."""
+    listed = listed_blocks(model)
+    if {*listed} == {*_of_one_list(model, stacks)}:
+        return []
+    with suppress(StructureError, CalibrationError), around(listed):
+        return stream_blocks(model, batch)
+    return []
+
+
+def _suffice(
+    model: nn.Module, names: Sequence[str], reached: Sequence[str], batch: Any, layers: Collection[str], around: Around
+) -> bool:
+    """Whether the blocks of one list can run alone, and none of the others that are reached holds a layer."""
+    if names == [WHOLE]:
+        return not layers or not all(_holds(reached, layer) for layer in layers)
+    if any(_holds([name for name in reached if name not in names], layer) for layer in layers):
+        return False
+    return _run_alone(model, names, reached, batch, around)
+
+
+def _run_alone(model: nn.Module, names: Sequence[str], reached: Sequence[str], batch: Any, around: Around) -> bool:
+    """Whether blocks of one list hand on one hidden state; the others that are reached give stand-ins."""
+    others = [name for name in reached if name not in names]
+    with around([*names, *others]), giving_stand_ins(model, others):
+        return names != [WHOLE] and carry_one(model, names, batch)
+
+
+def _nothing_around(names: Sequence[str]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _is_reached(path: str, reached: Sequence[str]) -> bool:
+    """Whether blocks of a list, or one that it lies in, are reached."""
+    return any(name.startswith(f"{path}.") or path.startswith(f"{name}.") for name in reached)
+
+
+def _holds(names: Iterable[str], layer: str) -> bool:
+    """Whether a layer lies in one of these blocks."""
+    return any(layer.startswith(f"{name}.") for name in names)
+
+
+def _of_one_list(model: nn.Module, stacks: Sequence[str], batch: Any = None) -> list[str]:
+    """Names of the blocks of the largest of some lists; of those that a batch reaches, where there is one."""
+    if not stacks:
         return [WHOLE]
-    outer.sort(key=lambda name: sum(p.numel() for p in model.get_submodule(name).parameters()), reverse=True)
-    largest = outer[0] if batch is None or len(outer) == 1 else _first_reached(model, outer, batch)
+    order = sorted(stacks, key=lambda name: -sum(p.numel() for p in model.get_submodule(name).parameters()))
+    largest = order[0] if batch is None or len(order) == 1 else _first_reached(model, order, batch)
     return [f"{largest}.{name}" for name, _ in model.get_submodule(largest).named_children()]
 
 

@@ -182,12 +182,12 @@ def giving_stand_ins(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether a module is a list of modules that have weights for products."""
+    """Whether a module is a list of modules that hold weights for products in modules of theirs."""
     weighted = (nn.Linear, nn.modules.conv._ConvNd)
     return (
         isinstance(module, nn.ModuleList)
         and len(module) > 0
-        and all(any(isinstance(m, weighted) for m in child.modules()) for child in module)
+        and all(any(isinstance(m, weighted) for m in child.modules() if m is not child) for child in module)
     )
 
 
@@ -380,12 +380,14 @@ class _Recorder:
         self, batch: Any, trees: Sequence[Any], index: int, streams: Mapping[Stream, torch.Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a block, by the model's own code on what the blocks before it have given."""
-        device = next(iter(streams.values())).device
+        device, here = next(iter(streams.values())).device, input_device(self.model)
+        given = {stream: _to(x, here) for stream, x in streams.items()}
 
         def answer(other: int, *_: Any) -> Any:
-            return _filled(trees[other], other, streams, device)
+            return _filled(trees[other], other, given, here)
 
         leaves, structure = self.forward(batch, answer, until=index).arguments[index]
+        leaves = [_to(x, device) for x in leaves]
         leaves = [streams[-1, place] if index == 0 and (-1, place) in streams else x for place, x in enumerate(leaves)]
         args, kwargs = tree_unflatten(leaves, structure)
         return args, kwargs
