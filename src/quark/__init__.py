@@ -1,12 +1,18 @@
 """quark: quantization of PyTorch and ONNX models. `quark.quantize`, or `quark.torch` and `quark.onnx` for all of it."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Read here, so that no later import of the module takes the name from the string.
 from quark.__version__ import __version__ as __version__
 from quark.base.telemetry import switch_off
 from quark.compat import documented_paths, of_diffusers
+
+if TYPE_CHECKING:  # read when one is called
+    from quark.one_call import compare as compare
+    from quark.one_call import convert as convert
+    from quark.one_call import evaluate as evaluate
+    from quark.one_call import quantize as quantize
 
 switch_off()
 

@@ -10,11 +10,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from quark.errors import ConfigError, QuarkError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from quark.jobs.compare import ComparedSchemes
     from quark.jobs.evaluate import MeasuredFiles
     from quark.jobs.folders.measure import MeasuredFolders
@@ -27,6 +29,16 @@ OF_CONVERT = {"export-format": "format"}
 """Options that have other names as keywords."""
 IN_MEMORY = "transformers"
 """The goal of a module that stays in memory: every scheme computes there."""
+
+Module = TypeVar("Module", bound="nn.Module")
+
+
+@overload
+def quantize(model: Module, scheme: str | None = None, **options: Any) -> Module: ...
+
+
+@overload
+def quantize(model: str | os.PathLike[str], scheme: str | None = None, **options: Any) -> Path: ...
 
 
 def quantize(
