@@ -1,4 +1,4 @@
-# make demo | test | test-all | contracts | coverage | check | docs | bench | gpu | fingerprint | fuzz | kill, each from a
+# make demo | test | test-all | contracts | coverage | check | docs | bench | gpu | fingerprint | fuzz | kill | release, each from a
 # bare clone; test is for the edit loop.
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY ?= passive
 
 DOCS_STAMP := $(VENV)/.docs-installed
 
-.PHONY: demo test test-all contracts check coverage docs bench gpu fingerprint fuzz kill format clean
+.PHONY: demo test test-all contracts check coverage docs bench gpu fingerprint fuzz kill release format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -67,6 +67,10 @@ fingerprint: $(STAMP)
 # Kill long jobs at 300 moments, and look at what is left.
 kill: $(STAMP)
 	$(BIN)/python -m tests.kill --count 300
+
+# Wheel and sdist in build/dist, checked, and installed from the wheel with each extra by itself.
+release:
+	PYTHONS='$(or $(PYTHONS),$(PYTHON))' TORCH='$(TORCH)' .ci/release
 
 format: $(STAMP)
 	$(BIN)/ruff format .

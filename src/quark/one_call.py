@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from quark.errors import ConfigError, QuarkError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from quark.jobs.compare import ComparedSchemes
     from quark.jobs.evaluate import MeasuredFiles
     from quark.jobs.folders.measure import MeasuredFolders
@@ -30,15 +28,15 @@ OF_CONVERT = {"export-format": "format"}
 IN_MEMORY = "transformers"
 """The goal of a module that stays in memory: every scheme computes there."""
 
-Module = TypeVar("Module", bound="nn.Module")
-
-
-@overload
-def quantize(model: Module, scheme: str | None = None, **options: Any) -> Module: ...
+Module = TypeVar("Module")
 
 
 @overload
 def quantize(model: str | os.PathLike[str], scheme: str | None = None, **options: Any) -> Path: ...
+
+
+@overload
+def quantize(model: Module, scheme: str | None = None, **options: Any) -> Module: ...
 
 
 def quantize(
