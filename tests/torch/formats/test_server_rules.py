@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,23 @@ def test_rules_that_servers_find_are_written_as_they_are_and_others_in_front() -
     apart = with_server_rules({"*gate": first, "*mlp*": second}, folder)
     assert all(first_match(name, apart) is (first if "gate" in name else second) for name in names)
     assert all(first_match(form, apart) is first_match(name, apart) for name, (_, form) in known.items())
+
+
+def test_rules_by_class_are_written_by_name_as_servers_know_no_class_of_torch(tmp_path: Path) -> None:
+    def scheme(name: str) -> Any:
+        return LLMTemplate.get("llama").get_config(name).global_quant_config
+
+    config = LLMTemplate.get("llama").get_config("int4_wo_32", layer_config={"*v_proj": "int8_wo"})
+    config = replace(config, layer_type_quant_config={torch.nn.Linear: scheme("int2_wo_64")})
+    quantizer = ModelQuantizer(config)
+    model = quantizer.freeze(quantizer.quantize_model(family("llama"), [IDS]))
+    folder = export_safetensors(model, tmp_path / "out")
+    stored = json.loads((folder / "config.json").read_text())["quantization_config"]
+    for find in (in_vllm, in_sglang):
+        found = [bits(find(ATTENTION.format(layer, p), stored)) for layer in (0, 1) for p in "qv"]
+        assert found == ["int2", "int8"] * 2
+    again = import_model_from_safetensors(family("llama", seed=1), folder)
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
 def test_rules_of_layers_that_feed_the_cache_say_so_as_vllm_demands(tmp_path: Path) -> None:

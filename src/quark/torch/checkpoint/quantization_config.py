@@ -62,9 +62,20 @@ def folder_of(
         tuple(name for name in specs if name in heads),
         tuple(name for name in embeddings if name in specs),
         tuple(form for name in embeddings if name not in specs for form in known.forms(name)),
+        _by_class(model, config, specs),
         pack_method,
         weight_format,
     )
+
+
+def _by_class(model: nn.Module, config: QConfig, layers: Iterable[str]) -> dict[str, str]:
+    """The layers that a rule of their class is for, unless one by name is -> the class of the rule."""
+    if not config.layer_type_quant_config:
+        return {}
+    modules = dict(model.named_modules())
+    found = ((name, kind) for name in layers for kind in config.layer_type_quant_config if name in modules)
+    of_class = [(name, kind.__name__) for name, kind in found if isinstance(modules[name], kind)]
+    return dict(reversed(of_class))  # the first rule counts
 
 
 def _without_caches(config: QConfig, plan: Plan) -> tuple[dict[str, LayerSpec], dict[str, LayerSpec]]:

@@ -52,6 +52,7 @@ class Folder:
         heads: Names of the output heads among these layers.
         embeddings: Names of the embeddings among them.
         float_embeddings: Names by which readers know the embeddings that stay in float.
+        by_class: Name of each of these layers that a rule of its class is for -> the name of the class.
         pack_method, weight_format: The options of the export.
     """
 
@@ -68,6 +69,7 @@ class Folder:
     heads: tuple[str, ...] = ()
     embeddings: tuple[str, ...] = ()
     float_embeddings: tuple[str, ...] = ()
+    by_class: Mapping[str, str] = field(default_factory=dict)
     pack_method: str = "reorder"
     weight_format: str = "real_quantized"
 

@@ -103,7 +103,7 @@ def with_server_rules(rules: Mapping[str, Any], folder: Folder) -> dict[str, Any
     """
     wanted = _wanted(rules, folder)
     missed = {name: rule for name, rule in wanted.items() if rule is not None and _found(name, rules) is not rule}
-    modules = {name: first_match(name, rules) for name in folder.specs}
+    modules = {name: _rule_of(name, rules, folder) for name in folder.specs}
     added = {}
     for name, rule in missed.items():
         pattern = NUMBER.sub("*", name)
@@ -122,7 +122,7 @@ def _wanted(rules: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
     wanted: dict[str, Any] = {}
     blocks: dict[str, dict[str, Any]] = {}
     for layer in folder.specs:
-        rule = first_match(layer, rules)
+        rule = _rule_of(layer, rules, folder)
         for name in folder.forms([layer])[1:] or [layer]:
             expert = EXPERT.fullmatch(name)
             (blocks.setdefault(expert["block"], {}) if expert else wanted)[name] = rule
@@ -130,6 +130,18 @@ def _wanted(rules: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
         one, *others = experts.values()
         wanted |= {block: one} if all(rule is one for rule in others) else experts
     return wanted
+
+
+def _rule_of(layer: str, rules: Mapping[str, Any], folder: Folder) -> Any:
+    """The rule of a layer by its name, or by its class where that is not the rule of all; else None.
+
+    Servers pass over rules by class: vLLM and SGLang ask for classes of their own.
+    """
+    found = first_match(layer, rules)
+    if found is not None or layer not in folder.by_class:
+        return found
+    typed = folder.written["layer_type_quant_config"][folder.by_class[layer]]
+    return None if typed == folder.written["global_quant_config"] else typed
 
 
 def _found(name: str, rules: Mapping[str, Any]) -> Any:
