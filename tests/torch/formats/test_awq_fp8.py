@@ -193,6 +193,18 @@ def test_fp8_refuses_what_its_readers_do_not_compute(layer: LayerSpec, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+def test_fp8_without_quantized_inputs_is_refused_for_servers_and_said_of_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = frozen("fp8_wo", torch.bfloat16)
+    for reader in ("vllm", "sglang"):
+        with pytest.raises(NotSupportedError, match="activation_scheme null"):
+            export_safetensors(model, tmp_path / reader, "fp8", reader=reader)
+    assert not any(tmp_path.iterdir())
+    export_safetensors(model, tmp_path / "out", "fp8")
+    assert "activation_scheme null" in caplog.text
+
+
 @pytest.mark.parametrize("form", ["awq", "fp8", "compressed-tensors"])
 def test_import_builds_the_model_itself_and_names_a_missing_tensor(form: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file

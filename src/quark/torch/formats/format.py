@@ -249,6 +249,10 @@ class FolderFormat(Format):
         """What transformers would decode wrongly, or not, of a folder that others read, a sentence; None if nothing."""
         return None
 
+    def unread(self, folder: Folder) -> str | None:
+        """Why no program but this package is known to read a folder, a clause; None if one is."""
+        return None
+
     @abstractmethod
     def describe(self, folder: Folder) -> dict[str, Any]:
         """The `quantization_config` of config.json."""

@@ -76,6 +76,17 @@ class Fp8Format(FolderFormat):
         for name, spec in folder.specs.items():
             require_whole_groups(self.name, name, layers[name], spec)
 
+    def unread(self, folder: Folder) -> str | None:
+        """Their sources (transformers 5.23, vLLM 0.33, SGLang 0.5.23) raise an error for an `activation_scheme` other
+        than static and dynamic.
+        """
+        if one_spec(self.name, folder.specs.values()).input is not None:
+            return None
+        return (
+            "transformers, vLLM and SGLang refuse fp8 folders whose inputs are not quantized (activation_scheme null). "
+            "Possible for them: the schemes fp8 and fp8_block_128, whose inputs are; for transformers, the quark format"
+        )
+
     def describe(self, folder: Folder) -> dict[str, Any]:
         spec = one_spec(self.name, folder.specs.values())
         assert spec.weight is not None

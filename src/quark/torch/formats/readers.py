@@ -71,7 +71,7 @@ def check_readers(
         NotSupportedError: Names tensors that would be missing, or layers that the class cannot be built with.
     """
     read = read_forms(forms, form, reader)
-    undecoded = None if reader in SERVERS else _sentences(form.undecoded(folder), _joined_said(forms, read, form))
+    undecoded = _undecoded(form, folder, forms, reader)
     if not is_transformers_model(model):
         return undecoded
     meta = meta_copy(model)
@@ -102,6 +102,17 @@ def _float_names(model: nn.Module, tensors: Iterable[str], forms: Sequence[Other
 def read_forms(forms: Sequence[OtherForm], form: FolderFormat, reader: str = TRANSFORMERS) -> list[OtherForm]:
     """The other forms that a reader of a format puts together again; what it does not is stored as the model has it."""
     return [each for each in forms if form.joins_float or reader in SERVERS or not each.of_weights]
+
+
+def _undecoded(form: FolderFormat, folder: Folder, forms: Sequence[OtherForm], reader: str) -> str | None:
+    """What `check_readers` says. Raises NotSupportedError for a folder that the server it is made for does not read."""
+    unread = form.unread(folder)
+    if reader not in SERVERS:
+        joined = _joined_said(forms, read_forms(forms, form, reader), form)
+        return _sentences(f"{unread}." if unread else None, form.undecoded(folder), joined)
+    if unread is not None:
+        raise NotSupportedError(f"This folder is for {SERVERS[reader]}, and {unread}.")
+    return None
 
 
 def _joined_said(forms: Sequence[OtherForm], read: Sequence[OtherForm], form: FolderFormat) -> str | None:
