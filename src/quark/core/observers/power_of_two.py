@@ -202,7 +202,7 @@ class PowerOfTwoMostCommonObserver(PowerOfTwoMinMaxObserver):
         tried = xp.stack([center + step for step in CANDIDATES])
         lows, highs = (xp.stack([side] * len(tried)) for side in (low, high))
         trials = scaled_range(lows, highs, scalar, tried)
-        errors = squared_errors(one.histogram, low, high, trials, scalar)
+        errors = _squared_errors(one.histogram, low, high, trials, scalar)
         best = tried.gather(0, errors.argmin(0)[None])[0].long() + EXPONENTS // 2
         if self.votes is None:
             self.votes = best.new_zeros((len(best), EXPONENTS))
@@ -244,7 +244,7 @@ def scaled_range(low: Array, high: Array, spec: TensorSpec, e: Array) -> tuple[A
 # Errors from counts that stay on a device -----------------------------------------------------------------------------
 
 
-def squared_errors(
+def _squared_errors(
     histogram: BitHistogram, low: Array, high: Array, trials: tuple[Array, Array], spec: TensorSpec
 ) -> Array:
     """Sum of the squared quantization errors of the values of each row, for candidate ranges: (candidates, rows).

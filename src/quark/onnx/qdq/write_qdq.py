@@ -69,9 +69,9 @@ def write_qdq(
         elif picks_codes(node, spec):
             replaced[node] = producer_of(write_table(writer, store, node, spec))
         elif node in dynamic:
-            replaced[node] = producer_of(write_dynamic(writer, store, node, spec))
+            replaced[node] = producer_of(_write_dynamic(writer, store, node, spec))
         elif settings.qdq.matmul_nbits is not None:
-            replaced[node] = producer_of(write_nbits(writer, store, node, spec, settings.qdq.matmul_nbits))
+            replaced[node] = producer_of(_write_nbits(writer, store, node, spec, settings.qdq.matmul_nbits))
         else:
             store.write_weight(operand, spec)
     for operand, weight in placement.weights_of_biases.items():
@@ -99,7 +99,7 @@ def drop_unused_constants(graph: ir.Graph) -> None:
 # Inputs quantized as they come ----------------------------------------------------------------------------------------
 
 
-def write_dynamic(writer: GraphWriter, store: ConstantStore, node: ir.Node, spec: TensorSpec) -> ir.Value:
+def _write_dynamic(writer: GraphWriter, store: ConstantStore, node: ir.Node, spec: TensorSpec) -> ir.Value:
     """Replace a node by its integer form.
 
     Args:
@@ -169,7 +169,7 @@ def _over_outputs(writer: GraphWriter, node: ir.Node, channels: ir.Value) -> ir.
 DOMAIN = "com.microsoft"
 
 
-def write_nbits(
+def _write_nbits(
     writer: GraphWriter, store: ConstantStore, node: ir.Node, spec: TensorSpec, accuracy_level: int
 ) -> ir.Value:
     """Replace a MatMul by a MatMulNBits of the same name.

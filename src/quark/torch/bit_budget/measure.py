@@ -99,7 +99,7 @@ def measure_sensitivity(
         )
     excluded = [] if isinstance(rules, GgufRules) else default_exclusions("auto")
     given = config or LLMTemplate.get("auto").get_config(FITS_ALL, exclude_layers=excluded)
-    base = replace(given, global_quant_config=_plan_scheme())
+    base = replace(given, global_quant_config=LLMTemplate.scheme(FITS_ALL))
     in_memory = isinstance(model, nn.Module)
     batches = list(calibration_data(model, data) or ()) if isinstance(model, nn.Module) else list(data)
     if not batches:
@@ -147,10 +147,6 @@ def settings_of_folder(folder: Path, config: QConfig, rules: BudgetRules) -> str
     kept = [stored[name] for name in ("exclude", "layer_quant_config")]
     files = fingerprint_of_files([folder / "config.json", *shard_files(folder)])
     return hashlib.sha256(json.dumps([files, kept, rules.form.name, rules.programs]).encode()).hexdigest()
-
-
-def _plan_scheme() -> Any:
-    return LLMTemplate.scheme(FITS_ALL)
 
 
 def _in_memory(

@@ -193,7 +193,7 @@ class SensitivityTable:
             pattern: LLMTemplate.scheme(choice.schemes[group.layers[0]])
             for group in self.groups
             if choice.schemes[group.layers[0]] != common
-            for pattern in patterns_of_group(group.layers)
+            for pattern in _patterns_of_group(group.layers)
         }
         return replace(
             base,
@@ -306,7 +306,7 @@ def groups_in_block(
     return [*sorted(groups, key=lambda group: order[group[0]]), *mixtures]
 
 
-def patterns_of_group(layers: Sequence[str]) -> list[str]:
+def _patterns_of_group(layers: Sequence[str]) -> list[str]:
     """Patterns of `layer_quant_config` that match these layers: one for a mixture, which may have thousands."""
     expert = EXPERT.fullmatch(layers[0])
     return [f"{expert['block']}.*"] if expert else list(layers)

@@ -116,7 +116,7 @@ def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
     present = {operator.kind.module for operator in operators.values() if operator.kind.module is not None}
     require_types(config, present, "no operator of this graph")
     specs, named = _choose_specs(config, model, operators)
-    floats = lone_followers(operators, {name: spec for name, spec in specs.items() if spec != LayerSpec()}, named)
+    floats = _lone_followers(operators, {name: spec for name, spec in specs.items() if spec != LayerSpec()}, named)
     layers, excluded = {}, []
     for name, spec in specs.items():
         operator = operators[name]
@@ -281,7 +281,7 @@ class Quantizable(Protocol):
     def nodes(self) -> list[fx.Node]: ...
 
 
-def lone_followers(
+def _lone_followers(
     operators: Mapping[str, Quantizable], specs: Mapping[str, LayerSpec], named: Collection[str]
 ) -> dict[str, str]:
     """Followers that do not follow a quantized operator.

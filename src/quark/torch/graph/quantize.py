@@ -48,7 +48,7 @@ def quantize_graph(model: nn.Module, config: QConfig, dataloader: Iterable[Any] 
         everything = [*live.values(), *(q for _, q in inserter.parameters.values())]
         names = {path.removesuffix("_quantizer"): q for path, q in live.items()}
         allow_training(graph)
-        with observing_real_rows(graph, names.values()):
+        with _observing_real_rows(graph, names.values()):
             calibrate_tensors(graph, names, everything, dataloader, config)
         keep(graph, "quant_config", config)
         keep(graph, "quark_quantized", True)
@@ -177,7 +177,7 @@ def _copied(graph: fx.Graph) -> fx.Graph:
 
 
 @contextmanager
-def observing_real_rows(graph: nn.Module, quantizers: Iterable[FakeQuantize]) -> Iterator[None]:
+def _observing_real_rows(graph: nn.Module, quantizers: Iterable[FakeQuantize]) -> Iterator[None]:
     """Within: quantizers of a graph observe rows of real positions alone, and hand on all."""
     arguments, real = ModelArguments.of(graph), list[NumpyArray]()
     whole: dict[nn.Module, torch.Tensor] = {}

@@ -57,7 +57,7 @@ def rotate(model: ir.Model, config: QuarotConfig, settings: Settings, data: Samp
         StructureError: The outputs for the first sample are not what they were.
     """
     if config.r_config_path:  # scripts pass "" for no file
-        streams = read_streams(config.r_config_path, model.graph)
+        streams = _read_streams(config.r_config_path, model.graph)
     else:
         streams, reasons = find_streams(model.graph)
         for reason in reasons:
@@ -166,7 +166,7 @@ def _prove(before: dict[str, NumpyArray], after: dict[str, NumpyArray]) -> None:
 KEYS = ("prev_nodes", "next_nodes", "norm_node")
 
 
-def read_streams(path: str, graph: ir.Graph) -> list[ResidualStream]:
+def _read_streams(path: str, graph: ir.Graph) -> list[ResidualStream]:
     """The stream that a file describes.
 
     Raises:

@@ -60,7 +60,7 @@ def solve_weights(quantized: QuantizedLayers, config: GPTQConfig) -> int:
         with naming(layer):
             if value not in problems:
                 problems[value] = Problem.of(visit.inputs, config)
-            with keeping_better(quantized, visit, config.name):
+            with _keeping_better(quantized, visit, config.name):
                 solve_layer(quantized, layer, problems[value], config.mse)
         left[value] -= 1
         if not left[value]:
@@ -195,7 +195,7 @@ RELATIVE_ERROR = "relative error of the output"
 
 
 @contextmanager
-def keeping_better(quantized: QuantizedLayers, visit: Visit, algorithm: str) -> Iterator[None]:
+def _keeping_better(quantized: QuantizedLayers, visit: Visit, algorithm: str) -> Iterator[None]:
     """Within: an algorithm changes the weight of a layer, or its scale; both are as they were if that is worse.
 
     Args:

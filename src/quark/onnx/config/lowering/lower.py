@@ -72,18 +72,18 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
     layer, int32_bias = lower_layer(request)
     libraries = value_of(request.options, "UserCustomOpLibPath")
     specs = lower_specs(request, layer, int32_bias)
-    equalization, correct_biases = lower_rescaling(request, specs)
+    equalization = _equalization(request, specs)
     return Settings(
         specs=specs,
-        passes=lower_passes(request),
-        qdq=lower_qdq(request, layer),
+        passes=_lower_passes(request),
+        qdq=_lower_qdq(request, layer),
         calibration=_lower_calibration(request.options),
         npu=_lower_npu(request, layer),
         measurement=_lower_measurement(request.options),
         equalization=equalization,
         equalize_if_better=equalization is not None,
         algorithms=request.algorithms,
-        correct_biases=correct_biases,
+        correct_biases=_corrects_biases(request, specs),
         allow_noop=value_of(request.options, "AllowNoop"),
         external_data=request.external_data,
         custom_libraries=find_libraries(libraries) if libraries else (),
@@ -194,7 +194,7 @@ def _lower_measurement(options: Mapping[str, Any]) -> MeasurementSettings:
 # Q/DQ -----------------------------------------------------------------------------------------------------------------
 
 
-def lower_qdq(request: Request, layer: LayerSpec) -> QDQSettings:
+def _lower_qdq(request: Request, layer: LayerSpec) -> QDQSettings:
     """Where Q/DQ stand, and how they are written.
 
     Args:
@@ -222,7 +222,7 @@ def lower_qdq(request: Request, layer: LayerSpec) -> QDQSettings:
         int16_bias=value_of(options, "Int16Bias"),
         fit_int32_bias=value_of(options, "AdjustWeightScaleForInt32Bias"),
         matmul_nbits=nbits_params(options)["AccuracyLevel"] if request.matmul_nbits else None,
-        quantize_fp16=value_of(options, "QuantizeFP16") and not computes_in_float32(options),
+        quantize_fp16=value_of(options, "QuantizeFP16") and not _computes_in_float32(options),
         contrib_domain=_contrib_domain(request, layer),
         cast_bfloat16=value_of(options, "BF16QDQToCast"),
         clip_bfloat16=value_of(options, "BF16WithClip"),
@@ -264,16 +264,6 @@ def _contrib_domain(request: Request, layer: LayerSpec) -> bool:
 POWER_OF_TWO_STEPS = 2
 """Unless CLESteps is given: a layer between two others is in two pairs, and the second undoes some of the first. Float
 scales, which fit any range, gained nothing by more than the documented step."""
-
-
-def lower_rescaling(request: Request, specs: SpecSettings) -> tuple[CLEConfig | None, bool]:
-    """The equalization that is tried unasked, None for none; and whether biases are corrected unasked.
-
-    Args:
-        request: What the config asks for.
-        specs: Only where all channels of a weight share a scale, of few bits, is one of them done.
-    """
-    return _equalization(request, specs), _corrects_biases(request, specs)
 
 
 def _equalization(request: Request, specs: SpecSettings) -> CLEConfig | None:
@@ -318,7 +308,7 @@ def _one_scale(spec: TensorSpec) -> bool:
 # Passes ---------------------------------------------------------------------------------------------------------------
 
 
-def lower_passes(request: Request) -> dict[str, object]:
+def _lower_passes(request: Request) -> dict[str, object]:
     """Name of every pass -> its argument, True, or False or None to leave it out."""
     options = request.options
     casts = value_of(options, "BF16QDQToCast") or value_of(options, "EnableVaimlBF16")
@@ -333,12 +323,12 @@ def lower_passes(request: Request) -> dict[str, object]:
     check_slim_options(slim_options)
     if slim_options and arguments[simplify.__name__]:
         arguments[simplify.__name__] = dict(slim_options)
-    if computes_in_float32(options) or _float16_becomes_float32(request):
+    if _computes_in_float32(options) or _float16_becomes_float32(request):
         arguments[convert_fp16_to_fp32.__name__] = KEEP_IO_TYPES
     return arguments
 
 
-def computes_in_float32(options: Mapping[str, Any]) -> bool:
+def _computes_in_float32(options: Mapping[str, Any]) -> bool:
     """Whether a float16 model becomes float32 between its inputs and outputs. Raises ConfigError."""
     if not value_of(options, "UseFP32Scale"):
         return False

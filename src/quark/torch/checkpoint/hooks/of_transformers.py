@@ -47,7 +47,7 @@ def _map_to_quark(
     files = shard_files(folder)
     find = names_in(model)
     stored = {find(name): name for name in read_names(files)}
-    config = config_for(model, quantization_config, stored.values())
+    config = _config_for(model, quantization_config, stored.values())
     _refuse_scales(model, stored)
     map_to_stored(model, config, pack_method, config.weight_format or REAL_QUANTIZED)
     mark_loaded(model, config, "quark")
@@ -184,7 +184,7 @@ class ReceivingExperts(UnfusedExperts):
 # A model of another class ---------------------------------------------------------------------------------------------
 
 
-def config_for(model: Any, config: QConfig, stored: Iterable[str]) -> QConfig:
+def _config_for(model: Any, config: QConfig, stored: Iterable[str]) -> QConfig:
     """The config of a folder for a model, which may be of another class than that of the folder.
 
     Args:

@@ -314,7 +314,7 @@ def _rows(
         CalibrationError: A tensor has no row for each of them.
     """
     cut = {name for side in sides for name in side.axes}
-    of_items = dict(items_of_rows(named, count, arguments.placeholders))
+    of_items = dict(_items_of_rows(named, count, arguments.placeholders))
     return {
         name: of_items[name] if name in of_items else _rows_of(name, value, count, name in cut)
         for name, value in named.items()
@@ -349,7 +349,7 @@ OF_KIND = {
 """What a model takes of each kind: rows are images (or patches of images), videos, recordings."""
 
 
-def items_of_rows(
+def _items_of_rows(
     named: Mapping[str, Any], count: int, placeholders: Mapping[str, int]
 ) -> Iterator[tuple[str, Sequence[Any]]]:
     """Of the images, videos and recordings of a batch of texts: those of each text, by the names of the arguments.
