@@ -15,11 +15,12 @@ from torch import nn
 VOCABULARY, HIDDEN, HEADS, TOKENS = 128, 64, 4, 32
 
 SIZES: dict[str, int] = {
-    **dict.fromkeys(("vocab_size", "text_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("vocab_size", "text_vocab_size", "vocab_size_per_layer_input", "entity_vocab_size"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "dim", "embed_dim", "word_embed_proj_dim",
                      "hidden_dim", "projection_dim", "width", "input_hidden_size", "lru_width",
                      "attention_hidden_size", "hidden_size_per_layer_input", "n_embed", "encoder_hidden_size",
-                     "decoder_hidden_size", "d_embed", "emb_dim", "mamba_d_ssm"), HIDDEN),
+                     "decoder_hidden_size", "d_embed", "emb_dim", "mamba_d_ssm", "entity_emb_size", "d_latents"),
+                    HIDDEN),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim",
                      "ffn_hidden_size", "intermediate_size_mlp", "moe_intermediate_size", "expert_ffn_hidden_size",
                      "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "mlp_hidden_size",
@@ -39,7 +40,8 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 48),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_layer",
                      "moe_num_primary_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "moe_k"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts",
+                     "moe_k"), 2),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace",
                      "moe_num_shared_experts"), 1),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_source_positions", "max_target_positions",
@@ -50,6 +52,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("expand", "mamba_expand"), 1),
     **dict.fromkeys(("index_head_dim", "mamba_d_state", "state_size"), 16),
     **dict.fromkeys(("index_n_heads",), 2),
+    **dict.fromkeys(("num_latents",), 8),
     "time_step_rank": 4,
 }  # fmt: skip
 """What configs call their sizes -> what a tiny model has."""
@@ -62,8 +65,16 @@ STRUCTURES: tuple[dict[str, Any], ...] = (
     {"layer_types": ["full_attention", "sliding_attention"]},
     {"layer_types": ["full_attention", "full_attention"], "num_kv_shared_layers": 0},
     {"attention_types": [[["global", "local"], 1]]},
+    {"attn_layer_period": 2, "attn_layer_offset": 1},
+    {"n_groups": 1},
+    {"num_experts_per_tok": 1},
 )
 """What a family may want to have said beside its sizes: one is tried after the other."""
+
+TURNING = (HIDDEN // HEADS // 2, HIDDEN // HEADS // 4)
+"""Frequencies of a head, of which time, height and width of an image get a part each (Qwen2-VL, GLM-V): all turn, or
+half of them.
+"""
 
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
              "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "unk_token_id")  # fmt: skip
@@ -81,37 +92,38 @@ def variants(kind: Any, **sizes: Any) -> Iterator[Any]:
     """
     first: Exception | None = None
     names, count = set(vars(kind())), 0
-    for structure in STRUCTURES:
+    tried = [(structure, 0) for structure in STRUCTURES if structure.keys() <= names]
+    for structure, turning in (*tried, *(({}, turning) for turning in TURNING)):
         for fill in (False, True):
-            if structure.keys() <= names:
-                try:
-                    yield tiny_config(kind, fill, **structure, **sizes)
-                    count += 1
-                except Exception as error:  # noqa: BLE001 - whatever a family's validation raises
-                    first = first or error
+            try:
+                yield tiny_config(kind, fill, turning, **structure, **sizes)
+                count += 1
+            except Exception as error:  # noqa: BLE001 - whatever a family's validation raises
+                first = first or error
     if first is not None and count == 0:
         raise first
 
 
-def tiny_config(kind: Any, fill: bool = False, **sizes: Any) -> Any:
+def tiny_config(kind: Any, fill: bool = False, turning: int = 0, **sizes: Any) -> Any:
     """The config of a family with small sizes.
 
     Args:
         kind: Class of the config.
         fill: Whether sizes that are None by default get one, too.
+        turning: How many frequencies of a head are of time, height and width; 0: nothing is said of them.
         sizes: In place of what SIZES says.
     """
     default = kind()
-    small = _small(default, fill, sizes)
+    small = _small(default, fill, turning, sizes)
     parts = {
-        name: tiny_config(type(part), fill).to_dict()
+        name: tiny_config(type(part), fill, turning).to_dict()
         for name, part in vars(default).items()
         if hasattr(part, "model_type")
     }
     return kind(**small, **parts, **sizes)
 
 
-def _small(default: Any, fill: bool, sizes: dict[str, Any]) -> dict[str, Any]:
+def _small(default: Any, fill: bool, turning: int, sizes: dict[str, Any]) -> dict[str, Any]:
     own = {name: value for name, value in vars(default).items() if name not in sizes}
     renamed = set(getattr(default, "attribute_map", ()))
     if "qk_nope_head_dim" in own:
@@ -126,6 +138,8 @@ def _small(default: Any, fill: bool, sizes: dict[str, Any]) -> dict[str, Any]:
             small[name] = 1
         elif name in TOKEN_IDS and isinstance(value, list):
             small[name] = [1]
+        elif name == "rope_parameters" and turning and isinstance(value, dict):
+            small[name] = {**value, "mrope_section": [turning - 2 * (turning // 3), turning // 3, turning // 3]}
         elif name == "layer_types" and value:
             # One layer of each kind.
             kinds = list(dict.fromkeys(value))
