@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from quark.errors import ConfigError
-from quark.goals import GOALS
-from quark.jobs import FolderRequest
-from quark.jobs.folders.bit_budget import asked_budget, bytes_of, size_within
+from quark.jobs.folders.bit_budget import bytes_of, size_within
 from quark.torch import LLMTemplate
 from quark.torch.bit_budget.measure import FITS_ALL, mixed_format, settings_of_folder
 from quark.torch.bit_budget.sensitivity import SensitivityTable
@@ -38,26 +34,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert (done.code, done.err) == (0, "")
     assert "chosen" in done.out and "int3_wo_128" in done.out
     return root
-
-
-@pytest.mark.parametrize(
-    "goal, form, candidates, alike",
-    [
-        (None, "quark", None, ()),  # vLLM refuses 3 bits there, SGLang all
-        (None, "quark", ["uint4_wo_128", "int8_dynamic"], ("vLLM",)),  # which might load it
-        (None, "compressed-tensors", ["int4_wo_128", "int8_dynamic"], ("vLLM", "SGLang")),
-        ("vllm", "quark", ["uint4_wo_128", "int8_dynamic"], ("vLLM",)),
-        ("sglang", "compressed-tensors", ["int4_wo_128", "int8_dynamic"], ("SGLang",)),
-        ("transformers", "quark", ["uint4_wo_128", "int8_dynamic"], ()),
-    ],
-)
-def test_layers_that_a_program_fuses_are_alike(
-    goal: str | None, form: str, candidates: list[str] | None, alike: tuple[str, ...]
-) -> None:
-    choice: Any = None if goal is None else SimpleNamespace(goal=GOALS[goal], mixed=tuple(candidates or ()))
-    request = FolderRequest(model=LANGUAGE_MODEL, bits=5.0, candidates=tuple(candidates or ()) or None)
-    budget = asked_budget(request, form, choice)
-    assert budget is not None and budget.alike == alike
 
 
 def test_a_table_for_another_program_is_refused(place: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.gguf import MIXES
 from quark.goals import EFFORTS, GOALS, GoalChoice, GoalRequest, choose
+from quark.goals import goal as goal_module
 from quark.goals.efforts import steps_for
 from quark.goals.facts import FACTS, MIX_NAMES, ONNX_FILE, Answer
 from quark.jobs.words import (
@@ -92,6 +94,20 @@ def test_a_scheme_that_the_program_refuses_is_an_error_that_says_what_loads(sche
         chosen("vllm", scheme=scheme)
 
 
+def test_of_two_forms_the_one_whose_outputs_were_compared_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        replace(FACTS[0], form=form, scheme="mxfp4", answer=answer)
+        for form, answer in (("quark", Answer.LOADS), ("compressed-tensors", Answer.RIGHT))
+    ]
+    monkeypatch.setattr(goal_module, "facts_of", lambda _: rows)
+    assert chosen("vllm", scheme="mxfp4").form == "compressed-tensors"
+
+
+def test_without_data_an_onnx_file_has_ranges_of_its_inputs_as_they_come() -> None:
+    assert chosen("onnxruntime", True).scheme == "INT8_CPU_DYNAMIC"
+    assert chosen("onnxruntime", True, has_data=True).scheme == "INT8_CPU"
+
+
 def test_families_are_the_scheme_of_the_goal() -> None:
     assert chosen("llama.cpp", scheme="int4").scheme == "q4_k_m"
     assert chosen("llama.cpp", scheme="Q5-K-M").scheme == "q5_k_m"
@@ -133,6 +149,14 @@ def test_every_effort_names_algorithms_that_there_are(effort: str) -> None:
     for scheme in (*SCHEMES, *MIXES):
         torch_algorithms(steps_for(scheme, effort).algorithms)
     assert steps_for("uint4_wo_128", effort).algorithms[:1] != ("gptq",) or effort == "balanced"
+
+
+def test_what_was_measured_to_gain_nothing_has_no_algorithm() -> None:
+    for scheme in ("int8_wo", "fp8", "ptpc_fp8", "mxfp8_e4m3", "bfloat16"):
+        assert steps_for(scheme, "best").algorithms == steps_for(scheme, "balanced").algorithms == ()
+    assert steps_for("int8", "best").algorithms == ("smooth",)
+    assert steps_for("mxfp4", "best").algorithms == ("gptq",)  # alone among four bits: Qronos lost more there
+    assert [steps_for(each, "best").algorithms[0][:6] for each in ("uint4_wo_128", "nvfp4")] == ["qronos"] * 2
 
 
 def test_parameters_of_algorithms_are_typed() -> None:

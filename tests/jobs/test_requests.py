@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import quark
 from quark.errors import ConfigError
-from quark.jobs import request_of
+from quark.goals import GOALS
+from quark.jobs import FolderRequest, request_of
+from quark.jobs.folders.bit_budget import asked_budget
 from tests.commands.program import quark as program
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT
 
@@ -77,3 +80,23 @@ def test_one_text_is_one_of_several_and_places_are_paths() -> None:
     request = request_of(LANGUAGE_MODEL, {"exclude": "*.down_proj", "layer": ["*.a=int8"], "imatrix": "x.gguf"})
     assert request.exclude == ("*.down_proj",) and vars(request)["layer"] == ("*.a=int8",)
     assert vars(request)["imatrix"] == Path("x.gguf") and request.said == {"exclude", "layer", "imatrix"}
+
+
+@pytest.mark.parametrize(
+    "goal, form, candidates, alike",
+    [
+        (None, "quark", None, ()),  # vLLM refuses 3 bits there, SGLang all
+        (None, "quark", ["uint4_wo_128", "int8_dynamic"], ("vLLM",)),  # which might load it
+        (None, "compressed-tensors", ["int4_wo_128", "int8_dynamic"], ("vLLM", "SGLang")),
+        ("vllm", "quark", ["uint4_wo_128", "int8_dynamic"], ("vLLM",)),
+        ("sglang", "compressed-tensors", ["int4_wo_128", "int8_dynamic"], ("SGLang",)),
+        ("transformers", "quark", ["uint4_wo_128", "int8_dynamic"], ()),
+    ],
+)
+def test_layers_of_which_a_program_makes_one_get_one_scheme_of_a_budget(
+    goal: str | None, form: str, candidates: list[str] | None, alike: tuple[str, ...]
+) -> None:
+    choice: Any = None if goal is None else SimpleNamespace(goal=GOALS[goal], mixed=tuple(candidates or ()))
+    request = FolderRequest(model=LANGUAGE_MODEL, bits=5.0, candidates=tuple(candidates or ()) or None)
+    budget = asked_budget(request, form, choice)
+    assert budget is not None and budget.alike == alike
