@@ -32,6 +32,7 @@ from quark.core.schemes import SCHEMES
 from quark.core.spec import ScaleRule, ScaleType, TensorSpec
 from quark.errors import NotSupportedError
 from quark.gguf import MIXES
+from quark.goals import GOALS
 from quark.onnx.algorithms import AFTER, BEFORE
 from quark.onnx.config.algo_configs import AlgoConfig as OnnxAlgoConfig
 from quark.onnx.operators import ON_REQUEST, RULES
@@ -339,6 +340,11 @@ def test_what_readme_calls_not_there_yet_says_so() -> None:
     for call in calls:
         with pytest.raises(NotSupportedError):
             call()
+
+
+def test_the_guide_lists_every_goal() -> None:
+    rows = table(ROOT / "docs" / "guide" / "goals.md", "A goal in place of a scheme", "`--for`")
+    assert [names(row[0]) for row in rows] == [[name] for name in GOALS]
 
 
 SCHEME_ROWS = table(REFERENCE, "The schemes", "Scheme")

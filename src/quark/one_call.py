@@ -64,8 +64,8 @@ def quantize(
             arguments, or a tuple; or the path of a file or folder of them (`quark.torch.stored_batches`). Of a path:
             what --calib takes, a text file, a folder, or an .npz file; of an ONNX file also a data reader, an iterable
             of feeds, an array of all samples, (samples, ...), or a dict of such.
-        goal: A program: "vllm", "sglang", "transformers", "llama.cpp", "onnxruntime", "openvino", "ryzen-ai", "npu".
-            None: "transformers" of a module or a folder, "onnxruntime" of an ONNX file.
+        goal: A program, one of `quark.goals.GOALS`: "vllm", "llama.cpp" ... None: "transformers" of a module or a
+            folder, "diffusers" of a network of it, "onnxruntime" of an ONNX file.
         output: Folder or file to make. A path needs one; of a module None leaves it in memory.
         bits: Of a weight, in place of a scheme: 2, 3, 4, 5, 6, 8 or 16, as the goal has them; of a folder also 4.25.
         effort: "fast", "balanced" (default with data) or "best".

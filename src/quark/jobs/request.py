@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 from quark.errors import ConfigError, UsageError, did_you_mean
 from quark.goals import GOALS
 from quark.jobs.options import FOR_FILES, FOR_FOLDERS, flag_of, option, option_of
+from quark.jobs.words import FILE_FORMS, FOLDER_FORMS
 
 SAMPLES, LENGTH = 128, 512
 """Most calibration samples, and tokens in one of text, where nothing else is asked for."""
@@ -137,7 +138,7 @@ class FolderRequest(JobRequest):
     dtype: str = option("auto", "Compute in float32, float16, bfloat16; auto: as stored.")
     export_format: str | None = option(
         None,
-        "quark (default), awq, gptq, fp8, compressed-tensors; gguf, onnx, comfyui (a file). Default for -o X.gguf: "
+        f"quark (default), {', '.join(FOLDER_FORMS[1:])}; {', '.join(FILE_FORMS)} (a file). Default for -o X.gguf: "
         "gguf; for -o X.safetensors: comfyui.",
         "--export-format",
         "--format",
