@@ -20,7 +20,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
+from quark.base.log import severity
 from quark.core.metrics import decibel, sqnr
 from quark.jobs.folders.models import folder_bytes
 from quark.onnx import (
@@ -165,7 +167,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None, help="where the exported models go")
     args = parser.parse_args()
     console = Console()
-    with tempfile.TemporaryDirectory() as temporary:
+    transformers_logging.disable_progress_bar()
+    with severity(2), tempfile.TemporaryDirectory() as temporary:
         output = args.output or Path(temporary)
         output.mkdir(parents=True, exist_ok=True)
         language_model(console, args.windows, output)
