@@ -52,6 +52,7 @@ EVERYDAY = (
     "torch/algorithms/test_output_scores.py::test_held_out_divergence_falls[qronos int3]",
     "torch/calibration/test_distributed.py::test_a_rank_that_ends_is_named_by_the_others_and_nothing_stays[killed-0]",
     "torch/flows/test_stream.py::test_a_killed_run_goes_on[2-True-static activations]",
+    "torch/test_vision_models.py::test_a_vision_model_is_quantized_saved_loaded_and_exported[int8]",
 )
 """Slow tests that `make test` runs, each for its kind: published numbers, processes, kills, what pages print."""
 
