@@ -402,6 +402,15 @@ def test_a_folder_that_is_nearly_a_model_says_what_to_do(tmp_path: Path) -> None
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(FormatError, match=r"It is an adapter: `quark quantize` takes it"):
         require_config(tmp_path)
+    encoder, lora = tmp_path / "encoder", tmp_path / "lora"
+    for folder, name in ((encoder, "modules.json"), (encoder / "0_Transformer", "config.json"),
+                         (lora, "pytorch_lora_weights.safetensors")):  # fmt: skip
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text("[]")
+    with pytest.raises(FormatError, match=r"It is a list of modules .* other commands take its model: .*0_Transformer"):
+        require_config(encoder)
+    with pytest.raises(FormatError, match=r"It is a LoRA of diffusers.* fuse_lora"):
+        require_config(lora)
 
 
 def test_a_folder_that_takes_no_file_is_found_at_once() -> None:

@@ -509,10 +509,22 @@ def _hint(folder: Path) -> str:
     try:
         inside = sorted(path for path in folder.glob("snapshots/*") if (path / "config.json").is_file())
         adapter = (folder / "adapter_config.json").is_file()
+        lora, modules = ((folder / name).is_file() for name in ("pytorch_lora_weights.safetensors", "modules.json"))
+        models = sorted(path.parent for path in folder.glob("*_Transformer/config.json")) if modules else []
     except (OSError, ValueError):
         return ""
     if adapter:
         return " It is an adapter: `quark quantize` takes it, other commands take its model (peft: merge_and_unload)."
+    if lora:
+        return (
+            " It is a LoRA of diffusers, without what it belongs to. Possible: load_lora_weights and fuse_lora of the "
+            "pipeline, unload_lora_weights, save_pretrained, and the folder that this writes."
+        )
+    if modules:
+        return (
+            " It is a list of modules (sentence-transformers), which `quark quantize` and `quark plan` take; other "
+            f"commands take its model{': ' + ' or '.join(map(str, models[:3])) if models else ''}."
+        )
     if inside:  # of the cache of huggingface_hub
         return f" Possible: {' or '.join(map(str, inside[:3]))}."
     return ""
