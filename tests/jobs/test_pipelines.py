@@ -197,3 +197,44 @@ def test_components_that_are_not_there_and_files_that_end_early_are_named(
 def test_data_that_a_model_does_not_take_are_shown() -> None:
     with pytest.raises(CalibrationError, match=r"does not take batch 1, float32 \(1, 4\): RuntimeError"):
         compare_outputs(torch.nn.Linear(3, 2), torch.nn.Linear(3, 2), [torch.zeros(1, 3), torch.zeros(1, 4)])
+
+
+@pytest.mark.slow
+def test_a_page_of_a_pipeline_has_timesteps_layers_and_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import diffusers
+
+    from quark.torch import record_steps
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DModel(
+        sample_size=8, block_out_channels=(32, 32), layers_per_block=1,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    made = diffusers.DDIMPipeline(unet, diffusers.DDIMScheduler())
+    made.save_pretrained("float")
+    made.set_progress_bar_config(disable=True)
+    record_steps(made, [{"batch_size": 1}], "steps", num_inference_steps=4)
+    done = program("quantize", "float", "--scheme", "int8", "--calib", "steps", "-o", "out", "--report", "a.html")
+    assert done.code == 0, done.err
+    done = program("evaluate", "float", "out", "--data", "steps", "--report", "b.html")
+    assert done.code == 0 and "unet:" in done.out and "Outputs by timestep" in done.out, done.err
+    for name in ("a.html", "b.html"):
+        page = (tmp_path / name).read_text()
+        assert all(said in page for said in ("From equal noise", "Error by timestep", "Damage by layer")), name
+    done = program("compare", "float", "--schemes", "int8_wo,fp8", "--calib", "steps")
+    assert done.code == 0 and "int8_wo" in done.out, done.err
+
+
+def test_what_evaluate_does_not_compare_is_said(pipeline: Path, tmp_path: Path) -> None:
+    (tmp_path / "steps").mkdir()
+    for words, said in (
+        ((pipeline, pipeline / "transformer"), "is one model, and"),
+        ((pipeline, pipeline), "holds no quantized denoiser"),
+        ((pipeline, pipeline, "--prompt", "x"), "Possible: --report FILE"),
+        ((pipeline / "transformer", pipeline / "transformer", "--prompt", "x"), "is for the pictures of a pipeline"),
+    ):
+        done = program("evaluate", *words, "--data", tmp_path / "steps")
+        assert done.code == 1 and said in done.err, done.err

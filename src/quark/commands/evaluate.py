@@ -10,8 +10,16 @@ import typer
 from quark.base.progress import log_to
 from quark.commands.options.log_file import check_log_file, say_first
 from quark.commands.options.of_request import said_on, takes
-from quark.jobs.evaluate import EVALUATE, EvaluateFiles, EvaluateFolders, evaluate_files, evaluate_folders, held_out
-from quark.jobs.request import request_for
+from quark.jobs.evaluate import (
+    EVALUATE,
+    EvaluateFiles,
+    EvaluateFolders,
+    evaluate_files,
+    evaluate_folders,
+    evaluate_pipeline,
+    held_out,
+)
+from quark.jobs.request import is_pipeline, request_for
 from quark.report.page import check_page
 
 Float = Annotated[Path, typer.Argument(metavar="FLOAT", help="Folder or ONNX file of the float model.")]
@@ -25,6 +33,8 @@ def evaluate(context: typer.Context, float_model: Float, quantized: Quantized, *
     """Compare outputs, size, latency and the damage of each layer, and of language models the perplexity.
 
     Example: quark evaluate ./llama ./llama-uint4 --text heldout.txt
+
+    Example: quark evaluate ./sd35 ./sd35-int8 --data heldout-steps --report out.html --prompt "a red fox in the snow"
 
     Example: quark evaluate model.onnx model-a8w8.onnx --data samples.npz
 
@@ -46,6 +56,9 @@ def evaluate_as(request: EvaluateFolders | EvaluateFiles) -> None:
 
             show_files(evaluate_files(request))
         else:
-            from quark.commands.folders.evaluate import show_folders
+            from quark.commands.folders.evaluate import show_folders, show_pipeline
 
-            show_folders(evaluate_folders(request), request)
+            if is_pipeline(request.model) or is_pipeline(request.quantized):
+                show_pipeline(evaluate_pipeline(request), request)
+            else:
+                show_folders(evaluate_folders(request), request)

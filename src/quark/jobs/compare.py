@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quark.base.log import severity
+from quark.base.log import logger, severity
 from quark.base.progress import progress
-from quark.errors import QuarkError, UsageError, one_line
+from quark.errors import ConfigError, QuarkError, UsageError, one_line
 from quark.jobs.evaluate import MeasureFiles, MeasureFolders
 from quark.jobs.options import option, same_as
-from quark.jobs.request import FolderRequest, JobRequest, Kinds
+from quark.jobs.request import FolderRequest, JobRequest, Kinds, is_pipeline
 from quark.jobs.words import check_words, members, scheme_names
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _of_folder(request: CompareFolders, job: ComparisonJob) -> ComparedSchemes:
     from quark.torch import ModelQuantizer
     from quark.torch.flows.predicted_size import float_bytes, planned
 
-    model, load, trusted = request.model, request.load, request.trust_remote_code
+    model, load, trusted = _network(request.model), request.load, request.trust_remote_code
     before = load_model(model, dequantize=True, **load)
     inputs = inputs_of(model, before)
     batches = inputs.read(job.data, request.windows or ALL, request.length)
@@ -161,6 +161,20 @@ def _of_folder(request: CompareFolders, job: ComparisonJob) -> ComparedSchemes:
     rows = _measured(job.names, "schemes", measure)
     size = float_bytes(load_meta_model(model, trusted))
     return ComparedSchemes(SchemeResult("float", size, perplexity=next(iter(perplexity), None)), rows)
+
+
+def _network(folder: Path) -> Path:
+    """The folder of the one denoiser of a pipeline, or the folder itself. Raises ConfigError where it has several."""
+    from quark.jobs.folders.pipeline import denoisers
+
+    if not is_pipeline(folder):
+        return folder
+    names = denoisers(folder)
+    if len(names) != 1:
+        possible = ", ".join(str(folder / name) for name in names) or "the folder of a component"
+        raise ConfigError(f"{folder} is a pipeline, and schemes are compared for one denoiser. Possible: {possible}.")
+    logger.info("Component %s:", names[0])
+    return folder / names[0]
 
 
 def _of_file(request: CompareFiles, job: ComparisonJob) -> ComparedSchemes:

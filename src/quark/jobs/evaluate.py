@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.base.files import require_regular
 from quark.errors import ConfigError, UsageError
 from quark.jobs.options import option, same_as
-from quark.jobs.request import FileRequest, FolderRequest, JobRequest, Kinds, ModelRequest
+from quark.jobs.request import FileRequest, FolderRequest, JobRequest, Kinds, ModelRequest, is_pipeline
 
 if TYPE_CHECKING:
     from quark.core.metrics import Comparison
@@ -64,6 +64,9 @@ class EvaluateFolders(MeasureFolders):
 
     quantized: Path
     layers: int = option(10, "How many of the worst layers to show.", least=0)
+    prompt: tuple[str, ...] | None = option(
+        None, "With --report, of a pipeline of diffusers: what a picture is made of; repeatable. Default: two."
+    )
     text: Path | None = option(None, "Held-out text file: the same as --data.", key=None)
 
 
@@ -147,6 +150,10 @@ def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
     from quark.torch.model.model_folder import read_config
 
     model, quantized, data = request.model, request.quantized, held_out(request)
+    for path in filter(is_pipeline, (model, quantized)):
+        raise ConfigError(f"{path} is a pipeline of several models. Possible: the folder of one, in both.")
+    if request.prompt:
+        raise ConfigError(f"--prompt is for the pictures of a pipeline of diffusers, and {model} is one model.")
     if quantized.suffix == GGUF_SUFFIX:
         from quark.torch import import_model_from_gguf
 
@@ -162,6 +169,35 @@ def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
     inputs = inputs_of(model, before)
     batches = inputs.read(data, request.windows or ALL, request.length)
     return measure_folders(model, quantized, (before, after), inputs, batches)
+
+
+def evaluate_pipeline(request: EvaluateFolders) -> dict[str, MeasuredFolders]:
+    """Run the denoisers of both pipelines on recorded steps: component -> what was measured.
+
+    Raises:
+        ConfigError: One of both is no pipeline, or no denoiser is quantized; pictures are asked for without a page.
+        QuarkError: As `evaluate_folders`.
+    """
+    from quark.jobs.folders.pipeline import data_of, denoisers
+    from quark.torch.model.model_folder import read_config
+
+    for path, other in ((request.model, request.quantized), (request.quantized, request.model)):
+        if not is_pipeline(path):
+            raise ConfigError(f"{path} is one model, and {other} a pipeline. Possible: the folder of one, in both.")
+    if request.prompt and request.report is None:
+        raise ConfigError("--prompt is for the pictures of a page. Possible: --report FILE.")
+    made, steps = request.quantized, held_out(request)
+    names = [name for name in denoisers(request.model) if (made / name / "config.json").is_file()]
+    names = [name for name in names if read_config(made / name).get("quantization_config")]
+    if not names:
+        raise ConfigError(f"{made} holds no quantized denoiser. Possible: the folders of a component.")
+    part = replace(request, text=None, prompt=None)
+    return {
+        name: evaluate_folders(
+            replace(part, model=request.model / name, quantized=made / name, data=data_of(steps, name))
+        )
+        for name in names
+    }
 
 
 def _require_same_architecture(before: dict[str, Any], after: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -16,13 +17,8 @@ from quark.jobs.folders.measure import WHY_SLOW, MeasuredFolders, Output
 
 def show_folders(measured: MeasuredFolders, request: EvaluateFolders) -> None:
     """Print what was measured, and write the page that is asked for."""
-    console, data = results(), held_out(request)
-    console.print(_summary(measured.sizes, measured.comparison.perplexity, measured.seconds))
-    console.print(WHY_SLOW, highlight=False, soft_wrap=True)
-    console.print(_outputs(measured.comparison.outputs, f"{counted(len(measured.batches), 'sample')} of {data.name}"))
-    if measured.comparison.by_timestep:
-        console.print(_timesteps(measured.comparison.by_timestep.rows()))
-    console.print(_worst_layers(measured.damage, request.layers))
+    console = results()
+    _show(measured, held_out(request), request.layers)
     if request.report is not None:
         # They import torch and matplotlib: where a page is asked for.
         from quark.commands.folders.report import folder_sections
@@ -30,6 +26,32 @@ def show_folders(measured: MeasuredFolders, request: EvaluateFolders) -> None:
 
         title = f"{request.quantized.name} against {request.model.name}"
         console.print(f"Report: {write_page(request.report, title, folder_sections(measured))}")
+
+
+def show_pipeline(measured: Mapping[str, MeasuredFolders], request: EvaluateFolders) -> None:
+    """As `show_folders`, of the denoisers of a pipeline; the page has pictures of both."""
+    console = results()
+    for name, each in measured.items():
+        console.print(f"{name}:", highlight=False)
+        _show(each, held_out(request), request.layers)
+    if request.report is not None:
+        from quark.commands.folders.report import pipeline_sections
+        from quark.report.page import write_page
+
+        title = f"{request.quantized.name} against {request.model.name}"
+        sections = pipeline_sections(request.model, measured, request.prompt)
+        console.print(f"Report: {write_page(request.report, title, sections)}")
+
+
+def _show(measured: MeasuredFolders, data: Path, layers: int) -> None:
+    """Print what was measured."""
+    console = results()
+    console.print(_summary(measured.sizes, measured.comparison.perplexity, measured.seconds))
+    console.print(WHY_SLOW, highlight=False, soft_wrap=True)
+    console.print(_outputs(measured.comparison.outputs, f"{counted(len(measured.batches), 'sample')} of {data.name}"))
+    if measured.comparison.by_timestep:
+        console.print(_timesteps(measured.comparison.by_timestep.rows()))
+    console.print(_worst_layers(measured.damage, layers))
 
 
 def _summary(sizes: Sequence[int], perplexity: tuple[float, float] | None, seconds: Sequence[float]) -> Table:

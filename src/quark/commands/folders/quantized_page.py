@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quark.commands.results.quantized import write_quantized_page
 from quark.errors import ConfigError
 from quark.jobs import FolderRequest
-from quark.jobs.evaluate import EvaluateFolders, evaluate_folders
+from quark.jobs.evaluate import EvaluateFolders, evaluate_folders, evaluate_pipeline
 from quark.report.figures import MOST_BARS
 from quark.report.page import Figure, PageTable, Section
 
@@ -30,17 +30,21 @@ def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
     """Write the page of a folder that was made of another, and figures into its model card; nothing without a page."""
     if request.report is None or request.calib is None:
         return
-    from quark.commands.folders.report import folder_sections
+    from quark.commands.folders.report import folder_sections, pipeline_sections
     from quark.torch.writers.model_card import add_figures
 
     output = Path(request.output)
-    found = evaluate_folders(
-        EvaluateFolders(
-            model=request.model, quantized=output, data=request.calib, windows=WINDOWS, length=LENGTH,
-            device=request.device, dtype=request.dtype, trust_remote_code=request.trust_remote_code,
-            keep_unexpected=request.keep_unexpected,
-        )
+    asked = EvaluateFolders(
+        model=request.model, quantized=output, data=request.calib, windows=WINDOWS, length=LENGTH,
+        device=request.device, dtype=request.dtype, trust_remote_code=request.trust_remote_code,
+        keep_unexpected=request.keep_unexpected,
     )  # fmt: skip
+    if result.parts:
+        words = "Measured on the calibration data."
+        sections = pipeline_sections(request.model, evaluate_pipeline(asked), None, words)
+        write_quantized_page(request.report, output, request.model, sections)
+        return
+    found = evaluate_folders(asked)
     names = [each if isinstance(each, str) else each.name for each in result.configured.algorithms]
     words = f"Quantized by {', with '.join([result.configured.title, *names])}."
     sections = folder_sections(found, f"{words}\nMeasured on the calibration data.")

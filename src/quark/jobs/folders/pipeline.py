@@ -19,7 +19,7 @@ from quark.errors import ConfigError, FormatError, did_you_mean
 from quark.jobs.request import PIPELINE, FolderRequest
 from quark.jobs.words import check_words
 
-OF_ONE = ("report", "save_imatrix", "imatrix", "sensitivity", "size")
+OF_ONE = ("save_imatrix", "imatrix", "sensitivity", "size")
 """Options that say something of one model."""
 OF_DENOISERS = frozenset({
     "goal", "effort", "calib", "samples", "exclude", "algorithm", "length", "packing", "seed", "synthetic", "bits",
@@ -68,13 +68,13 @@ def requests_of(request: FolderRequest) -> dict[str, FolderRequest]:
     _check_schemes(own)
     _check_classes(request.model, {name: there[name] for name in (*whole, *own)})
     _say_absent(request.model)
-    part = replace(request, component=None, said=request.said - {"component"})
+    part = replace(request, component=None, report=None, said=request.said - {"component", "report"})
     return {
         name: replace(
             _without(part, OF_DENOISERS) if name in own else part,
             model=request.model / name,
             output=str(Path(request.output) / name),
-            **({"scheme": own[name]} if name in own else {"calib": _data_of(request.calib, name)}),
+            **({"scheme": own[name]} if name in own else {"calib": data_of(request.calib, name)}),
         )
         for name in dict.fromkeys((*whole, *own))
     }
@@ -146,10 +146,10 @@ def _without(request: FolderRequest, names: Collection[str]) -> FolderRequest:
     return replace(request, said=request.said - {*names}, **{name: getattr(defaults, name) for name in names})
 
 
-def _data_of(calib: Path | None, name: str) -> Path | None:
+def data_of(steps: Path | None, name: str) -> Path | None:
     """The recorded steps of a component: those in the folder of its name, where the data have such folders."""
-    inside = None if calib is None else calib / name
-    return inside if inside is not None and inside.is_dir() else calib
+    inside = None if steps is None else steps / name
+    return inside if inside is not None and inside.is_dir() else steps
 
 
 def copy_rest(folder: Path, output: Path, made: Sequence[str]) -> None:
