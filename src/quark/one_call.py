@@ -122,10 +122,10 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
     if isinstance(job, FileJob):
         from quark.jobs.run_file import run_file
 
-        return run_file(job).made
+        return run_file(job).path
     from quark.jobs.run_folder import run_folder
 
-    return run_folder(job).made
+    return run_folder(job).path
 
 
 def evaluate(

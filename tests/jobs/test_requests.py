@@ -83,7 +83,7 @@ def test_one_text_is_one_of_several_and_places_are_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    "goal, form, candidates, alike",
+    "goal, form, candidates, fused_by",
     [
         (None, "quark", None, ()),  # vLLM refuses 3 bits there, SGLang all
         (None, "quark", ["uint4_wo_128", "int8_dynamic"], ("vLLM",)),  # which might load it
@@ -94,9 +94,9 @@ def test_one_text_is_one_of_several_and_places_are_paths() -> None:
     ],
 )
 def test_layers_of_which_a_program_makes_one_get_one_scheme_of_a_budget(
-    goal: str | None, form: str, candidates: list[str] | None, alike: tuple[str, ...]
+    goal: str | None, form: str, candidates: list[str] | None, fused_by: tuple[str, ...]
 ) -> None:
     choice: Any = None if goal is None else SimpleNamespace(goal=GOALS[goal], mixed=tuple(candidates or ()))
     request = FolderRequest(model=LANGUAGE_MODEL, bits=5.0, candidates=tuple(candidates or ()) or None)
     budget = asked_budget(request, form, choice)
-    assert budget is not None and budget.alike == alike
+    assert budget is not None and budget.fused_by == fused_by

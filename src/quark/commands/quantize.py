@@ -78,19 +78,19 @@ def _folder(job: FolderJob) -> tuple[GoalChoice | None, Path]:
     from quark.jobs.run_folder import run_folder
 
     request, console = job.request, results()
-    made = run_folder(job, lambda table, choice: console.print(choice_table(table, choice)))
-    for name, part in made.parts.items():
+    result = run_folder(job, lambda table, choice: console.print(choice_table(table, choice)))
+    for name, part in result.parts.items():
         console.print(
             f"{name}: {size_line(part.configured.title, part.before, part.after, part.seconds)}", highlight=False
         )
-    title = "all" if made.parts else made.configured.title
-    console.print(size_line(title, made.before, made.after, made.seconds), highlight=False)
+    title = "all" if result.parts else result.configured.title
+    console.print(size_line(title, result.before, result.after, result.seconds), highlight=False)
     # There is no ONNX file to compare one with, ComfyUI alone runs its files, and an adapter is no model.
     if job.form != ONNX and not is_for_comfyui(job) and not is_adapter(request.model):
-        say_how_to_evaluate(request.model, made.made, request.calib)
-    page_of_folder(request, made)
-    save_recipe(request.write_recipe, made.recipe)
-    return made.configured.choice, made.made
+        say_how_to_evaluate(request.model, result.path, request.calib)
+    page_of_folder(request, result)
+    save_recipe(request.write_recipe, result.recipe)
+    return result.configured.choice, result.path
 
 
 def _file(job: FileJob) -> tuple[GoalChoice | None, Path]:
@@ -99,12 +99,12 @@ def _file(job: FileJob) -> tuple[GoalChoice | None, Path]:
     from quark.jobs.run_file import run_file
 
     request, console = job.request, results()
-    made = run_file(job)
-    if made.recovery is not None:
-        console.print(recovery_table(made.recovery))
-        console.print(recovery_line(made.recovery), highlight=False)
-    console.print(size_line(made.name, made.before, made.after, made.seconds, made.written), highlight=False)
-    say_how_to_evaluate(request.model, made.made, getattr(made.reader, "path", None))
-    page_of_file(request, made)
+    result = run_file(job)
+    if result.recovery is not None:
+        console.print(recovery_table(result.recovery))
+        console.print(recovery_line(result.recovery), highlight=False)
+    console.print(size_line(result.name, result.before, result.after, result.seconds, result.written), highlight=False)
+    say_how_to_evaluate(request.model, result.path, getattr(result.reader, "path", None))
+    page_of_file(request, result)
     save_recipe(request.write_recipe, Recipe.of(request))
-    return job.choice, made.made
+    return job.choice, result.path

@@ -18,7 +18,7 @@ class GoalDefaults:
         bits: Bits of a weight -> form and scheme.
         why: The reason for the default, a clause.
         serve: The command that runs the result; `{out}` is its path.
-        serve_options: Form -> words that the command needs behind it, to run in float16.
+        serve_options: Form -> words that the command ends with, to run in float16.
         serve_pipeline: The command that runs a pipeline of several models, where it is another.
         without_data: The same as `default` where there are no calibration data; None: the same.
         mixed: Form and schemes of a budget, in which layers differ; no schemes: what the form chooses from by itself.
@@ -27,7 +27,7 @@ class GoalDefaults:
         targets: Values of --target that may be given beside the goal.
         cached: Bits of a weight -> form and scheme where a cache of keys and values is quantized beside it, the first
             where nothing is said; none: those of `bits`.
-        serve_cache: Words that the command needs behind it for such a cache.
+        serve_cache: Words that the command ends with for such a cache.
     """
 
     default: tuple[str, str]

@@ -75,7 +75,7 @@ def run_conversion(job: ConversionJob) -> tuple[Path, int]:
             loaded = _requantized(loaded, request.requantize, request)
         export = replace(job.export, source=source)
         size = export.write(loaded)
-        return export.made, size
+        return export.path, size
 
 
 def _load(model: Path, scratch: Path) -> tuple[Any, Path]:

@@ -1,6 +1,6 @@
 """Resolve: what is done for a request, as far as its words say it: at once, and before a library is loaded.
 
-`quark plan` stops behind it and behind `folders.configure`; everything else runs what comes out of the two.
+`quark plan` stops after it and after `configure_folder.configure`; everything else runs what comes out of the two.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class FileResult:
     """What was made of an ONNX file.
 
     Attributes:
-        made: The file.
+        path: The file.
         name: The configuration that it was.
         written: What the best that a recovery found holds, for the end of a line; empty without one.
         before, after: Bytes.
@@ -131,7 +131,7 @@ class FileResult:
         recovery: What a recovery found; None without one.
     """
 
-    made: Path
+    path: Path
     name: str
     written: str
     before: int
@@ -291,7 +291,7 @@ def default_config(has_data: bool, target: str) -> str:
 
 
 def named_config(name: str) -> Any:
-    """The configuration of a preset: "A8W8" and "A8W8_QCONFIG" alike. Raises ConfigError naming the nearest."""
+    """The configuration of a preset: "A8W8", or the same as "A8W8_QCONFIG". Raises ConfigError naming the nearest."""
     return QROWS[name].make(QConfig) if name in QROWS else Config(get_default_config(name))
 
 

@@ -36,17 +36,17 @@ class FolderResult:
     """What was made of a folder.
 
     Attributes:
-        made: What a program opens.
+        path: What a program opens.
         before, after: Bytes of the weights.
         seconds: What it took.
         configured: How it was made.
-        budget: What a budget chose, and the table behind it; None without one.
+        budget: What a budget chose, and the table that it chose from; None without one.
         errors: The `quant_errors` of a model in memory.
         recipe: What makes it again.
         parts: Of a pipeline: component -> what was made of it.
     """
 
-    made: Path
+    path: Path
     before: int
     after: int
     seconds: float
@@ -95,8 +95,8 @@ def _around_model(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice
     named, output = job.request.model, Path(job.request.output)
     with around(named, output, job.form, job.request.force) as (model, place):
         inner = replace(job.request, model=model, output=str(place))
-        made = _run(replace(job, request=inner), show, named)
-    return replace(made, made=output)
+        result = _run(replace(job, request=inner), show, named)
+    return replace(result, path=output)
 
 
 def _run(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] | None, named: Path) -> FolderResult:
@@ -122,7 +122,7 @@ def _run(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] 
     save_imatrix = partial(Imatrices.of(request).save, calib=request.calib)
     after, errors = write_folder(FolderFlow(request, config, configured.calibration, export, save_imatrix))
     seconds = time.perf_counter() - start
-    return FolderResult(export.made, before, after, seconds, configured, chosen, errors, recipe)
+    return FolderResult(export.path, before, after, seconds, configured, chosen, errors, recipe)
 
 
 def _for_comfyui(job: FolderJob) -> FolderResult:
@@ -148,18 +148,21 @@ def _pipeline(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], N
         configured.check_data()
         export_of(part).check(configured.schemes)
     recipe = Recipe.of(request)
-    made: dict[str, FolderResult] = {}
+    results: dict[str, FolderResult] = {}
     with atomic_folder(output, request.force) as folder:
         copy_rest(request.model, folder, [*parts])
         for name, part in parts.items():
             logger.info("Component %s:", name)
-            made[name] = run_folder(replace(part, request=replace(part.request, output=str(folder / name))), show)
+            results[name] = run_folder(replace(part, request=replace(part.request, output=str(folder / name))), show)
         (folder / RECIPE).write_text(recipe.text(in_folder=True), encoding="utf-8")
-    first = next(iter(made.values()))
+    first = next(iter(results.values()))
     choice = None if job.choice is None else job.choice.of_pipeline()
-    configured, sizes = replace(first.configured, choice=choice), [(each.before, each.after) for each in made.values()]
+    configured, sizes = (
+        replace(first.configured, choice=choice),
+        [(each.before, each.after) for each in results.values()],
+    )
     before, after = (sum(column) for column in zip(*sizes, strict=True))
-    return FolderResult(output, before, after, time.perf_counter() - start, configured, None, [], recipe, made)
+    return FolderResult(output, before, after, time.perf_counter() - start, configured, None, [], recipe, results)
 
 
 def parts_of(job: FolderJob) -> dict[str, FolderJob]:

@@ -74,12 +74,12 @@ def torch_algorithms(words: Sequence[str] | None) -> list[Any]:
     """The configs of --algorithm for a model folder; a name alone stays one, which a template may know better."""
     from quark.torch.config.named_algorithms import ALGO_CONFIGS
 
-    found: list[Any] = []
+    configs: list[Any] = []
     for word in words or []:
         name, parameters = split_algorithm(word)
         kind = ALGO_CONFIGS[name]
-        found.append(made(kind, name, {"keep_better": True, **parameters}) if parameters else name)
-    return found
+        configs.append(algorithm_config(kind, name, {"keep_better": True, **parameters}) if parameters else name)
+    return configs
 
 
 def onnx_algorithms(words: Sequence[str] | None) -> list[Any]:
@@ -88,10 +88,10 @@ def onnx_algorithms(words: Sequence[str] | None) -> list[Any]:
         return []
     from quark.onnx.config.algo_configs import ALGO_CONFIGS
 
-    return [made(ALGO_CONFIGS[name], name, parameters) for name, parameters in map(split_algorithm, words)]
+    return [algorithm_config(ALGO_CONFIGS[name], name, parameters) for name, parameters in map(split_algorithm, words)]
 
 
-def made(kind: Any, name: str, parameters: dict[str, Any]) -> Any:
+def algorithm_config(kind: Any, name: str, parameters: dict[str, Any]) -> Any:
     """A config with parameters. Raises ConfigError for one that it has not, or of another type."""
     from quark.base.checked import known_keys
 

@@ -62,7 +62,7 @@ class ClippedHistogram:
 
     @staticmethod
     def of(title: str, values: NumpyArray, clip: tuple[float, float] | None) -> ClippedHistogram:
-        """Count finite values in equal bins, over the values and the range alike."""
+        """Count finite values in equal bins, over the values and the same over the range."""
         flat = np.asarray(values, np.float64).ravel()
         flat = flat[np.isfinite(flat)]
         ends = [*(clip or ()), *((flat.min(), flat.max()) if flat.size else ())]
@@ -138,7 +138,7 @@ def scatter(
         points: Name, x, y; one whose y is not finite is left out.
         x, y: What the axes are.
         log: Whether y is logarithmic; then 0 is left out too.
-        line: x and y of a line behind them.
+        line: x and y of a line that is drawn under them.
         marked: The name of one that is to be seen.
     """
     kept = [point for point in points if math.isfinite(point[2]) and (point[2] > 0 or not log)]

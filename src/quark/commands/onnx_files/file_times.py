@@ -72,19 +72,19 @@ def file_times(path: Path, reader: Any = None, threads: int = 1, timer: Timer = 
     model = read(path)
     if reader is None:
         _require_sizes(path, model)
-    twin = model.clone()
-    remove_qdq(twin)
-    for each in (model, twin):
+    float_model = model.clone()
+    remove_qdq(float_model)
+    for each in (model, float_model):
         infer_shapes(each)
     feed = next(iter(Samples(RandomDataReader(model) if reader is None else reader, model_inputs(model), 1)))
-    runs = [ProfiledModel(each, feed, threads) for each in (twin, model)]
-    names = _by_name(twin)
+    runs = [ProfiledModel(each, feed, threads) for each in (float_model, model)]
+    names = _by_name(float_model)
     in_float, in_file = (
         side_of(each, run.kernels, seconds, names)
-        for each, run, seconds in zip((twin, model), runs, timer(runs, SECONDS), strict=True)
+        for each, run, seconds in zip((float_model, model), runs, timer(runs, SECONDS), strict=True)
     )
     quantized = {name for name, node in _by_name(model).items() if name in names and any(map(_is_decoded, node.inputs))}
-    groups = group_nodes(twin, quantized, in_float, in_file)
+    groups = group_nodes(float_model, quantized, in_float, in_file)
     members: dict[str, list[str]] = defaultdict(list)
     for name in names:
         members[groups.find(name)].append(name)

@@ -22,14 +22,14 @@ def page_of_file(request: FileRequest, result: FileResult) -> None:
     from quark.commands.onnx_files.report import onnx_sections
 
     result.reader.rewind()
-    evaluation = EvaluateFiles(model=request.model, quantized=result.made, samples=request.samples)
+    evaluation = EvaluateFiles(model=request.model, quantized=result.path, samples=request.samples)
     found = measure_files(evaluation, result.reader)
     result.reader.rewind()
     words = f"Quantized by {result.name}{result.written}.\nMeasured on the calibration data."
     sections = onnx_sections(found, words)
     if result.recovery is not None:
         sections.insert(2, _recovery(result.recovery))
-    write_quantized_page(request.report, result.made, request.model, sections)
+    write_quantized_page(request.report, result.path, request.model, sections)
 
 
 def _recovery(found: Recovery) -> Section:

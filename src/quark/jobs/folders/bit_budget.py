@@ -1,4 +1,4 @@
-"""`--bits` and `--size`: a budget in place of a scheme, and the table of sensitivities behind it."""
+"""`--bits` and `--size`: a budget in place of a scheme, and the table of sensitivities that it chooses from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Budget:
         candidates: Names of schemes; empty: the default.
         sensitivity: File of the table.
         export_format: Whose bytes are counted.
-        alike: The programs that make one layer of several, which then get one scheme.
+        fused_by: The programs that make one layer of several, which then get one scheme.
     """
 
     bits: float | None
@@ -42,7 +42,7 @@ class Budget:
     candidates: tuple[str, ...]
     sensitivity: Path | None
     export_format: str
-    alike: tuple[str, ...]
+    fused_by: tuple[str, ...]
 
     @property
     def is_measured(self) -> bool:
@@ -57,7 +57,8 @@ class Budget:
 def asked_budget(request: FolderRequest, form: str, choice: GoalChoice | None) -> Budget | None:
     """The budget that a request asks for, or None where a scheme says all.
 
-    Layers of which a goal makes one are alike; without a goal, those of which any program does that may load the mix.
+    Layers of which a goal makes one get one scheme; without a goal, those of which any program makes one that may load
+    the mix.
 
     Args:
         request: What was asked for.
@@ -79,11 +80,11 @@ def asked_budget(request: FolderRequest, form: str, choice: GoalChoice | None) -
     rules = mixed_format(form)
     named = named_candidates(request.candidates if choice is None else choice.mixed)
     if choice is None:
-        alike = fusing_programs(form, named or rules.candidates)
+        fused_by = fusing_programs(form, named or rules.candidates)
     else:
-        alike = (choice.goal.program,) if choice.goal.fuses else ()
+        fused_by = (choice.goal.program,) if choice.goal.fuses else ()
     limit = None if request.size is None else size_within(request.size, request.model)
-    return Budget(request.bits, limit, named, request.sensitivity, form, alike)
+    return Budget(request.bits, limit, named, request.sensitivity, form, fused_by)
 
 
 def _check_words(request: FolderRequest) -> None:
@@ -154,7 +155,7 @@ def choose_for_budget(
     data = calibration.read(inputs_of(request.model, load_meta_model(request.model)))
     if budget.sensitivity is not None and not budget.is_measured:
         table = SensitivityTable.load(budget.sensitivity)
-        rules = mixed_format(budget.export_format, budget.alike)
+        rules = mixed_format(budget.export_format, budget.fused_by)
         table.check(settings_of_folder(request.model, base, rules), data)
     elif data is None:
         raise CalibrationError(f"{budget.named()} needs calibration data: pass --calib FILE.")
@@ -173,7 +174,7 @@ def _measured_table(request: FolderRequest, budget: Budget, base: Any, data: Seq
         check_file(file, overwrite=False)
         work = file.with_name(f"{file.name}.partial")
     table = measure_sensitivity(
-        request.model, data, budget.candidates or None, base, export_format=budget.export_format, alike=budget.alike,
+        request.model, data, budget.candidates or None, base, export_format=budget.export_format, alike=budget.fused_by,
         device=request.device, work=work, budget=AskedBudget(budget.bits, budget.size),
     )  # fmt: skip
     if file is not None:

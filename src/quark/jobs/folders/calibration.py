@@ -94,7 +94,7 @@ class Calibration:
         )
 
     def with_synthetic(self, model: Any, samples: Sequence[Any] | None) -> Sequence[Any] | None:
-        """The samples, and behind them what the float model writes; raises as `synthetic_batches` does."""
+        """The samples, followed by what the float model writes; raises as `synthetic_batches` does."""
         if self.synthetic is None or samples is None:
             return samples
         from quark.torch.calibration.synthetic_data import synthetic_batches

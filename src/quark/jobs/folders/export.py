@@ -83,15 +83,15 @@ class Export:
     def check_output(self, data: Path | None) -> None:
         """Raise for an output that cannot be written, may not be replaced, or is what is read."""
         if self.form in FILES:
-            check_file(self.made, self.force)
+            check_file(self.path, self.force)
         else:
-            check_apart(self.made, self.source, whole=True)
-        check_apart(self.made, data)
+            check_apart(self.path, self.source, whole=True)
+        check_apart(self.path, data)
         if self.form not in FILES or not self.force:
             check_folder(self.output, self.force)
 
     @property
-    def made(self) -> Path:
+    def path(self) -> Path:
         """What a program opens: the file of a form that is one, else the folder."""
         if self.form == GGUF:
             return self.output if self.output.suffix == ".gguf" else self.output / f"{self.source.resolve().name}.gguf"
@@ -109,7 +109,7 @@ class Export:
                     temporary.write_text(text, encoding="utf-8")
             return size
         if self.form == GGUF:
-            file = self.made
+            file = self.path
             return export_gguf(model, file.parent, file.stem, self.source, overwrite=self.force).stat().st_size
         folder = export_safetensors(model, self.output, self.form, reader=self.reader, **self.options)
         return folder_bytes(folder)

@@ -170,7 +170,7 @@ class ModelInputs:
         text = text_config(self.config)
         offset = (getattr(text, "pad_token_id", None) or 0) + 1
         positions = most_tokens(text, length + offset)
-        # Positions of some encoders begin behind that of the padding token; a sample two tokens shorter harms no other.
+        # Positions of some encoders begin after that of the padding token; a sample two tokens shorter harms no other.
         return min(length, positions if self.model_class.can_generate() else max(1, positions - offset))
 
     def _named(self, values: Any) -> dict[str, torch.Tensor]:
@@ -179,7 +179,7 @@ class ModelInputs:
         return {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in taken.items()}
 
     def _decoder(self, ids: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """What a decoder is given while it is taught these tokens: them behind the start token, without the last."""
+        """What a decoder is given while it is taught these tokens: them after the start token, without the last."""
         if not self.config.is_encoder_decoder or "decoder_input_ids" not in self.names:
             return {}
         start = torch.tensor([[self._start_token()]])
