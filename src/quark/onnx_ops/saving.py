@@ -97,16 +97,21 @@ def named_as_external(model: ir.Model, weights: Sequence[ir.Value]) -> Iterator[
     for value in weights:
         tensor = value.const_value
         assert tensor is not None
-        shape, name = ir.Shape(tensor.shape.numpy()), value.name or ""
-        stand_ins[value] = ir.ExternalTensor("memory", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
+        stand_ins[value] = stand_in(tensor, value.name or "")
     tensors = {value: value.const_value for value in stand_ins}
     try:
-        for value, stand_in in stand_ins.items():
-            value.const_value = stand_in
+        for value, other in stand_ins.items():
+            value.const_value = other
         yield
     finally:
         for value, tensor in tensors.items():
             value.const_value = tensor
+
+
+def stand_in(tensor: ir.TensorProtocol, name: str) -> ir.ExternalTensor:
+    """What a message holds for a tensor that it does not: its name, type and shape, of no file that there is."""
+    shape = ir.Shape(tensor.shape.numpy())
+    return ir.ExternalTensor("memory", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
 
 
 def _read(tensor: ir.LazyTensor) -> ir.TensorProtocol:
@@ -215,6 +220,9 @@ def _files_of(file: Path) -> set[Path]:
     if not os.path.isfile(file):  # noqa: PTH113 - a pipe would wait for ever; Path.is_file raises for a name too long
         return set()
     try:
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(b"location") < 0:  # the key of each entry: what has none need not be parsed
+                return set()
         entries = _location_entries(onnx.load(file, load_external_data=False).graph)
         return {(file.parent / entry.value).resolve() for entry in entries}
     except Exception:  # noqa: BLE001 - whatever the parser says that the suffix chooses

@@ -10,13 +10,16 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
 from quark.onnx.calibration.data.samples import Samples, Store
 from quark.onnx.graph.edit import reads_of
+from quark.onnx.graph.model_file import PLAIN
 from quark.onnx.graph.sessions import open_session, run_sample
+from quark.onnx_ops.saving import SMALL, stand_in
 
 KEPT = ("FLOAT", "FLOAT16", "DOUBLE", "INT64", "INT32", "BOOL")
 
@@ -36,6 +39,7 @@ class SlicedRun:
         self.model, self.data, self.count, self.store = model, data, count, store
         self.goals = set(goals)
         self._reads = {node: list(reads_of(node)) for node in model.graph}
+        self._order = {node: position for position, node in enumerate(self._reads)}
         self._static: set[ir.Node] = set()
         for node, values in self._reads.items():
             # The same for every sample: never kept for each.
@@ -75,7 +79,11 @@ class SlicedRun:
             held = self.store[self, sample, goal]
             shape = [1] * held.ndim
             shape[axis] = len(vector)
-            self.store[self, sample, goal] = held + vector.reshape(shape).astype(held.dtype)
+            change = vector.reshape(shape).astype(held.dtype)
+            if held.flags.writeable:  # what waits in a file is not
+                held += change
+            else:
+                self.store[self, sample, goal] = held + change
 
     def release(self, goal: ir.Value) -> None:
         """Forget a goal, once nothing that is to come reads it."""
@@ -101,7 +109,7 @@ class SlicedRun:
                 continue
             found.add(producer)
             stack += self._reads[producer]
-        return [node for node in self._reads if node in found]
+        return sorted(found, key=self._order.__getitem__)
 
     def _frontier(self, nodes: Sequence[ir.Node], later: set[ir.Node]) -> tuple[list[ir.Value], set[ir.Node]]:
         """What is kept of a slice, and its nodes that run again, as what they give is not."""
@@ -139,9 +147,9 @@ class SlicedRun:
         """The outputs of a slice, sample by sample."""
         read = self._read_around(nodes)
         inputs = [value for value in read if not _is_fixed(value)]
-        proto = self._proto(nodes, inputs, [value for value in read if _is_fixed(value)], outputs)
+        proto, weights = self._proto(nodes, inputs, [value for value in read if _is_fixed(value)], outputs)
         # A slice may begin behind a DequantizeLinear: in integers, ONNX Runtime would quantize its input once more.
-        session = open_session(proto, threads=os.cpu_count() or 1, in_float=True)
+        session = open_session(proto, threads=os.cpu_count() or 1, in_float=True, weights=weights)
         names = [value.name or "" for value in outputs]
         for sample in range(self.count):
             yield run_sample(session, names, {value.name or "": self.value(sample, value) for value in inputs})
@@ -152,7 +160,8 @@ class SlicedRun:
         inputs: Sequence[ir.Value],
         constants: Sequence[ir.Value],
         outputs: Sequence[ir.Value],
-    ) -> onnx.ModelProto:
+    ) -> tuple[onnx.ModelProto, dict[str, NumpyArray]]:
+        """Nodes as a model that names its large constants as external, and their arrays by name."""
         proto = onnx.ModelProto(ir_version=self.model.ir_version)
         proto.opset_import.extend(
             onnx.helper.make_opsetid(domain, version) for domain, version in self.model.opset_imports.items()
@@ -165,14 +174,18 @@ class SlicedRun:
         for value in inputs:
             rank = None if value.shape is None else [None] * len(value.shape)
             graph.input.append(onnx.helper.make_tensor_value_info(value.name or "", self._kind(value), rank))
+        weights: dict[str, NumpyArray] = {}
         for value in constants:
-            tensor = value.const_value
+            tensor, name = value.const_value, value.name or ""
             assert tensor is not None
             # Read now: what is mapped from a file, or computed when it is read, becomes part of the slice.
-            own = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=value.name)
+            own: ir.TensorProtocol = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
+            if tensor.dtype in PLAIN and own.nbytes >= SMALL:
+                weights[name] = np.asarray(own.numpy(), order="C")
+                own = stand_in(own, name)
             graph.initializer.append(ir.serde.serialize_tensor(own))
         graph.output.extend(onnx.ValueInfoProto(name=value.name) for value in outputs)
-        return proto
+        return proto, weights
 
     def _kind(self, value: ir.Value) -> int:
         """Element type, of TensorProto: that of the stored array where no inference knows the operator behind it."""

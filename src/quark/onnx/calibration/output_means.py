@@ -91,8 +91,9 @@ def beside(
     by_name = {value.name or "": value for node in model.graph for value in node.outputs}
     for name, axis in means.axes.items():
         means.found[name] = SampleRows()
-        reduced = None if name in observers else _add_mean(by_name[name], axis)
-        both[reduced or name] = _MeanCollector(-1 if reduced else axis, means.found[name], observers.get(name))
+        reduced = _add_mean(by_name[name], axis)
+        other = None if reduced else observers.get(name)
+        both[reduced or name] = _MeanCollector(-1 if reduced else axis, means.found[name], other)
     return model, both
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import onnx_ir as ir
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, FormatError
 from quark.onnx.graph.proto_file import read_header
+from quark.onnx_ops.saving import model_files
 
 Feed = dict[str, NumpyArray]
 
@@ -98,11 +98,4 @@ def check_feed(feed: Any, inputs: dict[str, Input], where: str = "A calibration 
 
 def file_bytes(path: str | os.PathLike[str]) -> int:
     """Bytes of a model file and of the external data it names."""
-    file = Path(path)
-    places = {
-        entry.value
-        for tensor in read_header(file).graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    return file.stat().st_size + sum((file.parent / p).stat().st_size for p in places if (file.parent / p).is_file())
+    return sum(file.stat().st_size for file in model_files(path) if file.is_file())
