@@ -11,8 +11,8 @@ from typing import Any
 import onnx_ir as ir
 
 from quark.core.scales import QParams
+from quark.onnx.calibration.besides import Besides
 from quark.onnx.calibration.calibrate import activation_params
-from quark.onnx.calibration.output_means import OutputMeans
 from quark.onnx.calibration.overrides import override_params, override_specs
 from quark.onnx.calibration.qparams import ModelQParams, fit_int32_biases, weight_params, widen_softmax
 from quark.onnx.calibration.statistics import Statistics
@@ -50,7 +50,7 @@ def decide(
     identity: str = "",
     statistics: Statistics | None = None,
     fold: bool = True,
-    means: OutputMeans | None = None,
+    besides: Besides | None = None,
 ) -> Decision:
     """Placement and qparams of a float model, which is not changed but for Relus that the range makes needless.
 
@@ -61,11 +61,11 @@ def decide(
         identity: Fingerprint of the model, for the statistics file of the settings.
         statistics: Statistics in memory, read and completed instead of a file.
         fold: Whether needless Relus are dropped; without it the model still computes in float what it did.
-        means: Of outputs of the float model, taken where calibration runs it.
+        besides: What else calibration takes where it runs the model.
     """
     placement = place(model, settings)
     override_specs(placement, settings)
-    activations = activation_params(model, placement, settings, reader, identity, statistics, means)
+    activations = activation_params(model, placement, settings, reader, identity, statistics, besides)
     widen_softmax(placement, activations)
     qparams = ModelQParams(activations, weight_params(placement, settings, statistics))
     if settings.specs.weights_apart and settings.specs.refine_weight_scales:

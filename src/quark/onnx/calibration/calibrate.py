@@ -27,6 +27,7 @@ from quark.core.observers.real_rows import rows_at
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, QuarkError
+from quark.onnx.calibration.besides import Besides, Collector, beside
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.padding import Padding, mask_values
 from quark.onnx.calibration.data.random_reader import RandomDataReader
@@ -34,7 +35,6 @@ from quark.onnx.calibration.data.readers import samples, usable
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.histogram_figures import FOLDER, check_figures, save_figures
 from quark.onnx.calibration.left_in_float import final_range, leave_masks_in_float, with_values
-from quark.onnx.calibration.output_means import Collector, OutputMeans, beside
 from quark.onnx.calibration.qparams import largest, make_observer, refuse_subnormal
 from quark.onnx.calibration.sliced_session import SlicedSession
 from quark.onnx.calibration.statistics import (
@@ -63,7 +63,7 @@ def activation_params(
     reader: Any,
     fingerprint: str = "",
     statistics: Statistics | None = None,
-    means: OutputMeans | None = None,
+    besides: Besides | None = None,
 ) -> dict[ir.Value, QParams]:
     """Scale and zero point of each class of activations.
 
@@ -74,7 +74,7 @@ def activation_params(
         reader: Anything with `get_next()`, or an iterable of samples; None where the statistics file has everything.
         fingerprint: Of the float model; for the statistics file.
         statistics: Statistics in memory: read, and completed, instead of a file.
-        means: Taken too, where the model runs.
+        besides: What else is taken where the model runs, or known before.
 
     Raises:
         CalibrationError: No data, or a sample that does not fit the inputs: says what was expected and what came.
@@ -90,7 +90,7 @@ def activation_params(
     open_classes = {root: names for root, names in classes.items() if root not in restored}
     if settings.calibration.figures:
         check_figures(_by_name({root: observers[root] for root in open_classes}))
-    statistics = _look(model, open_classes, observers, reader, settings, fingerprint, statistics, means)
+    statistics = _look(model, open_classes, observers, reader, settings, fingerprint, statistics, besides)
     for root, free in _from_zero(observers, placement, settings).items():
         observers[root] = _again(observers[root], free, settings, open_classes.get(root, []), statistics)
     observers = with_values(observers, placement)
@@ -124,7 +124,7 @@ def _look(
     settings: Settings,
     fingerprint: str,
     statistics: Statistics | None,
-    means: OutputMeans | None,
+    besides: Besides | None,
 ) -> Statistics | None:
     """Let the observers of these classes see the data, or replace them by what statistics say.
 
@@ -136,11 +136,14 @@ def _look(
     if not classes:
         return statistics
     if statistics is None and path is None and len(dict(tensors)) == len(tensors):
-        collect(model, {name: observers[root] for name, root in tensors}, reader, settings, means)
+        own, besides = {root: observers[root] for root in classes}, besides or Besides()
+        if not besides.knows(own):
+            watchers = besides.watchers(classes, own, lambda spec: make_observer(spec, settings))
+            collect(model, watchers, reader, settings, besides)
         return None
     if statistics is None:
         statistics = Statistics(fingerprint) if path is None else load_or_start(path, fingerprint)
-    _complete(statistics, path, model, list(dict(tensors)), reader, settings, means)
+    _complete(statistics, path, model, list(dict(tensors)), reader, settings, besides)
     for root, names in classes.items():
         observers[root] = solved_observer(names, observers[root].spec, settings, statistics)
     return statistics
@@ -253,7 +256,7 @@ def _complete(
     tensors: list[str],
     reader: Any,
     settings: Settings,
-    means: OutputMeans | None,
+    besides: Besides | None,
 ) -> None:
     """Collect what statistics lack of these tensors, and keep it in their file, if they have one."""
     missing = [name for name in tensors if name not in statistics.states]
@@ -267,7 +270,7 @@ def _complete(
         )
     others = [name for name in _all_tensors(model) if name not in statistics.states]
     found = {name: EverythingObserver() for name in dict.fromkeys([*missing, *others])}
-    collect(model, found, reader, settings, means)
+    collect(model, found, reader, settings, besides)
     statistics.add(found)
     if path is not None:
         statistics.save(path)
@@ -323,7 +326,7 @@ def collect(
     observers: Mapping[str, Collector],
     reader: Any,
     settings: Settings,
-    means: OutputMeans | None = None,
+    besides: Besides | None = None,
 ) -> None:
     """Run the data through the float model once; each tensor's observer (several may share one) sees its values.
 
@@ -332,7 +335,7 @@ def collect(
         observers: Of tensors, by name.
         reader: The data.
         settings: Limits, providers.
-        means: Taken too, but of a model that masks: its positions are not apart here.
+        besides: What else is taken.
     """
     if reader is None and settings.calibration.random_data:
         reader = _random(model, settings)
@@ -342,7 +345,7 @@ def collect(
             "data reader. Possible: pass one (--calib on the command line), or weight-only quantization."
         )
     inputs, padding = model_inputs(model), Padding.of(model)
-    model, observers = beside(means, model, observers, padding)
+    model, observers = beside(besides, model, observers, padding)
     wanted = [name for name in observers if name not in inputs]
     count = 0
     seen: dict[str, Any] = {}

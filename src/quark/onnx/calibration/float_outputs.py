@@ -41,6 +41,7 @@ class FloatOutputs:
         open_session: How a model is run, the float one too.
         count: How many of the samples, from the first; None for all.
         folder: Where outputs go that memory does not hold; None for the system's temporary folder.
+        given: (sample, name) -> an output, if the model ran elsewhere.
 
     Attributes:
         forward_seconds: What the fastest sample took; the first counts the session, too.
@@ -54,12 +55,13 @@ class FloatOutputs:
         open_session: OpenSession,
         count: int | None = None,
         folder: str | None = None,
+        given: Store | None = None,
     ) -> None:
         self.names, self._data, self._open_session = names, data, open_session
         self._count = len(data) if count is None else min(count, len(data))
-        self._store, self._padding = Store(folder=folder), Padding.of(model)
+        self._store, self._padding = Store(folder=folder) if given is None else given, Padding.of(model)
         self.forward_seconds, start = math.inf, own_time()
-        for sample, arrays in enumerate(self._run(model)):
+        for sample, arrays in enumerate(() if given is not None else self._run(model)):
             self.forward_seconds = min(self.forward_seconds, own_time() - start)
             for name, array in zip(names, arrays, strict=True):
                 self._store[sample, name] = array

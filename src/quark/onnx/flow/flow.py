@@ -21,6 +21,7 @@ from quark.onnx.algorithms.rescaling.bias_correction import (
     learning_starts_corrected,
     wanted_means,
 )
+from quark.onnx.calibration.besides import Besides
 from quark.onnx.calibration.calibrate import repeatable, run_random
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.joined_ends import leave_joined_ends
@@ -106,6 +107,7 @@ def start(
     known: dict[str, Statistics] | None = None,
     *,
     choose: Choose,
+    besides: Besides | None = None,
 ) -> Written:
     """Calibrate a prepared model, which is changed, and write its codes.
 
@@ -117,6 +119,7 @@ def start(
             memory, or "" where it is not known.
         known: Statistics in memory by the fingerprint of what they are of, used and completed instead of a file.
         choose: What decides the rest, of the graph and of each body.
+        besides: What else calibration of the graph takes, or took before; nothing of one that is simulated.
 
     Raises:
         NothingToQuantizeError: Neither in the graph nor in a body.
@@ -130,7 +133,7 @@ def start(
         reader = repeatable(reader, model, settings)
     quantized: QuantizedLayers | NothingToQuantizeError
     try:
-        quantized = _write_graph(model, settings, reader, choose, identity, known)
+        quantized = _write_graph(model, settings, reader, choose, identity, known, besides)
     except NothingToQuantizeError as error:
         if not bodies:
             raise
@@ -198,6 +201,7 @@ def _write_graph(
     choose: Choose,
     identity: str,
     known: dict[str, Statistics] | None,
+    besides: Besides | None,
 ) -> QuantizedLayers:
     """Write the codes of the nodes of a model, not those of its bodies."""
     data = reader if settings.algorithms or settings.correct_biases else None
@@ -214,9 +218,12 @@ def _write_graph(
     settings = form.settings
     reference = model.clone()
     twins = dict(zip(model.graph, reference.graph, strict=True))
-    means = wanted_means(model, settings) if form.reader is data else None
-    decision = decide(model, settings, form.reader, identity, form.statistics, means=means)
-    quantized = QuantizedLayers(decision, reference, data, means)
+    if besides is None or (changed and besides.outputs):
+        besides = Besides()
+    if form.reader is data:
+        besides.want_means(wanted_means(model, settings))
+    decision = decide(model, settings, form.reader, identity, form.statistics, besides=besides)
+    quantized = QuantizedLayers(decision, reference, data, besides)
     quantized.write(twins)
     return quantized
 

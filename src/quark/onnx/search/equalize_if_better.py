@@ -9,21 +9,23 @@ algorithms learn: equalized weights lose less, but the activations between them 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
 
 from quark.base.log import logger, severity
+from quark.core.array import NumpyArray
 from quark.core.metrics import Metric
 from quark.errors import NotSupportedError
-from quark.onnx.algorithms.rescaling.cle import equalize
+from quark.onnx.algorithms.rescaling.cle import Pair, equalized_pairs
+from quark.onnx.calibration.besides import Besides, Channels
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.algo_configs import CLEConfig
 from quark.onnx.config.settings import Settings
 from quark.onnx.flow.flow import Written
-from quark.onnx.search.evaluator import PartScorer
+from quark.onnx.search.evaluator import PartScorer, float_outputs
 
 Start = Callable[..., Written]
 """`quark.onnx.flow.flow.start`, its choice decided."""
@@ -53,30 +55,66 @@ def equalize_if_better(
     decided = replace(settings, equalize_if_better=False)
     plain = replace(decided, equalization=None)
     assert isinstance(settings.equalization, CLEConfig)
-    pairs = equalize(model.clone(), settings.equalization, settings)
+    pairs = equalized_pairs(model.clone(), settings.equalization, settings)
     # Ranges that a file has, or gets, are those of the model as it is.
     if data is None or settings.calibration.files or not pairs:
         return plain, None
+    candidates = {equalized: replace(each, algorithms=()) for equalized, each in ((False, plain), (True, decided))}
     try:
-        scorer = PartScorer(model, _spread(data), Metric("sqnr"), settings)
-        written, scores = dict[bool, Written](), dict[bool, float]()
-        for equalized in (False, True):
-            each = replace(decided if equalized else plain, algorithms=())
-            # What is said of the layers of one model is true of the other.
-            with severity(2 if equalized or settings.algorithms else None):
-                written[equalized] = start(model.clone(), each, data, "", known)
-            scores[equalized], _ = scorer.score(written[equalized].model)
+        written, (before, after) = _compare(model, data, candidates, pairs, start, known, bool(settings.algorithms))
     except NotSupportedError as error:
         logger.info("Not equalized, as the outputs cannot be compared: %s", error)
         return plain, None
-    before, after = scores[False], scores[True]
     kept = after >= before and not math.isnan(after)
     what = "kept" if kept else "left out"
-    logger.info("Cross-layer equalization of %d pairs: SQNR %.2f -> %.2f dB: %s.", pairs, before, after, what)
+    logger.info("Cross-layer equalization of %d pairs: SQNR %.2f -> %.2f dB: %s.", len(pairs), before, after, what)
     return decided if kept else plain, None if settings.algorithms else written[kept]
 
 
-def _spread(data: Samples) -> Samples:
-    """At most SAMPLES of the samples, evenly spread."""
+def _compare(
+    model: ir.Model,
+    data: Samples,
+    candidates: dict[bool, Settings],
+    pairs: Sequence[tuple[Pair, NumpyArray]],
+    start: Start,
+    known: dict[str, Statistics] | None,
+    muted: bool,
+) -> tuple[dict[bool, Written], list[float]]:
+    """Write the codes of both candidates, with one pass of the float model over the data; score both.
+
+    Args:
+        model, data, start, known: As above.
+        candidates: Whether equalized -> the settings.
+        pairs: What the equalization does.
+        muted: Whether nothing is said of layers.
+
+    Raises:
+        NotSupportedError: The outputs cannot be compared.
+    """
+    positions, settings = _spread(data), candidates[False]
+    rescaled = {
+        value.name or "": Channels(axis, scale) for pair, scale in pairs for value, axis in pair.between if axis
+    }
+    besides = Besides(samples=positions, outputs=float_outputs(model), rescaled=rescaled)
+    written = {}
+    for equalized, each in candidates.items():
+        # What is said of the layers of one model is true of the other.
+        with severity(2 if equalized or muted else None):
+            taken = besides.of_equalized() if equalized else besides
+            written[equalized] = start(model.clone(), each, data, "", known, taken)
+    given = besides.kept if besides.has_outputs else None
+    scorer = PartScorer(model, data.part(positions), Metric("sqnr"), settings, given=given)
+    return written, [scorer.score(made.model)[0] for made in written.values()]
+
+
+def _rescaled(pairs: Sequence[tuple[Pair, NumpyArray]]) -> dict[str, Channels]:
+    """What the tensors between pairs are multiplied by; none where the channels of one lie nobody knows where."""
+    between = [(value.name or "", axis, scale) for pair, scale in pairs for value, axis in pair.between]
+    found = {name: Channels(axis, scale) for name, axis, scale in between if axis is not None}
+    return found if len(found) == len(between) else {}
+
+
+def _spread(data: Samples) -> list[int]:
+    """The positions of at most SAMPLES of the samples, evenly spread."""
     count = min(len(data), SAMPLES)
-    return data.part([i * len(data) // count for i in range(count)])
+    return [i * len(data) // count for i in range(count)]

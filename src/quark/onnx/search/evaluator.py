@@ -36,7 +36,7 @@ from quark.core.array import NumpyArray
 from quark.core.metrics import Comparison, Metric, cosine, decibel, is_distribution, kl, logits_of, scores_of
 from quark.errors import ConfigError, NonFiniteError, NotSupportedError, did_you_mean
 from quark.onnx.calibration.calibrate import model_session
-from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.data.samples import Samples, Store
 from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
@@ -108,6 +108,7 @@ class PartScorer(Scorer):
         metric: Of each part of a float output (`graph/output_parts.py`) over all samples; the worst counts.
         settings: The execution providers.
         by_scores: Judge a part that is a distribution, or of probabilities, by its scores: see `core/metrics.py`.
+        given: (sample, name) -> its float outputs; None to run the float model for them.
 
     Attributes:
         scored: Parts that were judged so.
@@ -117,12 +118,20 @@ class PartScorer(Scorer):
     """
 
     def __init__(
-        self, reference: ir.Model, data: Samples, metric: Metric, settings: Settings, by_scores: bool = False
+        self,
+        reference: ir.Model,
+        data: Samples,
+        metric: Metric,
+        settings: Settings,
+        by_scores: bool = False,
+        given: Store | None = None,
     ) -> None:
         self.metric, self._by_scores, self.scored = metric, by_scores, set[OutputPart]()
         names, parts = float_outputs(reference), output_parts(reference)
         self._parts = [parts[name] for name in names]
-        self.expected = FloatOutputs(reference, names, data, lambda model: model_session(model, [], settings))
+        self.expected = FloatOutputs(
+            reference, names, data, lambda model: model_session(model, [], settings), given=given
+        )
         self._centers: dict[OutputPart, float] = {}
 
     def of(self, outputs: Samplewise) -> tuple[float, OutputPart]:

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from quark.base.log import logger
 from quark.errors import NothingQualifiesError, NotSupportedError
 from quark.onnx.algorithms import AFTER, BEFORE, check_data
+from quark.onnx.calibration.besides import Besides
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.joined_ends import leave_joined_ends
@@ -75,10 +76,15 @@ def convert(
 
 
 def start_as_chosen(
-    model: ir.Model, settings: Settings, reader: Any, identity: str = "", known: dict[str, Statistics] | None = None
+    model: ir.Model,
+    settings: Settings,
+    reader: Any,
+    identity: str = "",
+    known: dict[str, Statistics] | None = None,
+    besides: Besides | None = None,
 ) -> Written:
     """Write the codes of a prepared model; the arguments are those of `flow.start`."""
-    return start(model, settings, reader, identity, known, choose=choose)
+    return start(model, settings, reader, identity, known, choose=choose, besides=besides)
 
 
 def choose(form: FloatForm) -> FloatForm:

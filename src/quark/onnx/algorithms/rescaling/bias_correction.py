@@ -28,9 +28,9 @@ from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import PRODUCTS, RealRows
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers, decoded
 from quark.onnx.algorithms.sliced_run import SlicedRun
+from quark.onnx.calibration.besides import SampleRows, position_means
 from quark.onnx.calibration.data.padding import Padding
 from quark.onnx.calibration.data.samples import Samples, Store, required
-from quark.onnx.calibration.output_means import OutputMeans, SampleRows, position_means
 from quark.onnx.calibration.sliced_session import SlicedSession
 from quark.onnx.config.algo_configs import AdaQuantConfig, AdaRoundConfig, BiasCorrectionConfig
 from quark.onnx.config.settings import Settings
@@ -101,14 +101,12 @@ def learning_starts_corrected(settings: Settings) -> bool:
     return learns and activation is not None and activation.scale_type is not ScaleType.pof2
 
 
-def wanted_means(model: ir.Model, settings: Settings) -> OutputMeans | None:
-    """The means of a float model that a correction asks for; None where none is made, or where its own Q/DQ compute."""
+def wanted_means(model: ir.Model, settings: Settings) -> list[ir.Node]:
+    """The layers of a float model whose means a correction asks for; none where its own Q/DQ compute."""
     asked = settings.correct_biases or any(isinstance(one, BiasCorrectionConfig) for one in settings.algorithms)
     if not asked or any(node.op_type == "QuantizeLinear" for node in model.graph):
-        return None
-    return OutputMeans.of(
-        [node for node in select_nodes(model, settings) if is_op(node, *WITH_BIAS) or matmul_bias(node)]
-    )
+        return []
+    return [node for node in select_nodes(model, settings) if is_op(node, *WITH_BIAS) or matmul_bias(node)]
 
 
 def _least(settings: Settings) -> int:
@@ -199,7 +197,7 @@ class _Means:
     """
 
     def __init__(self, quantized: QuantizedLayers, data: Samples) -> None:
-        self._reference, self._data, self._known = quantized.reference, data, quantized.means
+        self._reference, self._data, self._known = quantized.reference, data, quantized.besides
         self._real = RealRows(Padding.of(quantized.reference), data)
 
     def __call__(self, layer: QuantizedLayer, sample: int, output: NumpyArray) -> NumpyArray:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from quark.core.array import NumpyArray
 from quark.core.solvers.equalize import channel_range, equalizing_scale
 from quark.errors import ConfigError
 from quark.onnx.calibration.data.samples import Samples
@@ -36,29 +37,38 @@ class Pair:
         first: The weight of the first layer, along its output channels.
         second: The weight of the second, along its input channels.
         biases: The constants between them that are biases of the first.
+        between: The tensors between them, and the axis of their channels, where they have one.
     """
 
     first: ChannelConstant
     second: ChannelConstant
     biases: tuple[ChannelConstant, ...]
+    between: tuple[tuple[ir.Value, int | None], ...]
 
 
 def equalize(model: ir.Model, config: CLEConfig, settings: Settings, data: Samples | None = None) -> int:
     """Equalize every pair; return how many there are. Raises ConfigError for an unknown balance method, or no steps."""
+    return len(equalized_pairs(model, config, settings))
+
+
+def equalized_pairs(model: ir.Model, config: CLEConfig, settings: Settings) -> list[tuple[Pair, NumpyArray]]:
+    """The same; return the pairs, and what the channels of the tensors between them were multiplied by."""
     if config.cle_balance_method != "max":
         raise ConfigError(f"cle_balance_method={config.cle_balance_method!r}; possible: 'max'.")
     if config.cle_steps < 1 and config.cle_steps != -1:
         raise ConfigError(f"cle_steps={config.cle_steps}; possible: from 1, or -1 for until nothing changes.")
     pairs = [pair for node in model.graph if (pair := _pair(node)) is not None]
+    scales = [np.ones(1)] * len(pairs)
     for _ in range(config.cle_steps if config.cle_steps > 0 else MOST_STEPS):
-        change = [_balance(pair, config, not settings.specs.int32_bias) for pair in pairs]
-        if sum(change) < config.cle_total_layer_diff_threshold:
+        steps = [_balance(pair, config, not settings.specs.int32_bias) for pair in pairs]
+        scales = [scale * step for scale, step in zip(scales, steps, strict=True)]
+        if sum(float(np.abs(step - 1).mean()) for step in steps) < config.cle_total_layer_diff_threshold:
             break
-    return len(pairs)
+    return list(zip(pairs, scales, strict=True))
 
 
-def _balance(pair: Pair, config: CLEConfig, coarse_bias: bool) -> float:
-    """Rescale one pair; return the mean change of a scale. An int32 bias, unlike a coarse one, has no range to mind."""
+def _balance(pair: Pair, config: CLEConfig, coarse_bias: bool) -> NumpyArray:
+    """Rescale one pair; return the scale of each channel. An int32 bias, unlike a coarse one, has no range to mind."""
     first, second = pair.first, pair.second
     ranges = channel_range(first.array, first.axis)
     if config.cle_scale_append_bias and coarse_bias:
@@ -71,7 +81,7 @@ def _balance(pair: Pair, config: CLEConfig, coarse_bias: bool) -> float:
     for part in (first, *pair.biases):
         part.multiply(scale)
     second.multiply(1 / scale)
-    return float(np.abs(scale - 1).mean())
+    return scale
 
 
 def _pair(node: ir.Node) -> Pair | None:
@@ -81,12 +91,13 @@ def _pair(node: ir.Node) -> Pair | None:
     first, channels = weight_by_output(node), output_channels(node)
     biases = [ChannelConstant(node, 2)] if len(node.inputs) > 2 and node.inputs[2] is not None else []
     # Along which axis the channels of a value lie. A layer reads them along the one that it writes its own along.
-    axis, value = result_axis(node), node.outputs[0]
+    axis, value, between = result_axis(node), node.outputs[0], list[tuple[ir.Value, int | None]]()
     while read_once(value):
+        between.append((value, axis))
         ((reader, index),) = value.uses()
         if index == 0 and _reads_channels(reader, axis, channels):
             whole = all(_is_unshared(bias.value) and bias.array.size in (1, channels) for bias in biases)
-            return Pair(first, _second(reader), tuple(biases)) if whole else None
+            return Pair(first, _second(reader), tuple(biases), tuple(between)) if whole else None
         bias = added_bias(value, channels) if axis == -1 else None
         if bias is not None:
             biases.append(bias)
