@@ -3,6 +3,7 @@
 resnet50.onnx   the layout of ResNet-50 (He et al. 2015), input x (1, 3, 224, 224)
 resnet18.onnx   the layout of ResNet-18, with the statistics of its own activations in BatchNormalization
 encoder.onnx    6 BERT-like layers, 384 wide, 12 heads, input ids (1, 128)
+bert_base.onnx  12 of them, 768 wide, as BERT-base has; only where it is asked for
 linear.onnx     20 MatMul of 5808 x 5808 with a Relu between: 2.7 GB; only with --large
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -130,7 +131,7 @@ class Encoder(nn.Module):
 def samples(name: str, count: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
     """Feeds for a model."""
     random = np.random.default_rng(seed)
-    if name == "encoder":
+    if name in ("encoder", "bert_base"):
         return [{"ids": random.integers(0, 1000, (1, 128))} for _ in range(count)]
     feeds = [{"x": random.normal(size=(1, 3, 224, 224)).astype(np.float32)} for _ in range(count)]
     if name == "resnet18":
@@ -140,17 +141,24 @@ def samples(name: str, count: int, seed: int = 0) -> list[dict[str, np.ndarray]]
     return feeds
 
 
-def export(folder: Path) -> None:
-    """Write resnet50.onnx, encoder.onnx and resnet18.onnx where they are missing."""
-    if all((folder / f"{name}.onnx").exists() for name in ("resnet50", "encoder", "resnet18")):
-        return
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resnet50": resnet50,
+    "encoder": Encoder,
+    "resnet18": resnet18,
+    "bert_base": lambda: Encoder(12, 768),
+}
+"""Name -> what makes a model."""
+
+
+def export(folder: Path, names: Sequence[str] = ("resnet50", "encoder", "resnet18")) -> None:
+    """Write models where they are missing."""
     folder.mkdir(parents=True, exist_ok=True)
-    small = resnet18()
-    torch.manual_seed(0)
-    for name, model in {"resnet50": resnet50(), "encoder": Encoder(), "resnet18": small}.items():
+    for name in names:
         path = folder / f"{name}.onnx"
         if path.exists():
             continue
+        torch.manual_seed(0)
+        model = MODELS[name]()
         for norm in model.modules():
             if isinstance(norm, nn.BatchNorm2d) and norm.momentum is not None:
                 nn.init.uniform_(norm.weight, 0.5, 1.0)
@@ -190,9 +198,10 @@ def export_linear(folder: Path, count: int = 20, width: int = 5808) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*", default=["resnet50", "encoder", "resnet18"])
     parser.add_argument("--large", action="store_true")
     arguments = parser.parse_args()
-    export(arguments.folder)
+    export(arguments.folder, arguments.names)
     if arguments.large:
         export_linear(arguments.folder)
     sys.stdout.write("\n".join(sorted(p.name for p in arguments.folder.iterdir())) + "\n")
