@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from transformers import ViTConfig, ViTForImageClassification
 
 from quark.commands.folders.report import input_range
 from quark.core.metrics import kl, kl_by_row
@@ -193,6 +194,20 @@ def test_quantize_writes_the_page_of_what_it_wrote(places: dict[str, Path], tmp_
 
 
 @pytest.mark.slow
+def test_a_page_without_data_measures_on_the_text_of_the_package(places: dict[str, Path], tmp_path: Path) -> None:
+    page, out = tmp_path / "page.html", tmp_path / "out"
+    done = quark("quantize", places["llama"], "--scheme", "int8_wo", "-o", out, "--report", page)
+    assert (done.code, done.err) == (0, "")
+    assert "Measured on the text of the package." in page.read_text(encoding="utf-8")
+    assert "nats (the text of the package) |" in (out / "README.md").read_text(encoding="utf-8")
+    pictures = ViTForImageClassification(ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+    pictures.save_pretrained(tmp_path / "vit")
+    line = ("quantize", tmp_path / "vit", "--scheme", "int8_wo", "-o", tmp_path / "other")
+    refused = quark(*line, "--report", tmp_path / "other.html")
+    assert refused.code == 1 and "--calib" in refused.err and not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
 def test_quantize_shows_the_path_of_a_recovery(places: dict[str, Path], tmp_path: Path) -> None:
     line = ("--config", "A8W8", "--calib", places["samples.npz"], "--batch-size", "4", "--recover", "--reach", "20")
     page = tmp_path / "page.html"
@@ -208,7 +223,7 @@ def test_quantize_refuses_a_page_that_it_cannot_write_before_the_work(places: di
     llama, text = places["llama"], places["text.txt"]
     line = ("quantize", llama, "--scheme", "int8_wo", "-o", tmp_path / "out")
     bad = [
-        ((*line, "--report", tmp_path / "page.html"), "--calib"),
+        (("quantize", places["float.onnx"], "-o", tmp_path / "out", "--report", tmp_path / "page.html"), "--calib"),
         ((*line, "--calib", text, "--report", tmp_path / "there.html"), "exists already"),
         ((*line, "--calib", text, "--report", tmp_path), "a folder"),
         ((*line, "--calib", text, "--report", text, "--force"), "is read"),

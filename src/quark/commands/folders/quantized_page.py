@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quark.commands.results.quantized import write_quantized_page
 from quark.errors import ConfigError
+from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs import FolderRequest
 from quark.jobs.evaluate import EvaluateFolders, evaluate_folders, evaluate_pipeline
 from quark.report.figures import MOST_BARS
@@ -22,20 +23,21 @@ if TYPE_CHECKING:
 
 WINDOWS, LENGTH = 16, 256
 """Of a calibration text: how many windows are measured, and their tokens."""
+PACKAGE = "the text of the package"
 BUDGETS = 24
 """Points on the line of what budgets give."""
 
 
 def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
     """Write the page of a folder that was made of another, and figures into its model card; nothing without a page."""
-    if request.report is None or request.calib is None:
+    if request.report is None:
         return
     from quark.commands.folders.report import folder_sections, pipeline_sections
     from quark.torch.writers.model_card import add_figures
 
     output = Path(request.output)
     asked = EvaluateFolders(
-        model=request.model, quantized=output, data=request.calib, windows=WINDOWS, length=LENGTH,
+        model=request.model, quantized=output, data=request.calib or DEFAULT_TEXT, windows=WINDOWS, length=LENGTH,
         device=request.device, dtype=request.dtype, trust_remote_code=request.trust_remote_code,
         keep_unexpected=request.keep_unexpected,
     )  # fmt: skip
@@ -47,17 +49,17 @@ def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
     found = evaluate_folders(asked)
     names = [each if isinstance(each, str) else each.name for each in result.configured.algorithms]
     words = f"Quantized by {', with '.join([result.configured.title, *names])}."
-    sections = folder_sections(found, f"{words}\nMeasured on the calibration data.")
+    sections = folder_sections(found, f"{words}\nMeasured on {'the calibration data' if request.calib else PACKAGE}.")
     if result.errors:
         sections.insert(2, errors_section(result.errors))
     if result.budget is not None:
         sections.insert(2, budget_section(*result.budget))
     write_quantized_page(request.report, output, request.model, sections)
-    add_figures(output, _figures(found))
+    add_figures(output, _figures(found, "calibration data" if request.calib else PACKAGE))
 
 
-def _figures(found: Any) -> dict[str, str]:
-    """What a model card says of the measurement."""
+def _figures(found: Any, data: str) -> dict[str, str]:
+    """What a model card says of the measurement on `data`."""
     lines = {f"SQNR of {name}": f"{output.comparison.sqnr:.2f} dB" for name, output in found.comparison.outputs.items()}
     if found.comparison.perplexity:
         first, second = found.comparison.perplexity
@@ -68,7 +70,7 @@ def _figures(found: Any) -> dict[str, str]:
         lines["Mean KL divergence of a token"] = (
             f"{float(torch.cat(list(found.comparison.divergence)).mean()):.4g} nats"
         )
-    return {name: f"{value} (calibration data)" for name, value in lines.items()}
+    return {name: f"{value} ({data})" for name, value in lines.items()}
 
 
 def errors_section(errors: Sequence[BlockErrors]) -> Section:

@@ -9,7 +9,9 @@ from quark.base.command_line import results
 from quark.base.files import check_apart
 from quark.base.log import logger
 from quark.errors import ConfigError
+from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs import JobRequest
+from quark.jobs.request import is_onnx
 from quark.report.page import Section, check_page, write_page
 
 
@@ -22,15 +24,26 @@ def check_report(request: JobRequest, form: str) -> None:
     """
     if request.report is None:
         return
-    if request.calib is None:
+    if form in ("gguf", "onnx"):
+        raise ConfigError(f"--report compares folders, and --export-format {form} is a file. Possible: no --report.")
+    data = request.calib or _text_of_the_package(request)
+    if data is None:
         raise ConfigError(
             "--report measures outputs on calibration data, and there are none. Possible: --calib, or afterwards "
             "`quark evaluate FLOAT QUANTIZED --data DATA --report FILE`."
         )
-    if form in ("gguf", "onnx"):
-        raise ConfigError(f"--report compares folders, and --export-format {form} is a file. Possible: no --report.")
-    check_page(request.report, request.model, request.calib, overwrite=request.force)
+    check_page(request.report, request.model, data, overwrite=request.force)
     check_apart(request.report, request.output)
+
+
+def _text_of_the_package(request: JobRequest) -> Path | None:
+    """What a page measures on where no data are given; None of a model that does not read text."""
+    if is_onnx(request.model) or not (request.model / "config.json").is_file():
+        return None
+    from quark.jobs.folders.models import inputs_of, load_meta_model
+
+    trusted = getattr(request, "trust_remote_code", False)
+    return DEFAULT_TEXT if inputs_of(request.model, load_meta_model(request.model, trusted)).reads_text else None
 
 
 def size_line(title: str, before: int, after: int, seconds: float, rest: str = "") -> str:
