@@ -10,9 +10,11 @@ import pytest
 
 import quark
 from quark.errors import ConfigError
-from quark.goals import GOALS
-from quark.jobs import FolderRequest, request_of
+from quark.goals import EFFORTS, GOALS
+from quark.jobs import FolderJob, FolderRequest, request_of, resolve
+from quark.jobs.configure_folder import configure
 from quark.jobs.folders.bit_budget import asked_budget
+from quark.jobs.run_file import QUICK, recovery_of
 from tests.commands.program import quark as program
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT
 
@@ -100,3 +102,16 @@ def test_layers_of_which_a_program_makes_one_get_one_scheme_of_a_budget(
     request = FolderRequest(model=LANGUAGE_MODEL, bits=5.0, candidates=tuple(candidates or ()) or None)
     budget = asked_budget(request, form, choice)
     assert budget is not None and budget.fused_by == fused_by
+
+
+def test_data_bring_qronos_to_a_mix_of_block_types() -> None:
+    said = {"scheme": "q4_k_m", "export_format": "gguf", "output": "out.gguf"}
+    jobs = (resolve(request_of(LANGUAGE_MODEL, said | more)) for more in ({}, {"calib": TEXT / "calibration.txt"}))
+    assert [configure(job).algorithms for job in jobs if isinstance(job, FolderJob)] == [[], ["qronos"]]
+
+
+def test_an_effort_says_how_long_an_onnx_file_is_searched() -> None:
+    searches = {effort: recovery_of(effort, has_data=True) for effort in EFFORTS}
+    assert searches["fast"] is None and searches["balanced"] is QUICK
+    assert searches["best"] is not None and searches["best"].budget == "10m" and not searches["best"].quick
+    assert not any(recovery_of(effort, has_data=False) for effort in EFFORTS)
