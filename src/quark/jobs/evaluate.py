@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.base.files import require_regular
+from quark.base.log import logger
 from quark.errors import ConfigError, UsageError
 from quark.jobs.options import option, same_as
 from quark.jobs.request import FileRequest, FolderRequest, JobRequest, Kinds, ModelRequest, is_pipeline
@@ -179,6 +180,7 @@ def evaluate_pipeline(request: EvaluateFolders) -> dict[str, MeasuredFolders]:
         QuarkError: As `evaluate_folders`.
     """
     from quark.jobs.folders.pipeline import data_of, denoisers
+    from quark.torch.model.folder_files import components
     from quark.torch.model.model_folder import read_config
 
     for path, other in ((request.model, request.quantized), (request.quantized, request.model)):
@@ -191,6 +193,10 @@ def evaluate_pipeline(request: EvaluateFolders) -> dict[str, MeasuredFolders]:
     names = [name for name in names if read_config(made / name).get("quantization_config")]
     if not names:
         raise ConfigError(f"{made} holds no quantized denoiser. Possible: the folders of a component.")
+    others = [name for name in components(made) if name not in names and (made / name / "config.json").is_file()]
+    others = [name for name in others if read_config(made / name).get("quantization_config")]
+    if others:
+        logger.info("Not measured, as recorded steps are those of denoisers: %s.", ", ".join(others))
     part = replace(request, text=None, prompt=None)
     return {
         name: evaluate_folders(
