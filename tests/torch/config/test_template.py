@@ -111,6 +111,18 @@ def test_a_tower_is_a_part_and_not_what_the_whole_model_is_called() -> None:
     assert SELECTORS["@non_text"](Speech()) == {"speech.audio_tower", "speech.video_tower", "speech.connector"}
 
 
+def test_what_a_denoiser_makes_is_no_tower_of_a_model_of_texts() -> None:
+    class Video(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.visual_transformer_blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+        def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            return hidden_states
+
+    assert SELECTORS["@non_text"](Video()) == set()
+
+
 def test_a_documented_family_shows_the_documented_lists() -> None:
     assert LLMTemplate.get("mixtral").get_config("fp8").exclude == ["lm_head", "*.gate"]
     assert LLMTemplate.get("gpt_oss").exclude_layers_name == ["lm_head", "*router*"]

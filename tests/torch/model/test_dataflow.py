@@ -173,6 +173,14 @@ def test_a_move_repeats_what_was_done_to_the_elements() -> None:
     assert torch.equal(view.move(rows)[0, 0, :, 0], torch.tensor([0, 24, 48, 72]))
 
 
+def test_a_view_is_repeated_of_a_tensor_in_another_order_of_memory() -> None:
+    x = torch.randn(2, 3, 4)
+    (view,) = record(nn.Sequential(nn.Identity()), lambda: x.view(6, 4)).nodes
+    assert view.move is not None
+    rows = torch.arange(4.0).expand(2, 3, 4)
+    assert torch.equal(view.move(rows), rows.reshape(6, 4))
+
+
 class FlexAttention(nn.Module):
     """Attention that compiles itself, and has no backward on a CPU."""
 

@@ -56,10 +56,10 @@ def routers(model: nn.Module) -> set[str]:
 def non_text(model: nn.Module) -> set[str]:
     """Layers of vision and audio towers and of the projectors behind them, in a model that writes text.
 
-    In one that does not (a classifier of images, an encoder of both) they are the model.
+    In one that does not (a classifier of images, an encoder of both, a denoiser) they are the model.
     """
     writes = getattr(model, "can_generate", lambda: True)
-    if not writes():
+    if not writes() or is_denoiser(type(model)):
         return set()
     # What the whole model is called (`speecht5.`) says nothing of its parts.
     prefix = f"{getattr(model, 'base_model_prefix', '')}."

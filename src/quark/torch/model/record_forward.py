@@ -203,6 +203,8 @@ def _again(func: Any, args: Any, kwargs: Any) -> Callable[[torch.Tensor], Any] |
     if not args or any(other.is_floating_point() or other.is_meta for other in others):
         return None
     moved_args, moved_kwargs = tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, rest)
+    if getattr(func, "__name__", "") == "view" and not any(isinstance(leaf, torch.dtype) for leaf in tree_leaves(rest)):
+        func = torch.Tensor.reshape  # the same values, of a tensor in another order of memory, too
     return lambda tensor: func(tensor, *moved_args, **moved_kwargs)
 
 
