@@ -181,7 +181,6 @@ def evaluate_pipeline(request: EvaluateFolders) -> dict[str, MeasuredFolders]:
     """
     from quark.jobs.folders.pipeline import data_of, denoisers
     from quark.torch.model.folder_files import components
-    from quark.torch.model.model_folder import read_config
 
     for path, other in ((request.model, request.quantized), (request.quantized, request.model)):
         if not is_pipeline(path):
@@ -189,12 +188,11 @@ def evaluate_pipeline(request: EvaluateFolders) -> dict[str, MeasuredFolders]:
     if request.prompt and request.report is None:
         raise ConfigError("--prompt is for the pictures of a page. Possible: --report FILE.")
     made, steps = request.quantized, held_out(request)
-    names = [name for name in denoisers(request.model) if (made / name / "config.json").is_file()]
-    names = [name for name in names if read_config(made / name).get("quantization_config")]
+    coded = [name for name in components(made) if _is_quantized(made / name)]
+    known = denoisers(request.model)
+    names, others = ([name for name in coded if (name in known) is wanted] for wanted in (True, False))
     if not names:
         raise ConfigError(f"{made} holds no quantized denoiser. Possible: the folders of a component.")
-    others = [name for name in components(made) if name not in names and (made / name / "config.json").is_file()]
-    others = [name for name in others if read_config(made / name).get("quantization_config")]
     if others:
         logger.info("Not measured, as recorded steps are those of denoisers: %s.", ", ".join(others))
     part = replace(request, text=None, prompt=None)
@@ -204,6 +202,12 @@ def evaluate_pipeline(request: EvaluateFolders) -> dict[str, MeasuredFolders]:
         )
         for name in names
     }
+
+
+def _is_quantized(folder: Path) -> bool:
+    from quark.torch.model.model_folder import read_config
+
+    return (folder / "config.json").is_file() and bool(read_config(folder).get("quantization_config"))
 
 
 def _require_same_architecture(before: dict[str, Any], after: dict[str, Any]) -> None:
