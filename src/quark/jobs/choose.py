@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from quark.base.log import logger
 from quark.core.schemes import in_smaller_groups
@@ -94,27 +95,29 @@ def _widest(request: FolderRequest, goal: RuntimeGoal, size: str) -> str:
     return max(fitting, key=lambda scheme: fitting[scheme])
 
 
-def fitted_choice(choice: GoalChoice, request: FolderRequest) -> GoalChoice:
-    """The choice for the layers of a folder; see `GoalChoice.fitted`. Reads no weights."""
+def fitted_choice(choice: GoalChoice, request: FolderRequest, load_meta: Callable[[], Any]) -> GoalChoice:
+    """The choice for the layers of a folder; see `GoalChoice.fitted`. Reads no weights.
+
+    Args:
+        choice, request: The choice, and for which folder.
+        load_meta: Gives the model without weights, whose experts are taken apart where the scheme asks for it.
+    """
     # The flow imports torch: after the goal is known.
-    from quark.jobs.folders.models import load_meta_model
     from quark.jobs.folders.schemes import config_of
     from quark.torch.model.model_folder import read_config
     from quark.torch.model.passes import prepare
     from quark.torch.plan import chooser, divides
 
-    model, trusted = request.model, request.trust_remote_code
-
     def fits(scheme: str) -> bool:
         config = config_of(request, scheme, choice.form)
         try:
-            meta = load_meta_model(model, trusted)
+            meta = load_meta()
             prepare(meta, chooser(config, meta).wanted)
             return divides(config, meta)
         except QuarkError:  # which the work itself meets, or does not: of a checkpoint in FP8 there is no plan
             return True
 
-    fitted = choice.fitted(fits, read_config(model).get("model_type", ""))
+    fitted = choice.fitted(fits, read_config(request.model).get("model_type", ""))
     if fitted.scheme != choice.scheme:
         logger.info("%s in the place of %s: its groups divide this model.", fitted.scheme, choice.scheme)
     return fitted

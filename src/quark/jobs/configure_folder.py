@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from quark.base.log import logger, severity
@@ -121,12 +121,10 @@ def configure(job: FolderJob, aloud: bool = False) -> Configured:
     Raises:
         QuarkError: What is asked for does not go together, or does not fit the model.
     """
-    # The flow imports torch: when it runs, so that --help is instant.
-    from quark.jobs.folders.models import load_meta_model
-
     request, choice, form = job.request, job.choice, job.form
     network = _check_library(job)
-    choice = fitted_choice(choice, request) if choice is not None else None
+    model = _without_weights(request)
+    choice = fitted_choice(choice, request, lambda: model()[0]) if choice is not None else None
     budget = asked_budget(request, form, choice) if choice is None or choice.mixed is not None else None
     scheme = choice.scheme if choice is not None else request.scheme
     if budget is not None:
@@ -145,11 +143,34 @@ def configure(job: FolderJob, aloud: bool = False) -> Configured:
     config = _calibrated(request, _config(job, scheme, budget, algorithms or None))
     plan = None
     if choice is not None:
-        meta = partial(load_meta_model, request.model, request.trust_remote_code)
-        config, plan = for_goal(meta, config, choice.goal, form, aloud)
+        config, plan = _planned_for_goal(model, config, choice.goal, form, aloud)
     why = _reason_for_data(request, scheme, budget, config)
     calibration, lacks = _data_of(request, why, network)
     return Configured(job, choice, scheme, budget, algorithms, config, calibration, plan, lacks)
+
+
+def _planned_for_goal(
+    model: Callable[[], tuple[Any, int]], config: Any, goal: RuntimeGoal, form: str, aloud: bool
+) -> tuple[Any, FolderPlan | None]:
+    """What `for_goal` gives for a model of `_without_weights`."""
+    config, plan = for_goal(lambda: model()[0], config, goal, form, aloud)
+    return config, plan if plan is None else replace(plan, before=model()[1])
+
+
+def _without_weights(request: FolderRequest) -> Callable[[], tuple[Any, int]]:
+    """The function that gives the model without weights, which it makes once, and its bytes in float: before experts
+    that share a tensor are taken apart.
+    """
+    # The flow imports torch: when it runs, so that --help is instant.
+    from quark.jobs.folders.models import load_meta_model
+    from quark.torch.flows.predicted_size import float_bytes
+
+    @cache
+    def model() -> tuple[Any, int]:
+        meta = load_meta_model(request.model, request.trust_remote_code)
+        return meta, float_bytes(meta)
+
+    return model
 
 
 def _check_library(job: FolderJob) -> bool:
