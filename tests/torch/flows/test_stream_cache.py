@@ -16,6 +16,7 @@ from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
 from quark.torch.calibration.calibrate import waiting_ranges
+from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.config.algo_configs import (
     AutoRoundConfig,
     AWQConfig,
@@ -261,15 +262,33 @@ def test_what_the_model_in_memory_refuses_is_refused_in_its_words(name: str, opt
 def test_attention_outside_the_blocks_is_refused_before_anything_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an encoder and a decoder one runs block by block; both hold what the patterns name."""
-    source = tmp_path / "float"
+    """Of an encoder and a decoder one runs block by block, as an algorithm asks; both hold what the patterns name."""
+    source = encoder_and_decoder(tmp_path / "float")
+    monkeypatch.setattr(per_block_flow, "prepare_algorithms", None)
+    algorithm = QronosConfig(fisher=True, model_decoder_layers="model.decoder.layers")
+    made = config("bart", algorithms=[algorithm], **OPTIONS["attention alone"])
+    with pytest.raises(NotSupportedError, match=r"encoder\.layers\.0.*has a static scale and lies outside the blocks"):
+        streamed(made, source, tmp_path / "out", token_batches())
+    assert [path.name for path in tmp_path.iterdir()] == ["float"]
+
+
+@pytest.mark.slow
+def test_attention_in_an_encoder_and_its_decoder(tmp_path: Path) -> None:
+    source, made = encoder_and_decoder(tmp_path / "float"), config("bart", **OPTIONS["attention alone"])
+    for folder, flow in (("memory", QuantFlow.standard), ("blocks", QuantFlow.per_block)):
+        model = load_float_model(source)
+        quantizer = ModelQuantizer(replace(made, quant_flow=flow))
+        export_safetensors(quantizer.quantize_model(model, token_batches()), tmp_path / folder)
+    stream(made, source, tmp_path / "out", token_batches())
+    expected = contents(tmp_path / "memory")
+    assert contents(tmp_path / "out") == expected
+    assert contents(tmp_path / "blocks")["model.safetensors"] == expected["model.safetensors"]
+
+
+def encoder_and_decoder(source: Path) -> Path:
     sizes: dict[str, Any] = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 64}
     heads = {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in
              (("attention_heads", 4), ("ffn_dim", 128))}  # fmt: skip
     torch.manual_seed(0)
     BartForConditionalGeneration(BartConfig(**sizes, **heads, max_position_embeddings=64)).save_pretrained(source)
-    monkeypatch.setattr(per_block_flow, "prepare_algorithms", None)
-    made = config("bart", algorithms=[QronosConfig(fisher=True)], **OPTIONS["attention alone"])
-    with pytest.raises(NotSupportedError, match=r"encoder\.layers\.0.*has a static scale and lies outside the blocks"):
-        streamed(made, source, tmp_path / "out", token_batches())
-    assert [path.name for path in tmp_path.iterdir()] == ["float"]
+    return source

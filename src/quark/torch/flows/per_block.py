@@ -47,6 +47,7 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import layer_quantizers, observing, quantizers_off
 from quark.torch.model.batches import evaluating
 from quark.torch.model.blocks import Call, find_blocks
+from quark.torch.model.blocks.recording import with_first
 
 
 class OnDevice(BlockWeights):
@@ -99,7 +100,7 @@ def quantize_blocks(
         finish: Called with each finished block while its weights are there, and with what going on needs.
         state: Where an earlier run stopped.
         work: Folder for what algorithms learn before the first block; None: in memory.
-        names: Of the blocks, as `blocks_without_weights` finds them; None: those of one list.
+        names: Of the blocks, as `blocks_without_weights` finds them; None: the weights are there to find them.
 
     Raises:
         CalibrationError: No data for what needs it.
@@ -108,7 +109,7 @@ def quantize_blocks(
     if not weights.whole:
         refuse_whole(algorithms)
     if names is None:
-        names = find_blocks(model, blocks_path(model, algorithms))
+        data, names = _with_blocks(model, layers, algorithms, data)
     _refuse_outside(waiting_ranges(model, layers), names)
     if data is not None and any(algorithm.learns for algorithm in algorithms):
         data = list(data)  # they read it, too
@@ -140,6 +141,15 @@ def quantize_blocks(
     experts.say()
     for stage in stages:
         stage.say()
+
+
+def _with_blocks(
+    model: nn.Module, layers: Mapping[str, QuantLayer], algorithms: Sequence[Algorithm], data: Iterable[Any] | None
+) -> tuple[Iterable[Any] | None, list[str]]:
+    """The batches, and the blocks of a model in memory that the first one finds."""
+    data, batch = (None, None) if data is None else with_first(data)
+    with quantizers_off(layers.values()):
+        return data, find_blocks(model, blocks_path(model, algorithms), batch, layers)
 
 
 def blocks_without_weights(
