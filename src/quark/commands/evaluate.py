@@ -34,8 +34,6 @@ def evaluate(context: typer.Context, float_model: Float, quantized: Quantized, *
 
     Example: quark evaluate ./llama ./llama-uint4 --text heldout.txt
 
-    Example: quark evaluate ./sd35 ./sd35-int8 --data heldout-steps --report out.html --prompt "a red fox in the snow"
-
     Example: quark evaluate model.onnx model-a8w8.onnx --data samples.npz
 
     Example: quark evaluate model.onnx model-a8w8.onnx --data samples.npz --report out.html
