@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.architectures.__main__ import build
 from quark.errors import ConfigError, FormatError, NotSupportedError, QuarkError
 from quark.goals.expert_names import expert_names
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
@@ -172,3 +173,15 @@ def test_a_folder_that_is_written_is_loaded_whole(model_type: str, tmp_path: Pat
     assert not any(info.values())
     with torch.no_grad():
         assert torch.equal(loaded.eval()(ids()[0]).logits, frozen(ids()[0]).logits)
+
+
+@pytest.mark.slow
+def test_a_quantized_head_is_found_where_the_renaming_is_of_its_weight_alone(tmp_path: Path) -> None:
+    """`head.weight` of DeepSeek V4 is `lm_head.weight`; a `head.weight_scale` would be nothing to its loader."""
+    model = build("deepseek_v4", "DeepseekV4ForCausalLM")[0]
+    config = LLMTemplate.get("deepseek_v4").get_config("int4_wo_32", layer_config={"lm_head": "int8_wo"})
+    quantizer = ModelQuantizer(config)
+    made = quantizer.freeze(quantizer.quantize_model(model))
+    for form in ("quark", "compressed-tensors"):
+        _, said = type(model).from_pretrained(export_safetensors(made, tmp_path / form, form), output_loading_info=True)
+        assert not any(said.values()), form

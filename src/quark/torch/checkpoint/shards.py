@@ -297,6 +297,8 @@ def names_in_file(
         if source in as_they_are:
             return form.stored_name(source, suffix, of_layer.get(layer)) if suffix or layer in of_layer else source
         published = publish(source)
+        if layer in of_layer and publish(f"{source}_scale") != f"{published}_scale":
+            published = source  # which the loader takes as it is: it renames the weight alone, and not its scale
         if suffix and published.rpartition(".")[2] != leaf:
             raise NotSupportedError(
                 f"{source} is {published} in checkpoints, a name beside which transformers finds no scales. Possible: "

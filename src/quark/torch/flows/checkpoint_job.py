@@ -163,7 +163,9 @@ class CheckpointJob:
         return Contents(
             made,
             dropped,
-            names_in_file(self.model, specs=self.plan.beside, as_they_are=names, forms=self.forms),
+            names_in_file(
+                self.model, specs={**self.plan.layers, **self.plan.beside}, as_they_are=names, forms=self.forms
+            ),
             sources,
             ties,
             self._copied(),
