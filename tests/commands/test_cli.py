@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import re
@@ -432,3 +434,14 @@ def test_the_first_line_comes_before_libraries_load(line: str) -> None:
     words = line.format(**places, text=TEXT / "heldout.txt").split()
     done = subprocess.run([sys.executable, "-c", FIRST_LINE, *words], capture_output=True, text=True, check=False)
     assert words[1] in done.stdout and done.stdout.endswith(" []"), done
+
+
+def test_a_plan_looks_for_no_garbage_unless_it_measures(
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collecting: list[bool] = []
+    module = importlib.import_module("quark.commands.plan")
+    monkeypatch.setattr(module, "_plan_model", lambda job: collecting.append(gc.isenabled()))
+    assert quark("plan", places["llama"], "--scheme", "int8_wo").code == 0
+    assert quark("plan", places["llama"], "--bits", 6, "--calib", places["text"]).code == 0
+    assert collecting == [False, True] and gc.isenabled()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Look for no garbage inside, where libraries are imported; whoever switched it off before keeps it off."""
+    """Look for no garbage inside, where libraries are imported and a plan is made; who switched it off keeps it off."""
     was = gc.isenabled()
     gc.disable()
     try:
