@@ -94,7 +94,7 @@ def test_exit_codes(line: str, code: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_misspelt_name_is_answered_before_torch_is_imported() -> None:
+def test_a_misspelt_or_missing_name_is_answered_before_torch_is_imported() -> None:
     heavy = ("torch", "transformers", "onnx", "onnxruntime")
     code = f"""
 import sys
@@ -104,7 +104,7 @@ try:
 finally:
     print([name for name in {heavy} if name in sys.modules])
 """
-    for word in ("--scheme int4", "--for vlm", "--for vllm --scheme mx9"):
+    for word in ("--scheme int4", "--for vlm", "--for vllm --scheme mx9", ""):
         line = ["plan", "examples/models/language_model", *word.split()]
         done = subprocess.run([sys.executable, "-c", code, *line], capture_output=True, text=True, check=False)
         assert done.returncode in (1, 2) and done.stderr.count("\n") == 1 and done.stdout == "[]\n", done

@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from quark.base.log import logger, severity
-from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError, UsageError
+from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError
 from quark.goals import GoalChoice
 from quark.goals.choice import fusing_programs
 from quark.goals.goal import GOALS, RuntimeGoal
@@ -129,8 +129,6 @@ def configure(job: FolderJob, aloud: bool = False) -> Configured:
     scheme = choice.scheme if choice is not None else request.scheme
     if budget is not None:
         scheme = None
-    elif scheme is None:
-        raise UsageError(f"Missing option --scheme or --for, which {request.model} needs.")
     inside = [request.kv_cache, request.attention]
     if budget is not None:
         _refuse_beside_budget(budget, inside, request.load)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.base.log import logger
-from quark.errors import OutputError
+from quark.errors import OutputError, UsageError
 from quark.goals import GoalChoice
 from quark.goals.facts import ONNX_FILE
 from quark.goals.goal import GOALS
@@ -77,6 +77,7 @@ def resolve(request: FolderRequest | FileRequest, data: Any = None) -> FolderJob
     if isinstance(request, FolderRequest) and request.goal is None:
         words = [request.scheme, *layer_schemes(request.layer)]
         check_words(words, request.export_format, request.algorithm, request.dtype)
+        _check_amount(request)
     choice = chosen(request, request.calib is not None or data is not None)
     job: FolderJob | FileJob
     if isinstance(request, FileRequest):
@@ -87,6 +88,14 @@ def resolve(request: FolderRequest | FileRequest, data: Any = None) -> FolderJob
     if choice is not None:
         logger.info("%s", choice)
     return job
+
+
+def _check_amount(request: FolderRequest) -> None:
+    """Raise UsageError where nothing says what the layers become."""
+    # Half of a budget is told where budgets are read.
+    budget = request.bits is not None or request.size is not None or request.candidates or request.sensitivity
+    if request.scheme is None and not budget:
+        raise UsageError(f"Missing option --scheme or --for, which {request.model} needs.")
 
 
 def _job_of_file(request: FileRequest, choice: GoalChoice | None, data: Any) -> FileJob:
