@@ -6,8 +6,9 @@
 
 The scripts in cases/ use documented names only, so one script measures both. Every figure is a ratio against a
 limit that is measured in the same process (cloning the weights, the float forward, importing torch), which holds on
-a busy machine too. What is more than 5 % worse than at the last release is measured once more, and comes first if it
-stays so. The peer's environment is made by cases/setup_peer.sh; without it only quark is measured.
+a busy machine too. What is more than 5 % worse than at the last release on such a machine (with AMX, or without) is
+measured once more, and comes first if it stays so. The peer's environment is made by cases/setup_peer.sh; without it
+only quark is measured.
 """
 
 from __future__ import annotations
@@ -24,20 +25,23 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.algorithm_table import algorithm_table
-from benchmarks.figures import FIGURES, PARTS, Figure
-from benchmarks.stored import Worse, load, store, worse
+from benchmarks.figures import FIGURES, LIVE_SCHEMES, PARTS, Figure
+from benchmarks.stored import Worse, kind_of_machine, load, store, worse
 from benchmarks.tables import console
 
 CASES = Path(__file__).parent / "cases"
 PEER = Path(__file__).parent.parent / ".venv-peer" / "bin" / "python"
 MODULES = {"real_models": ["-m", "benchmarks.real_models", "--json"]}
 """Cases that are no script: they have peers of their own."""
+SCRIPTS = {"accuracy": ["accuracy.py", "int3_g128", "int2_g64"], "accuracy_live": ["accuracy.py", *LIVE_SCHEMES]}
+"""Cases that are a script with arguments; the others are one of their own name without."""
 Results = dict[str, dict[str, Any] | None]
 
 
 def run(python: Path | str, case: str) -> dict[str, Any] | None:
     """The JSON line that a case prints last, or None if it fails."""
-    command = [str(python), *MODULES.get(case, [str(CASES / f"{case}.py")])]
+    script, *arguments = SCRIPTS.get(case, [f"{case}.py"])
+    command = [str(python), *MODULES.get(case, [str(CASES / script), *arguments])]
     environment = dict(os.environ)
     if Path(python) == PEER:
         environment.pop("PYTHONPATH", None)  # which may name this package: else quark would be measured twice
@@ -104,6 +108,9 @@ def main() -> None:
     before = load()
     ours, theirs, seconds = measure(cases, with_peer)
     output = console()
+    if not before:
+        kind = kind_of_machine()
+        output.print(f"Nothing to compare with: no ratios of a release are stored for a machine with {kind}.")
     if lost := again(ours, figures, before):
         table = Table("figure", "now", "last release", title="Worse than at the last release by more than 5 %")
         for found in lost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from benchmarks.cases import solvers
 from benchmarks.figures import FIGURES, PARTS, Figure
 from benchmarks.gpu_parts.contracts import SOLVED, TIES, judged
 from benchmarks.gpu_parts.rows import Found, Report
-from benchmarks.stored import load, store, worse
+from benchmarks.stored import FILE, KINDS, kind_of_machine, load, store, worse
 from quark.core.solvers.columns.block_solvers import SOLVERS
 from quark.core.solvers.columns.kernels import Kernels
 from tests.pretended_gpu import PretendedGpu
@@ -32,7 +33,8 @@ def result(time: float) -> dict[str, Any]:
 def test_each_figure_has_a_part_and_each_case_a_script() -> None:
     cases = {case for cases in PARTS.values() for case in cases}
     assert {figure.case for figure in FIGURES} == cases
-    assert all((program.CASES / f"{case}.py").exists() for case in cases - set(program.MODULES))
+    scripts = [program.SCRIPTS.get(case, [f"{case}.py"])[0] for case in cases - set(program.MODULES)]
+    assert all((program.CASES / script).exists() for script in scripts)
     assert len({figure.key for figure in FIGURES}) == len(FIGURES)
 
 
@@ -53,11 +55,25 @@ def test_what_has_grown_is_worse_and_seconds_are_not_compared() -> None:
 
 def test_ratios_are_kept_but_for_figures_that_are_gone(tmp_path: Path) -> None:
     file, figure = tmp_path / "ratios.json", FIGURES[0]
-    file.write_text('{"gone": 1.0}')
+    file.write_text(json.dumps({kind: {"gone": 1.0, figure.key: 2.0} for kind in KINDS}))
     store([figure], {figure.case: {"ratio": 1.23456}}, file)
+    here = kind_of_machine()
+    (other,) = {*KINDS} - {here}
     assert load(file) == {figure.key: 1.235}
     store([figure], {figure.case: None}, file)
-    assert load(file) == {figure.key: 1.235}
+    assert load(file) == load(file, here) == {figure.key: 1.235}
+    assert load(file, other) == {figure.key: 2.0}
+
+
+def test_a_machine_is_of_one_of_two_kinds() -> None:
+    assert kind_of_machine("flags : fpu avx512f amx_bf16 avx512_fp16 amx_tile amx_int8") == "AMX"
+    assert kind_of_machine("flags : fpu avx512f avx512_bf16 amx_tile") == "no AMX"
+
+
+def test_each_stored_ratio_is_one_of_a_figure() -> None:
+    known = {figure.key for figure in FIGURES if figure.is_ratio}
+    for kind, ratios in json.loads(FILE.read_text()).items():
+        assert kind in KINDS and {*ratios} <= known, {*ratios} - known
 
 
 def test_a_figure_is_worse_only_if_two_measurements_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
