@@ -6,18 +6,39 @@ import pytest
 import torch
 from torch import nn
 
+from quark.core.kernels import products
 from quark.torch.algorithms import input_group
 from quark.torch.algorithms.input_group import InputGroup, exact_in_bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_second_moments_are_those_of_float64(dtype: torch.dtype) -> None:
-    x, y = (torch.randn(3, 700, 96, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
-    group = InputGroup({"layer": nn.Linear(96, 1)}, [x[0], x[1:]], [y[0], y[1:]])
+@pytest.mark.parametrize("width", [96, 600])
+def test_second_moments_are_those_of_float64(dtype: torch.dtype, width: int) -> None:
+    x, y = (torch.randn(3, 700, width, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
+    group = InputGroup({"layer": nn.Linear(width, 1)}, [x[0], x[1:]], [y[0], y[1:]])
     for found, other in ((group.gram, x), (group.cross, y)):
-        expected = x.reshape(-1, 96).double().T @ other.reshape(-1, 96).double() / 2100
+        expected = x.reshape(-1, width).double().T @ other.reshape(-1, width).double() / 2100
         # Sums of 2100 products in float32, of size 1 / 2100 each: a bfloat16 operand would be off by 1e-3 of each.
         assert torch.allclose(found.double(), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [(301, 77, 545), (2, 530, 512)])
+def test_products_of_pairs_are_those_of_float64(tokens: int, rows: int, columns: int) -> None:
+    """Odd numbers of tokens, rests of tiles, and matrices that are parts of others."""
+    both = torch.randn(tokens, columns + rows, generator=torch.Generator().manual_seed(0)).bfloat16()
+    left, right = both[:, columns:], both[:, :columns]
+    before = torch.ones(rows, columns + 8)
+    if not products.fits(before[:, :columns], left, right):
+        pytest.skip("this machine has no compiler, or its processor no AVX-512 BF16")
+    expected = 1 + left.double().T @ right.double() / tokens
+    for upper in (False, True):
+        total = before.clone()
+        products.add_products(total[:, :columns], left, right, 1 / tokens, upper)
+        wanted = torch.ones(rows, columns).triu().bool() if upper else torch.ones(rows, columns).bool()
+        assert torch.allclose(total[:, :columns].double()[wanted], expected[wanted], rtol=0, atol=2e-6)
+        assert (total[:, columns:] == 1).all()
+    assert not products.fits(before[:, :columns], left.float(), right)
+    assert not products.fits(before[:, :511], left, right[:, :511])  # no real model: not worth a compiler
 
 
 def precision() -> str | None:

@@ -23,6 +23,7 @@ from torch import nn
 
 from quark.base.memory_and_disk import give_back_memory
 from quark.core.checks import all_finite, check
+from quark.core.kernels import products
 from quark.errors import CalibrationError, NonFiniteError, StructureError
 from quark.torch.calibration.distributed import from_owner, in_order, largest, rank, summed, world
 from quark.torch.calibration.spill import Waiting
@@ -235,12 +236,16 @@ def _add_moments(
 
     One product for each tile, so that it has the same bits whoever takes it.
     """
-    tokens = x.float()
-    others = tokens if y is None else y.float()
+    compiled = _setting() is None and products.fits(total, x, x if y is None else y)
+    tokens = x if compiled else x.float()
+    others = tokens if y is None else y if compiled else y.float()
     for start in starts:
         first = start if y is None else 0
-        tile = total[start : start + TILE, first:]
-        tile.addmm_(tokens[:, start : start + TILE].T, others[:, first:], alpha=share)
+        tile, left = total[start : start + TILE, first:], tokens[:, start : start + TILE]
+        if compiled:
+            products.add_products(tile, left, others[:, first:], share, upper=y is None)
+        else:
+            tile.addmm_(left.T, others[:, first:], alpha=share)
 
 
 def rows_of_ranks(starts: Sequence[int]) -> list[list[int]]:
@@ -282,8 +287,8 @@ def exact_in_bfloat16(*operands: torch.Tensor) -> Iterator[None]:
     """Within: products on a CPU may round their operands to bfloat16, if these are all of that type.
 
     The setting is the process's, so nothing but such products belongs inside. PyTorch before 2.9 has none that is the
-    CPU's alone; there, and where the processor has no tiles (AMX), products are as ever: the bfloat16 instructions of
-    AVX-512 took 1.5 times as long as float32.
+    CPU's alone; there, and where the processor has no tiles (AMX), products are as ever, or those of
+    `core/kernels/products.py`: through PyTorch, the bfloat16 instructions of AVX-512 gain nothing here.
 
     Args:
         operands: What is multiplied, in the type in which it came.

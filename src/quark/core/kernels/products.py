@@ -1,0 +1,74 @@
+"""Products of bfloat16 matrices with float32 sums, on processors that have an instruction for them (AVX-512 BF16).
+
+    total_ij += share * sum_t left_ti right_tj        a product of two bfloat16 numbers is exact in float32
+
+PyTorch multiplies such matrices on a CPU to bfloat16 results only, which are too coarse for second moments, or as
+float32. The instruction does twice the products of float32 in the same time. Sums are float32 as there, in another
+order. products.cpp has the code; what does not fit it, the caller multiplies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from quark.base import native
+from quark.base.log import logger
+from quark.core.array import Array, dtype_name, is_torch, on_cpu
+from quark.errors import OutputError, QuarkError
+
+WORTH_COMPILING = 512
+"""Columns from which on a model is a real one, which is worth a second of compiling, once on a machine."""
+PANEL, LEAST = 32, 16
+"""Columns that the code takes at once, and so many of them that are worth a thread."""
+
+
+def fits(total: Array, *operands: Array) -> bool:
+    """Whether `add_products` takes a matrix to be added to and its operands, or columns of them."""
+    arrays = (total, *operands)
+    if total.shape[-1] < WORTH_COMPILING or not all(is_torch(x) and on_cpu(x) and x.stride(-1) == 1 for x in arrays):
+        return False
+    types = [dtype_name(x) for x in arrays]
+    return types == ["float32", *["bfloat16"] * len(operands)] and _library() is not None
+
+
+def add_products(total: Array, left: Array, right: Array, share: float, upper: bool = False) -> None:
+    """Add share * left^T right to total.
+
+    Args:
+        total: Shape (rows, columns), float32; its rows may be strided.
+        left, right: Shapes (tokens, rows) and (tokens, columns), bfloat16; likewise.
+        share: Factor on the products.
+        upper: Whether what is below the diagonal is not needed; what it then holds is not to be read.
+    """
+    columns = total.shape[1]
+
+    def part(start: int, count: int) -> None:
+        _library().add_products(
+            left.data_ptr(), left.stride(0), right.data_ptr(), right.stride(0), len(left), share,
+            total.data_ptr(), total.stride(0), len(total),
+            start * PANEL, min((start + count) * PANEL, columns), upper,
+        )  # fmt: skip
+
+    native.in_threads(-(-columns // PANEL), LEAST, part)
+
+
+@cache
+def _library() -> Any:
+    """The compiled code; None where it cannot be built, or the processor lacks the instruction."""
+    try:
+        source = Path(__file__).with_name("products.cpp")
+        found = ctypes.CDLL(str(native.library(source, "products of bfloat16", "They are found in float32.")))
+    except (QuarkError, OutputError, OSError) as error:
+        logger.debug("Products of bfloat16 are found in float32: %s", error)
+        return None
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    found.has_pairs.restype = ctypes.c_int32
+    found.add_products.argtypes = (
+        *(pointer, count, pointer, count, count, ctypes.c_float, pointer),
+        *(count, count, count, count, ctypes.c_int32),
+    )
+    found.add_products.restype = None
+    return found if found.has_pairs() else None
