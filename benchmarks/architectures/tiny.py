@@ -15,7 +15,8 @@ from torch import nn
 VOCABULARY, HIDDEN, HEADS, TOKENS = 128, 64, 4, 32
 
 SIZES: dict[str, int] = {
-    **dict.fromkeys(("vocab_size", "text_vocab_size", "vocab_size_per_layer_input", "entity_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("vocab_size", "text_vocab_size", "vocab_size_per_layer_input", "entity_vocab_size",
+                     "encoder_hash_byte_group_vocab"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "dim", "embed_dim", "word_embed_proj_dim",
                      "hidden_dim", "projection_dim", "width", "input_hidden_size", "lru_width",
                      "attention_hidden_size", "hidden_size_per_layer_input", "n_embed", "encoder_hidden_size",
