@@ -93,6 +93,13 @@ def test_parts_and_cases_are_named() -> None:
         program.cases_of(["nonsense"])
 
 
+def test_a_case_keeps_what_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept.py").write_text('import json, sys\nprint(json.dumps({"kept": not sys.dont_write_bytecode}))\n')
+    monkeypatch.setattr(program, "CASES", tmp_path)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert program.run(sys.executable, "kept") == {"kept": True}
+
+
 def test_the_peer_does_not_see_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "where.py").write_text('import json, os\nprint(json.dumps({"path": os.environ.get("PYTHONPATH")}))\n')
     monkeypatch.setattr(program, "CASES", tmp_path)
