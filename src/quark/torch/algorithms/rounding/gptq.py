@@ -268,7 +268,7 @@ class _Solver:
                 for (layer, rows), values, one in zip(
                     pieces, torch.split(of_problem, sizes, 1), params[problem], strict=True
                 ):
-                    solved[problem][layer][rows] = values.T
+                    solved[problem][layer][rows] = values.to(weights[problem][layer].dtype).T
                     found[problem][layer].append(one)
         return solved, found
 
@@ -426,6 +426,9 @@ def _layer_errors(
     rows = gptq.some_rows(len(weight))
     # What is lost is counted from the weight that does best on these inputs.
     goal = goal_of(problem, name, weight, factor, rows)
-    before = fake_quantize(weight, *nearest)[rows]
-    gram = problem.group.gram
-    return torch.stack([gptq.output_error(goal, rounded, gram) for rounded in (before, solved[rows])])
+    params, spec = nearest
+    if by_row(spec) and spec.scale_spec is None:
+        before = fake_quantize(weight[rows].contiguous(), rows_of(params, rows), spec)
+    else:
+        before = fake_quantize(weight, params, spec)[rows]
+    return gptq.output_error(goal, torch.stack([before, solved[rows]]), problem.group.gram)

@@ -201,7 +201,7 @@ def dynamic_group(spec: TensorSpec) -> int:
 
 def rows_of(params: QParams, rows: slice) -> QParams:
     """The scales of some rows; those of a whole tensor serve all."""
-    if params.scale.ndim == 0 or (rows.start == 0 and rows.stop >= len(params.scale)):
+    if params.scale.ndim == 0 or rows.indices(len(params.scale)) == (0, len(params.scale), 1):
         return params
     zero = params.zero_point
     return QParams(params.scale[rows], None if zero is None else zero[rows], params.second)
