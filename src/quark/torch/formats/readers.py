@@ -71,7 +71,7 @@ def check_readers(
         NotSupportedError: Names tensors that would be missing, or layers that the class cannot be built with.
     """
     read = read_forms(forms, form, reader)
-    undecoded = _undecoded(form, folder, forms, reader)
+    undecoded = _undecoded(model, form, folder, forms, reader)
     if not is_transformers_model(model):
         return undecoded
     meta = meta_copy(model)
@@ -104,15 +104,39 @@ def read_forms(forms: Sequence[OtherForm], form: FolderFormat, reader: str = TRA
     return [each for each in forms if form.joins_float or reader in SERVERS or not each.of_weights]
 
 
-def _undecoded(form: FolderFormat, folder: Folder, forms: Sequence[OtherForm], reader: str) -> str | None:
+def _undecoded(
+    model: nn.Module, form: FolderFormat, folder: Folder, forms: Sequence[OtherForm], reader: str
+) -> str | None:
     """What `check_readers` says. Raises NotSupportedError for a folder that the server it is made for does not read."""
     unread = form.unread(folder)
     if reader not in SERVERS:
         joined = _joined_said(forms, read_forms(forms, form, reader), form)
-        return _sentences(f"{unread}." if unread else None, form.undecoded(folder), joined)
+        scales = None if form.joins_float else _scales_in_float32(model, folder)
+        return _sentences(f"{unread}." if unread else None, form.undecoded(folder), joined, scales)
     if unread is not None:
         raise NotSupportedError(f"This folder is for {SERVERS[reader]}, and {unread}.")
     return None
+
+
+def _scales_in_float32(model: Any, folder: Folder) -> str | None:
+    """What transformers does with scales that it loads in float32, since a pattern of the class is for their names.
+
+    Its loader decodes such weights to float32, beside inputs in the type of the model.
+    """
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None)
+    if not patterns or getattr(model, "dtype", None) not in (torch.float16, torch.bfloat16):
+        return None
+    from transformers.core_model_loading import build_glob_alternation
+
+    wide, *_ = build_glob_alternation(list(patterns))
+    found = [layer for layer in folder.specs if wide.search(f"{layer}.weight_scale")]
+    if not found:
+        return None
+    return (
+        f"transformers loads the scales of {found[0]} and {len(found) - 1} more in float32, as "
+        f"{type(model).__name__} asks for it by a part of their names: weights that it decodes are float32 then, and "
+        "inputs are not, so that it fails. quark reads them. For transformers: the quark format."
+    )
 
 
 def _joined_said(forms: Sequence[OtherForm], read: Sequence[OtherForm], form: FolderFormat) -> str | None:
