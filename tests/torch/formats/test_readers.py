@@ -89,8 +89,8 @@ def test_experts_that_vllm_alone_finds_are_written_for_it(tmp_path: Path) -> Non
     again = import_model_from_safetensors(granite(), folder)
     with torch.no_grad():
         assert torch.equal(again(ids()[0]).logits, frozen(ids()[0]).logits)
-    with pytest.raises(ConfigError, match="reader='sglang' is unknown"):
-        export_safetensors(frozen, tmp_path / "other", "compressed-tensors", reader="sglang")
+    with pytest.raises(ConfigError, match="reader='tgi' is unknown"):
+        export_safetensors(frozen, tmp_path / "other", "compressed-tensors", reader="tgi")
 
 
 def test_a_class_beside_that_of_the_model_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
