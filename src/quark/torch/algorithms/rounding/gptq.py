@@ -427,7 +427,7 @@ def _layer_errors(
     # What is lost is counted from the weight that does best on these inputs.
     goal = goal_of(problem, name, weight, factor, rows)
     params, spec = nearest
-    if by_row(spec) and spec.scale_spec is None:
+    if by_row(spec) and params.second is None:
         before = fake_quantize(weight[rows].contiguous(), rows_of(params, rows), spec)
     else:
         before = fake_quantize(weight, params, spec)[rows]
