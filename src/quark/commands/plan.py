@@ -98,6 +98,8 @@ def _plan_denoiser(job: FolderJob) -> None:
     console.print(table)
     rest = len(made.source.tensors) - len(made.plan)
     console.print(f"{made.source.kind.name}: {rest} other tensors stay in float", highlight=False)
+    if made.lacks is not None:
+        console.print("data: needed, and not given (--calib)", highlight=False)
 
 
 def _with_shapes(model: Path) -> Path:

@@ -94,10 +94,11 @@ GOALS.register("llama.cpp", RuntimeGoal(
 GOALS.register("comfyui", RuntimeGoal(
     "comfyui", "ComfyUI",
     folder=GoalDefaults(
-        ("comfyui", "fp8_wo"),
+        ("comfyui", "fp8"),
         {4: ("gguf", "q4_k_s"), 5: ("gguf", "q5_k_s"), 6: ("gguf", "q6_k"), 8: ("comfyui", "fp8_wo")},
-        "FP8 weights, half the size, which every graphics card takes",
+        "FP8 weights, half the size, which every graphics card takes; with data, FP8 inputs too",
         "cp {out} ComfyUI/models/diffusion_models",
+        without_data=("comfyui", "fp8_wo"),
     ),
     networks=True,
 ))  # fmt: skip

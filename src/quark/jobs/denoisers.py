@@ -1,30 +1,36 @@
 """Denoisers of image and video models, written as one file for ComfyUI: a folder of diffusers, or a safetensors file.
 
-Weights alone are read, a tensor at a time; no class is loaded. What a model in memory would be needed for is refused.
+Without data, weights alone are read, a tensor at a time, and no class is loaded. With recorded steps the network of a
+folder is in memory: its static scales are found, and algorithms run, on the layers that the file has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quark.base.files import check_apart, check_file
 from quark.base.json_objects import plain_json
-from quark.errors import ConfigError, FormatError, NotSupportedError, OutputError
+from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, OutputError
+from quark.jobs.configure_folder import MIX_ALGORITHM, RECORDED
+from quark.jobs.folders.calibration import Calibration
+from quark.jobs.folders.pipeline import data_of
 from quark.jobs.folders.schemes import layer_rules
 from quark.jobs.options import flag_of
 from quark.jobs.request import FolderRequest, is_pipeline, options_of
 from quark.jobs.resolve import FolderJob
-from quark.jobs.words import COMFYUI, GGUF
+from quark.jobs.words import COMFYUI, GGUF, split_algorithm, torch_algorithms
 
 TAKEN = frozenset({
     "output", "goal", "effort", "scheme", "bits", "exclude", "layer", "force", "write_recipe", "log_file",
-    "export_format", "device", "dtype",
+    "export_format", "device", "dtype", "calib", "samples", "algorithm",
 })  # fmt: skip
 """What may be said of a denoiser."""
+WITHOUT_PLACE = {"svdquant": "low-rank branches", "quarot": "rotations of inputs", "rotation": "rotations of inputs"}
+"""Algorithm -> what of it a file for ComfyUI cannot say."""
 SUFFIXES = {COMFYUI: ".safetensors", GGUF: ".gguf"}
 
 
@@ -72,6 +78,7 @@ class DenoiserJob:
         plan: Name of a layer -> `PlannedLayer`.
         file: The file to make; empty where none is asked for.
         write: Writes it.
+        lacks: What needs calibration data, where none are given; None: nothing does.
     """
 
     source: Any
@@ -79,6 +86,12 @@ class DenoiserJob:
     plan: Mapping[str, Any]
     file: Path
     write: partial[None]
+    lacks: str | None = None
+
+    def check_data(self) -> None:
+        """Raise CalibrationError where data are needed, and not given."""
+        if self.lacks is not None:
+            raise CalibrationError(f"{self.lacks[0].upper()}{self.lacks[1:]} needs data: pass --calib, {RECORDED}.")
 
     def rows(self) -> list[tuple[str, str, int]]:
         """Scheme or block type, layers, values, for a table; the first has most values."""
@@ -96,22 +109,34 @@ def configure_denoiser(job: FolderJob) -> DenoiserJob:
         QuarkError: What is asked for does not go together, or does not fit the model.
     """
     from quark.core.schemes import SCHEMES
+    from quark.torch.writers.comfyui.plan import plan_blocks, plan_scaled
     from quark.torch.writers.comfyui.source import open_denoiser
-    from quark.torch.writers.comfyui.write import plan_blocks, plan_scaled, write_scaled
+    from quark.torch.writers.comfyui.write import write_scaled
     from quark.torch.writers.gguf.of_denoiser import write_denoiser
 
     request = job.request
-    scheme = _scheme(job)
+    scheme, algorithms = _scheme(job), _algorithms(job)
     file = _file(job) if "output" in request.said else Path()
     source = open_denoiser(request.model)
     if not source.tensors:
         raise FormatError(f"{request.model} holds no tensors.")
     exclude, rules = request.exclude or (), layer_rules(request.layer)
+    plan: Mapping[str, Any]
     if job.form == GGUF:
         plan = plan_blocks(source, scheme, exclude, rules)
-        return DenoiserJob(source, scheme, plan, file, partial(write_denoiser, source, scheme, plan))
-    plan = plan_scaled(source, SCHEMES[scheme], exclude, {pattern: SCHEMES[name] for pattern, name in rules.items()})
-    return DenoiserJob(source, scheme, plan, file, partial(write_scaled, source, plan))
+    else:
+        plan = plan_scaled(source, SCHEMES[scheme], exclude, {at: SCHEMES[name] for at, name in rules.items()})
+    reads = _reads_data(plan, algorithms)
+    _check_data(request, source, reads)
+    write: partial[None]
+    if job.form == GGUF:
+        write = partial(write_denoiser, source, scheme, plan)
+    else:
+        write = partial(write_scaled, source, plan)
+    if request.calib is not None:
+        write = partial(_write_solved, request, source, plan, algorithms, write)
+    lacks = reads if request.calib is None and _needs_data(plan, algorithms) else None
+    return DenoiserJob(source, scheme, plan, file, write, lacks)
 
 
 def _scheme(job: FolderJob) -> str:
@@ -119,18 +144,89 @@ def _scheme(job: FolderJob) -> str:
     request, choice = job.request, job.choice
     known = options_of(FolderRequest)
     others = [flag_of(known[name]) for name in known if name in request.said - TAKEN]
-    if others or (choice is not None and choice.algorithms):
-        said = ", ".join(others) or f"--effort {request.effort}"
+    if others:
         raise ConfigError(
-            f"{said}: a file for ComfyUI is made of the weights alone, without data or algorithms. Possible: "
+            f"{', '.join(others)}: not of a file for ComfyUI. Possible: "
             f"{', '.join(flag_of(known[name]) for name in known if name in TAKEN)}."
         )
-    if (request.device, request.dtype) != ("cpu", "auto"):
-        raise ConfigError("--device and --dtype: a file for ComfyUI is made on the CPU, of the weights as stored.")
+    if request.dtype != "auto" or (request.device != "cpu" and request.calib is None):
+        raise ConfigError(
+            "--device and --dtype: a file for ComfyUI is made of the weights as stored, without data on the CPU."
+        )
     scheme = choice.scheme if choice is not None else request.scheme
     if scheme is None:
         raise ConfigError(f"Missing option --scheme or --for, which {request.model} needs.")
     return scheme
+
+
+def _algorithms(job: FolderJob) -> list[Any]:
+    """The configs of the algorithms. Raises NotSupportedError for one whose result a file has no place for."""
+    from quark.torch.config.named_algorithms import algo_config_by_name
+
+    asked = job.choice.algorithms if job.choice is not None else job.request.algorithm
+    if asked is None and job.form == GGUF and job.request.calib is not None:
+        asked = (MIX_ALGORITHM,)
+    for word in asked or ():
+        if (name := split_algorithm(word)[0]) in WITHOUT_PLACE:
+            raise NotSupportedError(
+                f"--algorithm {name}: a file for ComfyUI has no place for {WITHOUT_PLACE[name]}. Possible: gptq, awq, "
+                "smooth, autoround ...; or a folder for diffusers (--for diffusers)."
+            )
+    return [algo_config_by_name(each) if isinstance(each, str) else each for each in torch_algorithms(asked)]
+
+
+def _reads_data(plan: Mapping[str, Any], algorithms: list[Any]) -> str | None:
+    """What reads calibration data; None where nothing does."""
+    from quark.torch.algorithms import algorithms_of
+
+    scaled = [layer.what for layer in plan.values() if not isinstance(layer.what, str) and layer.what.needs_data]
+    reading = [each.name for each in algorithms_of(algorithms) if each.reads_inputs or each.learns]
+    if reading:
+        return f"the algorithm {reading[0]!r}"
+    return f"the scale of inputs ({scaled[0].input})" if scaled else None
+
+
+def _needs_data(plan: Mapping[str, Any], algorithms: list[Any]) -> bool:
+    """Whether there is no file without data: ComfyUI finds the scales of scales itself, where none are stored."""
+    from quark.torch.writers.comfyui.scaled_layers import is_static
+
+    static = any(not isinstance(layer.what, str) and is_static(layer.what) for layer in plan.values())
+    return static or _reads_data({}, algorithms) is not None
+
+
+def _check_data(request: FolderRequest, source: Any, reads: str | None) -> None:
+    """Raise for data that nothing reads, or that no class is known for."""
+    if request.calib is None:
+        if request.samples is not None:
+            raise ConfigError("--samples describes calibration data, and there are none. Possible: --calib.")
+        return
+    if source.folder is None:
+        raise NotSupportedError(
+            f"--calib: {request.model} is a file, which names no class that could run. Possible: the folder of "
+            "diffusers; or no data."
+        )
+    if reads is None:
+        raise ConfigError(
+            f"--calib {request.calib}: nothing reads it, as these are weights alone. Possible: --scheme fp8 or nvfp4, "
+            "which give inputs a scale, --algorithm gptq ..., or no data."
+        )
+
+
+def _write_solved(
+    request: FolderRequest, source: Any, plan: Mapping[str, Any], algorithms: list[Any], write: partial[None],
+    file: Path, overwrite: bool,
+) -> None:  # fmt: skip
+    """Write the file of a network that is calibrated, and solved by algorithms."""
+    from quark.jobs.folders.models import inputs_of, load_model
+    from quark.torch import ModelQuantizer
+    from quark.torch.writers.comfyui.solved import SolvedDenoiser, config_for, join_layers
+
+    model = load_model(source.folder, request.device)
+    steps = data_of(request.calib, source.folder.name)
+    data = replace(Calibration.of(request), path=steps).read(inputs_of(source.folder, model))
+    names = join_layers(model, plan)
+    quantized = ModelQuantizer(config_for(names, plan, algorithms or None)).quantize_model(model, data)
+    write(file, overwrite, solved=SolvedDenoiser.of(quantized, names))
 
 
 def _file(job: FolderJob) -> Path:
@@ -139,5 +235,6 @@ def _file(job: FolderJob) -> Path:
     if file.suffix != suffix:
         raise OutputError(f"--output {request.output}: the file is called NAME{suffix}. Possible: {file}{suffix}.")
     check_apart(file, request.model)
+    check_apart(file, request.calib)
     check_file(file, request.force)
     return file

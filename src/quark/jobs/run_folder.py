@@ -129,6 +129,7 @@ def _for_comfyui(job: FolderJob) -> FolderResult:
     """As `run_folder`, of a denoiser that becomes one file."""
     start, request = time.perf_counter(), job.request
     made = configure_denoiser(job)
+    made.check_data()
     made.write(made.file, request.force)
     configured = Configured(job, job.choice, made.scheme, None, (), None, Calibration())
     seconds, size = time.perf_counter() - start, made.file.stat().st_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,18 @@ from quark.core.quantize import fake_quantize
 from quark.core.schemes import SCHEMES
 from quark.core.spec import block_spec
 from quark.errors import FormatError, NotSupportedError
+from quark.torch import ModelQuantizer
 from quark.torch.calibration.calibrate import tensor_qparams
-from quark.torch.writers.comfyui.names import kind_of_class, kind_of_file, kinds, original_tensors
+from quark.torch.config.named_algorithms import algo_config_by_name
+from quark.torch.model.calibration_data.stored_batches import write_batch
+from quark.torch.writers.comfyui.names import OriginalTensor, kind_of_class, kind_of_file, kinds, original_tensors
+from quark.torch.writers.comfyui.plan import PlannedLayer, plan_scaled
 from quark.torch.writers.comfyui.scaled_layers import padded, stored
+from quark.torch.writers.comfyui.solved import SolvedDenoiser, config_for, join_layers
 from quark.torch.writers.comfyui.source import open_denoiser
+from quark.torch.writers.comfyui.write import write_scaled
 from tests.commands.program import quark
-from tests.models.denoisers import denoiser
+from tests.models.denoisers import denoiser, output, step
 
 CHECKPOINT, MODEL = "convert_{}_transformer_checkpoint_to_diffusers", "convert_{}_transformer_to_diffusers"
 UNET = {
@@ -134,9 +141,14 @@ def as_array(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def decoded(layer: dict[str, torch.Tensor], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     said = json.loads(layer["comfy_quant"].numpy().tobytes())
-    codes, scale = as_array(layer["weight"]), as_array(layer["weight_scale"])
+    codes, scale = as_array(layer["weight"]), layer["weight_scale"]
+    scale = as_array(scale.float() if scale.dtype == torch.bfloat16 else scale)
     if said["format"] in ("float8_e4m3fn", "int8_tensorwise"):
         return codes.astype(np.float32) * scale
+    if said["format"] == "awq_w4a16":
+        nibbles = np.stack([codes.view(np.uint8) & 15, codes.view(np.uint8) >> 4], -1).reshape(codes.shape[0], -1)
+        zeros, size = as_array(layer["weight_zeros"].float()), said["group_size"]
+        return (nibbles - 8.0) * np.repeat(scale.T, size, 1) + np.repeat(zeros.T, size, 1)
     if said["format"] == "nvfp4":
         nibbles = np.stack([codes >> 4, codes & 15], -1).reshape(codes.shape[0], -1).astype(np.uint8)
         codes = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
@@ -155,21 +167,23 @@ FORMATS = {
     "int8_dynamic": {"format": "int8_tensorwise"},
     "mxfp8_e4m3": {"format": "mxfp8"},
     "nvfp4": {"format": "nvfp4"},
+    "int4_wo_32": {"format": "awq_w4a16", "group_size": 32},
 }
 
 
 @pytest.mark.parametrize("scheme", FORMATS)
 def test_comfyui_decodes_the_values_of_the_quantized_model(scheme: str) -> None:
-    """Of a matrix that is no whole number of tiles in either direction, and of more than one."""
+    """Of a matrix that is no whole number of tiles in either direction, and of more than one; of groups, of 32."""
     torch.manual_seed(1)
-    spec, x = SCHEMES[scheme], torch.randn(150, 200, dtype=torch.bfloat16)
+    columns = 224 if scheme == "int4_wo_32" else 200
+    spec, x = SCHEMES[scheme], torch.randn(150, columns, dtype=torch.bfloat16)
     assert spec.weight is not None
     whole = padded(x, spec)
     params = tensor_qparams(whole, spec.weight)
     layer = stored(whole, params, spec)
     assert json.loads(layer["comfy_quant"].numpy().tobytes()) == FORMATS[scheme]
-    wanted = fake_quantize(whole.float(), params, spec.weight)[:150, :200]
-    assert np.array_equal(decoded(layer, (150, 200)), wanted.numpy())
+    wanted = fake_quantize(whole.float(), params, spec.weight)[:150, :columns]
+    assert np.array_equal(decoded(layer, (150, columns)), wanted.numpy())
 
 
 @pytest.mark.parametrize("scheme", ["fp8_wo", "nvfp4"])
@@ -263,14 +277,155 @@ def test_a_pipeline_and_its_folders_are_read_and_compared_with_their_class(tmp_p
             assert refused.code == 1 and said in refused.err
 
 
+def calibrated(name: str, scheme: str, folder: Path, *algorithms: str) -> tuple[SolvedDenoiser, dict[str, Any]]:
+    """The network of a row after calibration, and the tensors of its file, both of the package."""
+    denoiser(name, torch.bfloat16).save_pretrained(folder / name)
+    source = open_denoiser(folder / name)
+    spec = SCHEMES[scheme]
+    plan = plan_scaled(source, spec, (), {})
+    model = denoiser(name, torch.bfloat16)
+    names = join_layers(model, plan)
+    config = config_for(names, plan, [algo_config_by_name(each) for each in algorithms] or None)
+    batches = [step(name, seed, torch.bfloat16) for seed in range(3)]
+    solved = SolvedDenoiser.of(ModelQuantizer(config).quantize_model(model, batches), names)
+    write_scaled(source, plan, folder / "out.safetensors", False, solved)
+    assert solved.layers.keys() == plan.keys()
+    return solved, load_file(folder / "out.safetensors")
+
+
+def as_in_diffusers(name: str, made: dict[str, Any]) -> Any:
+    """The network of a row with the values that ComfyUI decodes, under the names of diffusers."""
+    model = denoiser(name, torch.bfloat16)
+    own = model.state_dict()
+    values = {}
+    for one in original_tensors(kind_of_class(type(model).__name__, own), own):
+        layer = one.name.removesuffix(".weight")
+        shape = tuple(one.like({part: own[part] for part in one.parts}).shape)
+        if f"{layer}.comfy_quant" in made and one.name.endswith(".weight"):
+            parts = {end.removeprefix(f"{layer}."): x for end, x in made.items() if end.startswith(f"{layer}.")}
+            whole = torch.tensor(decoded(parts, shape)).bfloat16()
+        else:
+            whole = made[one.name]
+        whole = torch.cat(whole.chunk(2)[::-1]) if one.swapped else whole  # all of even rows
+        sizes = [len(own[part]) if own[part].ndim else 1 for part in one.parts]
+        values |= {part: x.reshape(own[part].shape) for part, x in zip(one.parts, whole.split(sizes), strict=True)}
+    model.load_state_dict(values)
+    return model
+
+
+@pytest.mark.parametrize(
+    "name, scheme",
+    [
+        ("flux", "int4_wo_32"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (
+            ("hunyuan", "int8_wo"), ("aura", "fp8_wo"), ("sd3", "int8_wo"), ("lumina", "fp8_wo"), ("ltx", "int8_wo"),
+            ("qwen", "fp8_wo"), ("unet", "int8_wo"),
+        )),
+    ],
+)  # fmt: skip
+def test_a_file_of_solved_weights_computes_what_the_solved_network_does(name: str, scheme: str, tmp_path: Path) -> None:
+    """To the bit, in the float class of diffusers: layers that are one in the file were solved as one."""
+    solved, made = calibrated(name, scheme, tmp_path, "gptq")
+    batch = step(name, 100, torch.bfloat16)
+    found = output(as_in_diffusers(name, made), batch)
+    assert torch.equal(found, output(ModelQuantizer.freeze(solved.model), batch))
+    plain = output(denoiser(name, torch.bfloat16), batch)
+    assert 0 < float((found - plain).norm() / plain.norm()) < 0.1
+
+
+@pytest.mark.parametrize("scheme", ["fp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_scales_of_inputs_are_those_of_all_that_one_layer_reads(scheme: str, tmp_path: Path) -> None:
+    _, made = calibrated("flux", scheme, tmp_path)
+    largest: dict[str, float] = {}
+    model = denoiser("flux", torch.bfloat16)
+    own = {
+        "double_blocks.0.img_attn.qkv": "transformer_blocks.0.attn.to_k",
+        "single_blocks.0.linear1": "single_transformer_blocks.0.proj_mlp",
+        "double_blocks.0.txt_mlp.2": "transformer_blocks.0.ff_context.net.2",
+    }
+    for file, name in own.items():
+
+        def see(_: Any, inputs: Any, file: str = file) -> None:
+            largest[file] = max(largest.get(file, 0.0), float(inputs[0].abs().max()))
+
+        model.get_submodule(name).register_forward_pre_hook(see)
+    for seed in range(3):
+        output(model, step("flux", seed, torch.bfloat16))
+    share = {"fp8": 448, "nvfp4": 448 * 6}[scheme]
+    for file, most in largest.items():
+        assert made[f"{file}.input_scale"].shape == () and made[f"{file}.input_scale"].dtype == torch.float32
+        assert float(made[f"{file}.input_scale"]) == pytest.approx(most / share, rel=2**-8), file  # in bfloat16
+        assert json.loads(made[f"{file}.comfy_quant"].numpy().tobytes()) == {
+            "format": FORMATS.get(scheme, FORMATS["fp8_wo"])["format"]
+        }
+
+
+def test_joined_layers_compute_once_what_they_did_apart(tmp_path: Path) -> None:
+    """Of a network that reads the same values in two tensors, and of halves that change places."""
+    for name in ("hunyuan", "flux"):
+        denoiser(name).save_pretrained(tmp_path / name)
+        model, batch = denoiser(name), step(name)
+        plan = plan_scaled(open_denoiser(tmp_path / name), SCHEMES["fp8_wo"], (), {})
+        wanted, names = output(model, batch), join_layers(model, plan)
+        calls: Counter[str] = Counter()
+        for own in names.values():
+            model.get_submodule(own).register_forward_hook(lambda *_, own=own, calls=calls: calls.update([own]))
+        assert torch.allclose(output(model, batch), wanted, atol=1e-6)
+        assert sum(own.endswith(".joined") for own in names.values()) >= 3
+        assert {*calls.values()} == {1} and calls.keys() == {*names.values()}
+    head = torch.nn.Sequential(torch.nn.Linear(3, 4))
+    weight = head[0].weight.detach().clone()
+    turned = PlannedLayer(OriginalTensor("head.weight", ("0.weight",), swapped=True), SCHEMES["fp8_wo"], (4, 3))
+    x = torch.randn(2, 3)
+    wanted, names = head(x), join_layers(head, {"head": turned})
+    assert torch.equal(head.get_submodule(names["head"]).weight, torch.cat([weight[2:], weight[:2]]))
+    assert torch.allclose(head(x), wanted) and torch.equal(head[0].weight, weight)
+
+
+@pytest.mark.slow
+def test_a_calibrated_file_is_made_on_the_command_line(tmp_path: Path) -> None:
+    denoiser("flux", torch.bfloat16).save_pretrained(tmp_path / "transformer")
+    (tmp_path / "model_index.json").write_text('{"transformer": ["diffusers", "FluxTransformer2DModel"]}')
+    (tmp_path / "steps").mkdir()
+    for seed in range(2):
+        write_batch(tmp_path / "steps" / f"{seed}.npz", step("flux", seed, torch.bfloat16))
+    done = quark("plan", tmp_path, "--for", "comfyui", "--scheme", "fp8")
+    assert done.code == 0 and "data: needed, and not given (--calib)" in done.out, done.err
+    done = quark("quantize", tmp_path, "--for", "comfyui", "--scheme", "fp8", "-o", tmp_path / "a.safetensors")
+    assert done.code == 1 and "needs data: pass --calib" in done.err
+    for scheme, out in (("fp8", "a.safetensors"), ("q4_0", "a.gguf")):
+        done = quark(
+            "quantize", tmp_path, "--for", "comfyui", "--scheme", scheme, "--calib", tmp_path / "steps", "-o",
+            tmp_path / out,
+        )  # fmt: skip
+        assert done.code == 0, done.err
+    assert "double_blocks.0.img_attn.qkv.input_scale" in load_file(tmp_path / "a.safetensors")
+    values = gguf.GGUFReader(tmp_path / "a.gguf").tensors
+    source, reader = open_denoiser(tmp_path), {tensor.name: tensor for tensor in values}
+    one = next(one for one in source.tensors if one.name == "double_blocks.0.img_attn.qkv.weight")
+    x = source.read(one).float()
+    nearest = fake_quantize(x, tensor_qparams(x, block_spec("q4_0")), block_spec("q4_0"))
+    found = torch.tensor(gguf.quants.dequantize(reader[one.name].data, reader[one.name].tensor_type))
+    assert not torch.equal(found, nearest) and float((found - x).norm() / x.norm()) < 0.15  # solved, not to nearest
+    for words, said in (
+        (("--scheme", "fp8_wo", "--calib", tmp_path / "steps"), "nothing reads it"),
+        (("--scheme", "fp8", "--calib", tmp_path / "steps", "--algorithm", "svdquant"), "no place for low-rank"),
+        (("--scheme", "fp8_wo", "--samples", "3"), "--samples describes calibration data"),
+    ):
+        done = quark("plan", tmp_path, "--for", "comfyui", *words)
+        assert done.code == 1 and said in done.err, done.err
+
+
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (
-        ("--for", "comfyui", "--calib", "x.txt", "-o", "a.safetensors"),
-        "--calib: a file for ComfyUI is made of the weights",
+        ("--for", "comfyui", "--calib", "x.npz", "-o", "a.safetensors"),
+        "flux.safetensors is a file, which names no class that could run",
     ),
     (("--for", "comfyui", "-o", "a"), "the file is called NAME.safetensors"),
     (("--scheme", "mxfp4", "-o", "a.safetensors"), "ComfyUI has no format for .* Possible: fp8_wo"),
     (("--scheme", "iq4_xs", "-o", "a.gguf"), "takes no denoiser in iq4_xs"),
+    (("--for", "comfyui", "--length", "3", "-o", "a.safetensors"), "--length: not of a file for ComfyUI"),
+    (("--scheme", "int4_wo_64", "-o", "a.safetensors"), "rows of 96, which are no whole groups of 64"),
     (("--scheme", "int8_wo", "-o", "a"), "is a file, and becomes one"),
     (("--scheme", "fp8_wo", "--exclude", "odd*", "-o", "a.safetensors"), "odd"),
 ]
@@ -282,9 +437,9 @@ def test_what_comfyui_does_not_read_is_refused_before_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     flux(tmp_path / "flux.safetensors")
-    (tmp_path / "x.txt").write_text("x")
+    (tmp_path / "x.npz").write_bytes(b"x")
     done = quark("quantize", "flux.safetensors", *words)
     assert done.code and (
         message.replace(".*", "") in done.err or all(part in done.err for part in message.split(" .* "))
     )
-    assert {path.name for path in tmp_path.iterdir()} == {"flux.safetensors", "x.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"flux.safetensors", "x.npz"}

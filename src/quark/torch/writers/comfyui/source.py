@@ -42,11 +42,13 @@ class DenoiserSource:
         kind: Its architecture.
         tensors: In the order of the source.
         places: Name of a part -> the file that holds it, and its name there.
+        folder: Of diffusers, that names its class; None for a file.
     """
 
     kind: DenoiserKind
     tensors: Sequence[OriginalTensor]
     places: dict[str, tuple[TensorFile, str]]
+    folder: Path | None = None
 
     def like(self, tensor: OriginalTensor) -> torch.Tensor:
         """Shape and dtype, on the meta device."""
@@ -76,8 +78,8 @@ def open_denoiser(path: Path) -> DenoiserSource:
         NotSupportedError: Its architecture or a tensor has no name in ComfyUI that is known here, it is quantized
             already, or a pipeline has several.
     """
-    if path.is_dir():
-        folder = _component(path)
+    folder = _component(path) if path.is_dir() else None
+    if folder is not None:
         class_name = str(_json(file_of(folder, CONFIG)).get(CLASS))
         places = _places(shard_files(folder))
         kind = kind_of_class(class_name, places)
@@ -90,7 +92,7 @@ def open_denoiser(path: Path) -> DenoiserSource:
         places = {name: (file, stored) for name, stored in own.items()}
         kind = kind_of_file(own)
         tensors = [OriginalTensor(name, (name,)) for name in own]
-    source = DenoiserSource(kind, tensors, places)
+    source = DenoiserSource(kind, tensors, places, folder)
     for tensor in tensors:
         like = source.like(tensor)
         if like.ndim > 1 and like.dtype not in FLOATS:

@@ -1,144 +1,34 @@
-"""Writes a denoiser as a safetensors file for ComfyUI, a tensor at a time; plans it, and a GGUF file of it, before.
-
-Which tensors a GGUF file holds in which type is what ComfyUI-GGUF's tools make of them (tools/convert.py and
-tools/lcpp.patch): vectors and small tensors in float32, others that are not quantized in 16 bits, matrices in the types
-of a mix, of which some layers get wider ones. The weights of a UNet's convolutions become matrices of 256 columns, and
-`comfy.gguf.orig_shape.NAME` says what they were. Rows that a type does not divide get the next one that does.
-"""
+"""Writes a denoiser as a safetensors file for ComfyUI, a tensor at a time."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from quark.base.files import atomic_file
 from quark.base.log import logger
 from quark.base.progress import progress
-from quark.core.blocks.block_types import fitting_block_type
 from quark.core.checks import naming
-from quark.core.names.patterns import first_match, matches_any, require_matches
 from quark.core.spec import LayerSpec
-from quark.errors import NotSupportedError
-from quark.gguf import MIXES
 from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.checkpoint.safetensors_file import create_file, write_tensor
 from quark.torch.writers.comfyui.names import OriginalTensor
-from quark.torch.writers.comfyui.scaled_layers import format_of, likes, names_of, padded, stored
+from quark.torch.writers.comfyui.plan import PlannedLayer
+from quark.torch.writers.comfyui.scaled_layers import is_static, likes, names_of, padded, stored
+from quark.torch.writers.comfyui.solved import SolvedDenoiser, input_scale, weight_of
 from quark.torch.writers.comfyui.source import DenoiserSource
 
-SMALL, SHAPED, COLUMNS = 1024, 512, 256
-"""Values of a tensor that is float32 in any case; of one that may become a matrix; columns of such a matrix."""
-ROLES = {
-    "values": (
-        "attn_v.weight", ".to_v.weight", ".v.weight", ".attn.w1v.weight", ".attn.w2v.weight", "_attn.v_proj.weight",
-    ),
-    "qkv": ("attn_qkv.weight", "attn.qkv.weight", "attention.qkv.weight"),
-    "down": (
-        "ffn_down", ".ffn.2.weight", ".ff.net.2.weight", ".mlp.layer2.weight", ".adaln_modulation_mlp.2.weight",
-        ".feed_forward.w2.weight",
-    ),
-}  # fmt: skip
-"""Role -> parts of original names, in the order in which they are asked (`img_tensor_get_type` of the patch)."""
-WIDER: dict[tuple[str, str], tuple[str, int, str]] = {
-    ("q2_k", "values"): ("q3_k", 0, "q3_k"),
-    ("q3_k_m", "values"): ("q5_k", 2, "q4_k"),
-    ("q3_k_l", "values"): ("q5_k", 0, "q5_k"),
-    ("q4_k_s", "values"): ("q5_k", 4, "q4_k"),
-    ("q4_k_m", "values"): ("q6_k", 0, "q6_k"),
-    ("q5_k_m", "values"): ("q6_k", 0, "q6_k"),
-    ("q3_k_m", "qkv"): ("q4_k", 0, "q4_k"),
-    ("q3_k_l", "qkv"): ("q4_k", 0, "q4_k"),
-    ("q4_k_m", "qkv"): ("q5_k", 0, "q5_k"),
-    ("q5_k_m", "qkv"): ("q6_k", 0, "q6_k"),
-    ("q3_k_m", "down"): ("q4_k", 0, "q4_k"),
-    ("q3_k_l", "down"): ("q5_k", 0, "q5_k"),
-    ("q4_k_s", "down"): ("q5_k", 0, "q5_k"),
-    ("q4_k_m", "down"): ("q6_k", 0, "q6_k"),
-    ("q5_k_m", "down"): ("q6_k", 0, "q6_k"),
-    ("q4_0", "down"): ("q4_1", 0, "q4_1"),
-    ("q5_0", "down"): ("q5_1", 0, "q5_1"),
-}
-"""Mix and role -> type of the first so many tensors of the role, their number, and type of all others."""
-FILE_MIXES = tuple(name for name in MIXES if not name.startswith("iq"))
-"""Mixes that the tools write."""
 
-
-@dataclass(frozen=True)
-class PlannedLayer:
-    """A tensor that is quantized, and how: by a scheme, or as a block type."""
-
-    tensor: OriginalTensor
-    what: LayerSpec | str
-    shape: tuple[int, ...]
-
-
-def plan_scaled(
-    source: DenoiserSource, scheme: LayerSpec, exclude: Sequence[str], layers: Mapping[str, LayerSpec]
-) -> dict[str, PlannedLayer]:
-    """What each layer gets, by its original name: matrices that ComfyUI-GGUF quantizes, too.
-
-    Args:
-        source: The denoiser.
-        scheme: Of all layers.
-        exclude: Patterns of names of layers that stay in float.
-        layers: Pattern -> scheme of some layers.
-
-    Raises:
-        ConfigError: A pattern matches no layer.
-        NotSupportedError: ComfyUI has no format for a scheme.
-    """
-    for spec in (scheme, *layers.values()):
-        format_of(spec)
-    return _planned(source, exclude, layers, lambda name: scheme, shaped=False)
-
-
-def plan_blocks(
-    source: DenoiserSource, mix: str, exclude: Sequence[str], layers: Mapping[str, str]
-) -> dict[str, PlannedLayer]:
-    """As `plan_scaled`, of a mix of block types. Raises NotSupportedError for a mix that the tools do not write."""
-    for name in (mix, *layers.values()):
-        if name not in FILE_MIXES:
-            raise NotSupportedError(
-                f"ComfyUI-GGUF takes no denoiser in {name}. Possible: {', '.join(FILE_MIXES)}; or, in a safetensors "
-                "file, fp8_wo, int8_wo, int8_dynamic, mxfp8_e4m3, nvfp4."
-            )
-    seen: dict[str, int] = {}
-
-    def chosen(name: str) -> str:
-        role = next((role for role, parts in ROLES.items() if any(part in name for part in parts)), "")
-        seen[role] = seen.get(role, 0) + 1
-        wide, count, rest = WIDER.get((mix, role), (MIXES[mix].base, 0, MIXES[mix].base))
-        return wide if seen[role] <= count else rest
-
-    types = {pattern: MIXES[name].base for pattern, name in layers.items()}
-    found = _planned(source, exclude, types, chosen, shaped=True)
-    fitted = {name: (plan, fitting_block_type(str(plan.what), plan.shape[1])) for name, plan in found.items()}
-    return {name: PlannedLayer(plan.tensor, kind, plan.shape) for name, (plan, kind) in fitted.items() if kind}
-
-
-def _planned(
-    source: DenoiserSource, exclude: Sequence[str], layers: Mapping[str, Any], chosen: Any, shaped: bool
-) -> dict[str, PlannedLayer]:
-    found = {}
-    for tensor in source.tensors:
-        shape = tuple(source.like(tensor).shape)
-        shape = file_shape(source, tensor) if shaped else shape
-        if len(shape) == 2 and not source.kind.stays_float(tensor.name) and math.prod(shape) > SMALL:
-            found[tensor.name.removesuffix(".weight")] = (tensor, shape)
-    require_matches([*exclude, *layers], found, "--exclude and --layer, which take names of layers in the file")
-    return {
-        name: PlannedLayer(tensor, first_match(name, layers) or chosen(tensor.name), shape)
-        for name, (tensor, shape) in found.items()
-        if not matches_any(name, exclude)
-    }
-
-
-def write_scaled(source: DenoiserSource, plan: Mapping[str, PlannedLayer], file: Path, overwrite: bool) -> None:
+def write_scaled(
+    source: DenoiserSource,
+    plan: Mapping[str, PlannedLayer],
+    file: Path,
+    overwrite: bool,
+    solved: SolvedDenoiser | None = None,
+) -> None:
     """Write a safetensors file with scales and markers; it appears when all of it is written.
 
     Args:
@@ -146,37 +36,54 @@ def write_scaled(source: DenoiserSource, plan: Mapping[str, PlannedLayer], file:
         plan: See `plan_scaled`.
         file: The file to make.
         overwrite: Replace the file if it is there.
+        solved: The same, calibrated, where data were read.
     """
-    made: dict[str, torch.Tensor] = {}
-    for tensor in source.tensors:
-        layer = plan.get(tensor.name.removesuffix(".weight"))
-        if layer is None or layer.tensor is not tensor:
-            made[tensor.name] = source.like(tensor)
-        else:
-            assert isinstance(layer.what, LayerSpec)
-            made |= names_of(tensor.name.removesuffix(".weight"), likes(layer.shape, layer.what))
+    work = [_Written(source, tensor, plan, solved) for tensor in source.tensors]
+    made = {name: like for each in work for name, like in each.likes().items()}
     with atomic_file(file, overwrite) as temporary:
         places = create_file(temporary, made)
-        for tensor in progress(source.tensors, "tensors", total=len(source.tensors)):
-            x, name = source.read(tensor), tensor.name.removesuffix(".weight")
-            layer = plan.get(name)
-            if layer is None or layer.tensor is not tensor:
-                parts = {tensor.name: x}
-            else:
-                assert isinstance(layer.what, LayerSpec) and layer.what.weight is not None
-                with naming(tensor.name):
-                    x = padded(x, layer.what)
-                    parts = names_of(name, stored(x, tensor_qparams(x, layer.what.weight), layer.what))
-            for stored_name, value in parts.items():
+        for each in progress(work, "tensors", total=len(work)):
+            for stored_name, value in each.tensors().items():
                 write_tensor(value, places[stored_name])
-            source.release(tensor)
+            source.release(each.tensor)
     logger.info("Exported to %s.", file)
 
 
-def file_shape(source: DenoiserSource, tensor: OriginalTensor) -> tuple[int, ...]:
-    """The shape of a tensor in a GGUF file."""
-    like = source.like(tensor)
-    shape, count = tuple(like.shape), like.numel()
-    if not source.kind.is_unet or like.ndim < 2 or count < SHAPED or count % COLUMNS or not shape[-1] % COLUMNS:
-        return shape
-    return count // COLUMNS, COLUMNS
+class _Written:
+    """A tensor of a source, as a file with scales has it."""
+
+    def __init__(
+        self,
+        source: DenoiserSource,
+        tensor: OriginalTensor,
+        plan: Mapping[str, PlannedLayer],
+        solved: SolvedDenoiser | None,
+    ) -> None:
+        self.source, self.tensor, self.solved = source, tensor, solved
+        self.name = tensor.name.removesuffix(".weight")
+        layer = plan.get(self.name)
+        self.layer = None if solved is None else solved.layers.get(self.name)
+        what = layer.what if layer is not None and layer.tensor is tensor else None
+        assert not isinstance(what, str)
+        self.spec: LayerSpec | None = what
+        if self.spec is not None and self.layer is None and is_static(self.spec):
+            self.spec = replace(self.spec, input=None)  # no layer of the model, whose input nobody measured
+
+    def likes(self) -> dict[str, torch.Tensor]:
+        like = self.source.like(self.tensor)
+        if self.spec is None:
+            return {self.tensor.name: like}
+        calibrated = self.layer is not None and input_scale(self.layer) is not None
+        return names_of(self.name, likes(tuple(like.shape), self.spec, like.dtype, calibrated))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        if self.spec is not None and self.layer is not None:
+            x, params, frozen = weight_of(self.layer)
+            return names_of(self.name, stored(x, params, self.spec, frozen, input_scale(self.layer)))
+        x = self.source.read(self.tensor) if self.solved is None else self.solved.value(self.source, self.tensor)
+        if self.spec is None:
+            return {self.tensor.name: x}
+        assert self.spec.weight is not None
+        with naming(self.tensor.name):
+            x = padded(x, self.spec)
+            return names_of(self.name, stored(x, tensor_qparams(x, self.spec.weight), self.spec))

@@ -17,15 +17,21 @@ from quark.gguf.types import FLOAT_TYPES
 from quark.gguf.writer import DenoiserHeader, GgufTensor, write_file
 from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.writers.comfyui.names import OriginalTensor
+from quark.torch.writers.comfyui.plan import SMALL, PlannedLayer, file_shape
+from quark.torch.writers.comfyui.solved import SolvedDenoiser, weight_of
 from quark.torch.writers.comfyui.source import DenoiserSource
-from quark.torch.writers.comfyui.write import SMALL, PlannedLayer, file_shape
 from quark.torch.writers.gguf.format import GgufLayout
 
 LONGEST_NAME = 127
 
 
 def write_denoiser(
-    source: DenoiserSource, mix: str, plan: Mapping[str, PlannedLayer], file: Path, overwrite: bool
+    source: DenoiserSource,
+    mix: str,
+    plan: Mapping[str, PlannedLayer],
+    file: Path,
+    overwrite: bool,
+    solved: SolvedDenoiser | None = None,
 ) -> None:
     """Write a GGUF file; it appears when all of it is written.
 
@@ -35,19 +41,22 @@ def write_denoiser(
         plan: See `plan_blocks`.
         file: The file to make.
         overwrite: Replace the file if it is there.
+        solved: The same, after algorithms, where data were read.
 
     Raises:
         NotSupportedError: A name is too long for the readers.
         NonFiniteError: A value is no number, or too large for its type; names the tensor.
     """
-    tensors = [_tensor(source, tensor, plan) for tensor in source.tensors]
+    tensors = [_tensor(source, tensor, plan, solved) for tensor in source.tensors]
     real = {tensor.name: tuple(source.like(tensor).shape) for tensor in source.tensors}
     shapes = {tensor.name: real[tensor.name] for tensor in tensors if tensor.shape != real[tensor.name]}
     write_file(file, DenoiserHeader(source.kind.gguf, MIXES[mix], shapes), tensors, overwrite)
     logger.info("Exported to %s.", file)
 
 
-def _tensor(source: DenoiserSource, tensor: OriginalTensor, plan: Mapping[str, PlannedLayer]) -> GgufTensor:
+def _tensor(
+    source: DenoiserSource, tensor: OriginalTensor, plan: Mapping[str, PlannedLayer], solved: SolvedDenoiser | None
+) -> GgufTensor:
     if len(tensor.name) > LONGEST_NAME:
         raise NotSupportedError(f"{tensor.name}: names of ComfyUI-GGUF have at most {LONGEST_NAME} letters.")
     layer = plan.get(tensor.name.removesuffix(".weight"))
@@ -55,7 +64,7 @@ def _tensor(source: DenoiserSource, tensor: OriginalTensor, plan: Mapping[str, P
         kind, shape = str(layer.what).upper(), layer.shape
     else:
         kind, shape = _float_type(source, tensor), file_shape(source, tensor)
-    return GgufTensor(tensor.name, kind, shape, partial(_stored, source, tensor, kind, shape))
+    return GgufTensor(tensor.name, kind, shape, partial(_stored, source, tensor, kind, shape, solved))
 
 
 def _float_type(source: DenoiserSource, tensor: OriginalTensor) -> str:
@@ -69,11 +78,18 @@ def _float_type(source: DenoiserSource, tensor: OriginalTensor) -> str:
     return FLOAT_TYPES[torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float16]
 
 
-def _stored(source: DenoiserSource, tensor: OriginalTensor, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _stored(
+    source: DenoiserSource, tensor: OriginalTensor, kind: str, shape: tuple[int, ...], solved: SolvedDenoiser | None
+) -> torch.Tensor:
     """The values as they lie in the file."""
-    x = source.read(tensor).reshape(shape)
+    is_block = kind not in FLOAT_TYPES.values()
+    layer = None if solved is None or not is_block else solved.layers.get(tensor.name.removesuffix(".weight"))
+    if layer is not None:
+        x, params, frozen = weight_of(layer)
+        return GgufLayout(block_spec(kind.lower()), x.dtype).store(x, params, frozen)[""]
+    x = (source.read(tensor) if solved is None else solved.value(source, tensor)).reshape(shape)
     with naming(tensor.name):
-        if kind not in FLOAT_TYPES.values():
+        if is_block:
             spec = block_spec(kind.lower())
             return GgufLayout(spec, x.dtype).store(x, tensor_qparams(x, spec))[""]
         x = x.to({name: dtype for dtype, name in FLOAT_TYPES.items()}[kind])
