@@ -26,8 +26,9 @@ OF_THE_RESULT = (
     "stream",
 )  # fmt: skip
 """The options of a request that say what is written beside the layers, and how: of a plan there is nothing to write."""
-OF_FOLDERS_ALONE = ("algorithm",)
+OF_FOLDERS_ALONE = ("algorithm", "samples")
 """Options of either kind of model that the plan of an ONNX file has nothing to show of."""
+OF_FILES = "--config, --for, --effort, --bits, --calib, --exclude"
 MODEL_HELP = "Folder of a Hugging Face model (config.json is enough), or an ONNX file."
 SCHEME_HELP = "A scheme or a configuration; `quark schemes` lists them."
 
@@ -58,7 +59,7 @@ def plan(
     # Before the libraries load: a wrong path or word is answered at once.
     said = said_on(context)
     if is_onnx(model) and (unused := {*OF_FOLDERS_ALONE} & {*said}):
-        raise UsageError(f"--{unused.pop()} is no part of the plan of an ONNX file. Possible: --config alone.")
+        raise UsageError(f"--{min(unused)} is no part of the plan of an ONNX file. Possible: {OF_FILES}.")
     if is_onnx(model) and "goal" not in said:
         if {"bits", "size", "candidates", "sensitivity"} & {*said}:
             raise UsageError(
@@ -83,7 +84,7 @@ def _plan_file(job: FileJob) -> None:
     request, console = job.request, results()
     if job.choice is not None:
         console.print(choice_rows(job.choice))
-    plan_file(request.model, job.config, request.calib is not None, list(request.exclude or ()))
+    plan_file(request, job.config)
     if job.choice is not None:
         console.print(serve_line(job.choice, "OUT.onnx"), highlight=False, soft_wrap=True)
 
@@ -133,7 +134,7 @@ def _plan_folder(job: FolderJob) -> None:
 def _plan_model(job: FolderJob) -> None:
     from quark.jobs.configure_folder import configure, plan_of, servers_say
     from quark.jobs.folders.bit_budget import choose_for_budget
-    from quark.jobs.folders.models import inputs_of, load_meta_model
+    from quark.jobs.folders.models import check_loading, inputs_of, load_meta_model
     from quark.jobs.run_folder import export_of
     from quark.torch.checkpoint.sources.carried import carried_beside
     from quark.torch.checkpoint.stored_types import source_folder
@@ -142,6 +143,7 @@ def _plan_model(job: FolderJob) -> None:
 
     job = replace(job, request=replace(job.request, model=_with_shapes(job.request.model)))
     request, console = job.request, results()
+    check_loading(request.device, request.dtype)
     configured = configure(job, aloud=True)
     export_of(job).check(configured.schemes)
     config, calibration = configured.config, configured.calibration

@@ -71,7 +71,7 @@ class Configured:
         algorithms: Names, and configs of those with parameters.
         config: A `quark.torch.QConfig`; with a budget the one that its choice completes.
         calibration: The data, or the text of the package where something needs them.
-        lacks: What needs data where none are given and the package has none that the model takes; None: nothing does.
+        why: What needs calibration data; None: nothing does.
         plan: Of `config`, where its goal looked at it.
     """
 
@@ -82,8 +82,13 @@ class Configured:
     algorithms: Sequence[Any]
     config: Any
     calibration: Calibration
+    why: str | None = None
     plan: FolderPlan | None = None
-    lacks: str | None = None
+
+    @property
+    def lacks(self) -> str | None:
+        """What needs data where none are given and the package has none that the model takes; None: nothing does."""
+        return self.why if self.calibration.path is None else None
 
     def check_data(self) -> None:
         """Raise CalibrationError where the job needs data that are not given. A plan needs none."""
@@ -129,9 +134,7 @@ def configure(job: FolderJob, aloud: bool = False) -> Configured:
     scheme = choice.scheme if choice is not None else request.scheme
     if budget is not None:
         scheme = None
-    inside = [request.kv_cache, request.attention]
-    if budget is not None:
-        _refuse_beside_budget(budget, inside, request.load)
+        _refuse_beside_budget(request, budget)
     mixed = _in_file(scheme, budget, form)
     asked = choice.algorithms if choice is not None else request.algorithm
     if asked is None and mixed and request.calib is not None:
@@ -143,8 +146,10 @@ def configure(job: FolderJob, aloud: bool = False) -> Configured:
     if choice is not None:
         config, plan = _planned_for_goal(model, config, choice.goal, form, aloud)
     why = _reason_for_data(request, scheme, budget, config)
-    calibration, lacks = _data_of(request, why, network)
-    return Configured(job, choice, scheme, budget, algorithms, config, calibration, plan, lacks)
+    calibration = Calibration.of(request)
+    if why is not None and not network:  # of what a network of diffusers takes, the package has none
+        calibration = calibration.or_default(why)
+    return Configured(job, choice, scheme, budget, algorithms, config, calibration, why, plan)
 
 
 def _planned_for_goal(
@@ -325,32 +330,18 @@ def _calibrated(request: FolderRequest, config: Any) -> Any:
     return replace(config, calibrate_all_experts=request.calibrate_all_experts)
 
 
-def _refuse_beside_budget(budget: Budget, inside: list[str | None], load: dict[str, bool]) -> None:
+def _refuse_beside_budget(request: FolderRequest, budget: Budget) -> None:
     """Raise for options under which a budget cannot be kept, or layers not be measured."""
-    if any(inside):
+    if request.kv_cache or request.attention:
         raise NotSupportedError(
             f"{budget.named()} chooses the schemes of weights; --kv-cache and --attention give layers schemes of their "
             "own. Possible: --scheme and --layer."
         )
-    if any(load.values()):
-        given = ", ".join(f"--{name.replace('_', '-')}" for name, value in load.items() if value)
+    if any(request.load.values()):
+        given = ", ".join(f"--{name.replace('_', '-')}" for name, value in request.load.items() if value)
         raise ConfigError(
             f"{given} with {budget.named()}: block by block, a class of transformers is needed that holds all."
         )
-
-
-def _data_of(request: FolderRequest, why: str | None, network: bool) -> tuple[Calibration, str | None]:
-    """The calibration data, and what lacks some: of a network of diffusers the package has none.
-
-    Args:
-        request: What is asked for.
-        why: What needs data; None: nothing does.
-        network: Whether the folder is that of a network of diffusers.
-    """
-    given = Calibration.of(request)
-    if why is None or given.path is not None:
-        return given, None
-    return (given, why) if network else (given.or_default(why), None)
 
 
 def _reason_for_data(request: FolderRequest, scheme: str | None, budget: Budget | None, config: Any) -> str | None:

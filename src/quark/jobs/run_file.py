@@ -238,6 +238,8 @@ def run_file(job: FileJob) -> FileResult:
         instead = (CPU_DYNAMIC, CPU_WEIGHTS) if name == CPU else (CPU_WEIGHTS,)
         others = {other: _quantizer(request, other, target, untimed) for other in instead}
     first = _quantizer(request, name, target, timing)
+    if request.statistics and first.settings.specs.weights_apart:
+        raise ConfigError(f"--statistics: with {name} no ranges of activations are calibrated. Possible: without.")
     name, written, found = _Writing(request.model, request.output, reader, recovery).best_of(name, first, others)
     made, seconds = Path(request.output), time.perf_counter() - start
     return FileResult(made, name, written, before, file_bytes(made), seconds, reader, found)
@@ -329,9 +331,10 @@ def _calibration_data(job: FileJob) -> Any:
         return job.data if job.config is not None else Samples(job.data, model_inputs(request.model))
     if request.calib is not None:
         return reader_of(request, request.calib)
-    for flag, value in (("--batch-size", request.batch_size), ("--mean", request.mean), ("--std", request.std)):
+    describing = {"--samples": request.samples, "--batch-size": request.batch_size}
+    for flag, value in (describing | {"--mean": request.mean, "--std": request.std}).items():
         if value is not None:
-            raise ConfigError(f"{flag} describes the data, and there are none.")
+            raise ConfigError(f"{flag} describes the data, and there are none. Possible: --calib.")
     return None
 
 

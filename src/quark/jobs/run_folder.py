@@ -108,6 +108,8 @@ def _run(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] 
     export.check_output(request.calib)  # before the model is looked at
     configured = configure(job)
     configured.check_data()
+    if request.calib is not None and configured.why is None and request.save_imatrix is None:
+        logger.info("Nothing here needs calibration data: %s changes no value.", request.calib)
     export.check(configured.schemes)
     start, before, chosen = time.perf_counter(), folder_bytes(request.model), None
     config = configured.config

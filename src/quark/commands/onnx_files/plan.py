@@ -2,8 +2,8 @@
 
     bytes of a weight = values * bits / 8 + scales * (4 + bytes of a zero point)
 
-Block formats keep float weights in the file, as the documented layout has them. No data are read and no kernels timed:
-where these decide, less may be quantized.
+Block formats keep float weights in the file, as the documented layout has them. Of calibration data one sample is read,
+and no kernels are timed: where these decide, less may be quantized.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import onnx_ir as ir
 from quark.base.command_line import new_table, results
 from quark.core.spec import TensorSpec
 from quark.errors import NothingToQuantizeError
-from quark.jobs.run_file import CPU_TARGET, default_config, named_config
+from quark.jobs import FileRequest
+from quark.jobs.run_file import CPU_TARGET, default_config, named_config, reader_of
 from quark.onnx import ModelQuantizer
 from quark.onnx.calibration.data.inputs import file_bytes
 from quark.onnx.config.serialized import as_scope
@@ -35,16 +36,18 @@ SCALE = 4
 """Bytes of a scale."""
 
 
-def plan_file(model: Path, config: str | None, has_data: bool, exclude: list[str] | None) -> None:
+def plan_file(request: FileRequest, config: str | None) -> None:
     """Show what a configuration, or none, would do to a file.
 
     Raises:
+        CalibrationError: The calibration data are not there, or the first sample does not fit the model.
         NothingToQuantizeError: Nothing would be quantized.
     """
+    model, has_data = request.model, request.calib is not None
+    if request.calib is not None:
+        reader_of(request, request.calib).get_next()
     name = config or default_config(has_data, CPU_TARGET)
-    settings = ModelQuantizer(named_config(name)).settings
-    specs = settings.specs
-    settings = replace(settings, specs=replace(specs, exclude=(*specs.exclude, *map(as_scope, exclude or ()))))
+    settings = _settings(request, name)
     rows, saved = _rows(model, settings)
     table = new_table("operator", "nodes", "quantized", "weights MB", "planned MB", title=f"{name} of {model.name}")
     for op_type, row in sorted(rows.items(), key=lambda item: (-item[1]["before"], item[0])):
@@ -67,6 +70,13 @@ def plan_file(model: Path, config: str | None, has_data: bool, exclude: list[str
             "Kernels are timed and up to a minute of recovery runs: nodes that gain nothing stay in float, others may.",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
+
+
+def _settings(request: FileRequest, name: str) -> Settings:
+    """Those of a configuration, without what is excluded."""
+    settings = ModelQuantizer(named_config(name)).settings
+    exclude = (*settings.specs.exclude, *map(as_scope, request.exclude or ()))
+    return replace(settings, specs=replace(settings.specs, exclude=exclude))
 
 
 def _rows(path: Path, settings: Settings) -> tuple[dict[str, Counter[str]], int]:

@@ -137,7 +137,8 @@ class Calibration:
             of = f" of {high} tokens" if low == high else f" of {low} to {high} tokens"
             of += ", not packed" if self.packing is False else ", packed" if low == high else ""
         taken = taken if self.seed is None else f"by chance (seed {self.seed})"
-        return f"{name}, {len(samples)} sample{'s' if len(samples) != 1 else ''}{of}, {taken}"
+        written = "" if self.synthetic is None else f", and {self.synthetic} that the model writes"
+        return f"{name}, {len(samples)} sample{'s' if len(samples) != 1 else ''}{of}, {taken}{written}"
 
 
 def _tokens(sample: Any) -> int | None:

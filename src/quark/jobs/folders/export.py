@@ -67,8 +67,11 @@ class Export:
         known = (*FORMATS, *FILES)
         if self.form not in known:
             raise ConfigError(f"--export-format {self.form!r} is unknown. {did_you_mean(self.form, known)}")
-        if self.form in FILES and (self.weight_format, self.pack_method) != ("real_quantized", "reorder"):
-            raise ConfigError(f"--weight-format and --pack-method do not apply to --export-format {self.form}.")
+        of_folders = (self.weight_format, self.pack_method, self.max_shard_size)
+        if self.form in FILES and of_folders != ("real_quantized", "reorder", "5GB"):
+            raise ConfigError(
+                f"--weight-format, --pack-method and --max-shard-size do not apply to --export-format {self.form}."
+            )
         if self.form == ONNX:
             require_onnx_packages()
             return
