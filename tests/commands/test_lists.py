@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +68,45 @@ def test_doctor_names_what_is_missing_and_the_line_that_helps(monkeypatch: pytes
     assert "cpu" in {row["device"] for row in machine["rows"]}
     monkeypatch.setattr(module.metadata, "version", lambda name: "0.13")
     assert "amd-quark 0.13 has the same import name" in tables("doctor")[0]["rows"][0]["what to do"]
+
+
+@pytest.mark.parametrize(
+    ("version", "driver", "asked"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", True, False),
+        ("cuda = None\nhip = None\n", True, False),
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", True, True),
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", False, False),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.1'\n", False, True),
+        (None, False, True),
+    ],
+)
+def test_doctor_asks_torch_for_devices_only_where_it_may_find_some(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str | None, driver: bool, asked: bool
+) -> None:
+    """None: a build without the file."""
+    module: Any = importlib.import_module("quark.commands.doctor")
+
+    def load(name: str) -> None:
+        if not driver:
+            raise OSError(name)
+
+    if version is not None:
+        (tmp_path / "version.py").write_text(version)
+    monkeypatch.setattr(module, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
+    monkeypatch.setattr(module.ctypes, "CDLL", load)
+    monkeypatch.setattr(module.sys, "platform", "linux")
+    assert module.may_have_accelerator() is asked
+
+
+@pytest.mark.slow
+def test_doctor_of_a_machine_without_a_gpu_does_not_load_torch() -> None:
+    code = (
+        "import importlib, sys; doctor = importlib.import_module('quark.commands.doctor'); "
+        "doctor.may_have_accelerator = lambda: False; doctor.doctor(); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "cpu" in done.stdout, done.stderr
 
 
 def test_version() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform
+import re
 import sys
 from importlib import metadata
 from importlib.util import find_spec
@@ -18,6 +21,8 @@ PACKAGES = {
     "cryptography": "crypto", "matplotlib": "plot", "onnxslim": "slim", "yaml": "yaml",
 }  # fmt: skip
 """Package as it is imported -> the extra that brings it."""
+BUILT_FOR = re.compile(r"^(cuda|hip)\b[^=\n]*=\s*(\S+)", re.MULTILINE)
+"""In torch/version.py: the library of GPUs that torch is built with, and its version; `None` for none."""
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "onnx_ir": "onnx-ir"}
 
 
@@ -69,10 +74,38 @@ def torch_devices() -> dict[str, str]:
     """Device -> its name, of those on which torch can compute."""
     if version_of("torch") is None:
         return {}
-    import torch  # seconds: a question of devices is the only one that needs it
+    limit = os.environ.get("OMP_NUM_THREADS")
+    found = {"cpu": f"{usable_cores()} cores{f', of which OMP_NUM_THREADS says {limit}' if limit else ''}"}
+    if not may_have_accelerator():
+        return found
+    import torch  # seconds: only where there may be a device whose name it alone knows
 
-    found = {"cpu": f"{torch.get_num_threads()} threads"}
     found |= {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     if torch.backends.mps.is_available():
         found["mps"] = "Apple GPU"
     return found
+
+
+def usable_cores() -> int:
+    """Of the processor, those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def may_have_accelerator() -> bool:
+    """Whether torch may find a GPU: False where it is built for none, or the driver of NVIDIA's is not installed."""
+    if sys.platform == "darwin":
+        return True
+    spec = find_spec("torch")
+    folder = next(iter(spec.submodule_search_locations or ()), None) if spec is not None else None
+    try:
+        written = (Path(folder or "") / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    built = {kind: said for kind, said in BUILT_FOR.findall(written) if said != "None"}
+    if sys.platform != "linux" or "cuda" not in built:
+        return bool(built)
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return bool(built.keys() - {"cuda"})
+    return True
