@@ -218,6 +218,13 @@ def test_import_quark_torch_loads_nothing_and_its_names_torch_only() -> None:
     assert not loaded & {"transformers", "onnx", "onnxruntime", "accelerate", "rich", "typer", "torch._dynamo"}
 
 
+def test_the_quantizer_of_onnx_models_loads_what_runs_when_it_runs() -> None:
+    loaded = loaded_after("from quark.onnx import ModelQuantizer")
+    later = ("quark.onnx.search", "quark.onnx.flow", "quark.onnx.algorithms")
+    assert not {name for name in loaded if name.startswith(later)}
+    assert not loaded & {"torch", "pydantic", "scipy", "rich"}
+
+
 def test_command_line_help_does_not_load_torch() -> None:
     assert not loaded_after("from quark.cli import app; app()") & {"torch", "transformers", "onnx"}
 

@@ -166,7 +166,7 @@ def test_a_file_that_is_slower_as_a_whole_gives_way(
         if len(asked) <= times:
             raise SlowerThanFloatError("The quantized model takes 1.50 times as long as the float one.")
 
-    monkeypatch.setattr("quark.onnx.quantizer.refuse_slower", slower)
+    monkeypatch.setattr("quark.onnx.search.latency.whole_file.refuse_slower", slower)
     done = command(folder, "", "quantize {0}/cnn.onnx -o {0}/out.onnx --force")
     assert done.code == 0 and f"{name}: " in done.out and len(asked) == min(times + 1, 2)
     assert ("1.50 times as long" in done.log) is (times > 0)
@@ -182,7 +182,7 @@ def test_a_file_that_another_run_wrote_meanwhile_is_not_replaced(
 ) -> None:
     output = folder / "meanwhile.onnx"
     output.unlink(missing_ok=True)
-    monkeypatch.setattr("quark.onnx.quantizer.refuse_slower", lambda *_: output.write_text("theirs"))
+    monkeypatch.setattr("quark.onnx.search.latency.whole_file.refuse_slower", lambda *_: output.write_text("theirs"))
     done = command(folder, more, "quantize {0}/cnn.onnx -o {0}/meanwhile.onnx")
     if more:
         assert done.code == 0 and output.read_bytes() != b"theirs"

@@ -119,6 +119,7 @@ def preload() -> None:
     import quark.jobs.folders.schemes
     import quark.jobs.run_file
     import quark.onnx.quantizer
+    import quark.onnx.search.recovery.search
     import quark.torch.checkpoint.importer
     import quark.torch.flows.from_disk
     import quark.torch.llm.text

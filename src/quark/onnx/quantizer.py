@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import onnx_ir as ir
@@ -28,24 +28,18 @@ from quark.onnx.config.preset_rows import QROWS
 from quark.onnx.config.presets import get_default_config
 from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
-from quark.onnx.evaluation.cpu_price import cpu_price, in_integers_unasked
-from quark.onnx.flow.flow import finish
 from quark.onnx.graph.model_file import checked_proto, load, read
 from quark.onnx.graph.sessions import require_loads
-from quark.onnx.qdq.short_names import shorten_where_larger
-from quark.onnx.search.evaluator import OutputMetrics, output_metrics
-from quark.onnx.search.history import duration
-from quark.onnx.search.latency.whole_file import refuse_slower
-from quark.onnx.search.lost_outputs.advice import Retrying, refuse_damage
-from quark.onnx.search.lost_outputs.damage import MADE, SpreadSamples, damage
-from quark.onnx.search.lost_outputs.on_noise import little_on_noise
-from quark.onnx.search.lost_outputs.verdict import Damage
-from quark.onnx.search.recovery.rival import Rival
-from quark.onnx.search.recovery.search import Recovery, or_weights_alone, recover
-from quark.onnx.search.recovery.steps import QUICK_STEPS, STEPS
-from quark.onnx.search.settle import check_algorithms, quantize
 from quark.onnx_ops.custom_libraries import custom_libraries
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, model_files, save
+
+# The flow and its searches are imported by the functions that run them: they are half of what this takes to load.
+if TYPE_CHECKING:
+    from quark.onnx.search.evaluator import OutputMetrics
+    from quark.onnx.search.lost_outputs.damage import SpreadSamples
+    from quark.onnx.search.lost_outputs.verdict import Damage
+    from quark.onnx.search.recovery.rival import Rival
+    from quark.onnx.search.recovery.search import Recovery
 
 __all__ = ["ModelQuantizer", "quantize_dynamic", "quantize_static"]
 
@@ -104,6 +98,10 @@ class ModelQuantizer:
         Raises:
             QuarkError: See its children; no file is written then.
         """
+        from quark.onnx.evaluation.cpu_price import cpu_price, in_integers_unasked
+        from quark.onnx.search.lost_outputs.damage import SpreadSamples
+        from quark.onnx.search.settle import check_algorithms, quantize
+
         settings = lower(self.config, tuple(algorithms)) if algorithms else self.settings
         reader = _reader(model_input, calibration_data_reader, calibration_data_path)
         _check_outputs(model_input, model_output, settings, reader)
@@ -166,6 +164,11 @@ class ModelQuantizer:
             CalibrationError: Fewer than four samples, or none.
             QuarkError: See its children; no file is written then.
         """
+        from quark.onnx.search.history import duration
+        from quark.onnx.search.lost_outputs.damage import SpreadSamples
+        from quark.onnx.search.recovery.search import or_weights_alone, recover
+        from quark.onnx.search.recovery.steps import QUICK_STEPS, STEPS
+
         reader = _reader(model_input, calibration_data_reader, calibration_data_path)
         _check_outputs(model_input, model_output, self.settings, reader)
         seconds, measure = None if budget is None else duration(budget), Metric(metric)
@@ -189,6 +192,9 @@ class ModelQuantizer:
         self, model: ir.Model, output: str | os.PathLike[str] | None, source: Model, kept: SpreadSamples | None
     ) -> onnx.ModelProto | None:
         """The model, checked; None where it went to a file in clear."""
+        from quark.onnx.flow.flow import finish
+        from quark.onnx.qdq.short_names import shorten_where_larger
+
         self.damage = None
         finish(model, self.settings)
         shorten_where_larger(model, source.ByteSize() if isinstance(source, onnx.ModelProto) else file_bytes(source))
@@ -217,6 +223,10 @@ class ModelQuantizer:
             SlowerThanFloatError: It is slower than the float model, where the settings ask for that.
             FormatError: ONNX Runtime does not load what was made of a model that it loads.
         """
+        from quark.onnx.search.latency.whole_file import refuse_slower
+        from quark.onnx.search.lost_outputs.advice import Retrying, refuse_damage
+        from quark.onnx.search.lost_outputs.damage import MADE, damage
+
         judged = kept is not None or self.settings.least_sqnr is not None
         looked_at = judged or self.settings.measurement.whole_file
         model, feeds = read(source) if looked_at else None, [] if kept is None else kept.feeds()
@@ -243,6 +253,8 @@ def _refuse_lost_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path, se
     Raises:
         DamageError: They are lost, and others are next to be tried.
     """
+    from quark.onnx.search.lost_outputs.on_noise import little_on_noise
+
     left = little_on_noise(model, quantized)
     if left is not None and left.lost and not settings.tries_advice:
         raise DamageError(f"Without samples: {left.words}.")
@@ -257,6 +269,8 @@ def _refuse_lost_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path, se
 
 def _rival(model: ir.Model, quantizer: ModelQuantizer | None) -> Rival | None:
     """What is made of a model without samples, if there is a quantizer that makes it."""
+    from quark.onnx.search.recovery.rival import Rival
+
     return None if quantizer is None else Rival(model.clone(), quantizer.settings)
 
 
@@ -271,6 +285,8 @@ def _reader(model: Any, reader: Any, path: str | None) -> Any:
 
 def _metrics(reference: ir.Model, model: ir.Model, settings: Settings, reader: Any) -> OutputMetrics:
     """Compare a quantized model with the float model. Raises CalibrationError where there is no data."""
+    from quark.onnx.search.evaluator import output_metrics
+
     data = reader
     if settings.metrics_data is not None:
         data = Samples(without_padding(settings.metrics_data, reference), model_inputs(reference))

@@ -39,7 +39,7 @@ def test_a_small_model_of_long_names_stays_small(preset: str, tmp_path: Path, mo
     assert made.ByteSize() < MOST_LARGER * model.ByteSize()
     assert max(len(node.name) for node in made.graph.node if "Dequantize" in node.op_type) < 40
     # The same tensors are compared, with the same figures, as under the documented names.
-    monkeypatch.setattr("quark.onnx.quantizer.shorten_where_larger", lambda *_: None)
+    monkeypatch.setattr("quark.onnx.qdq.short_names.shorten_where_larger", lambda *_: None)
     ModelQuantizer(preset).quantize_model(model, tmp_path / "long.onnx", feeds())
     reports = [compare_models(tmp_path / "float.onnx", tmp_path / name, feeds()) for name in ("out.onnx", "long.onnx")]
     short, long = ({layer.tensor: layer.sqnr for layer in report.layers} for report in reports)

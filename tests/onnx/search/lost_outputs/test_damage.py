@@ -152,7 +152,7 @@ def test_a_file_that_the_runtime_does_not_load_is_never_written(
         weight.const_value = ir.tensor(tensor.numpy()[:-1], name=weight.name)
         weight.shape = ir.Shape([15, 16])
 
-    monkeypatch.setattr("quark.onnx.quantizer.finish", spoil)
+    monkeypatch.setattr("quark.onnx.flow.flow.finish", spoil)
     settings = config(False) if with_data else QConfig.get_default_config("UINT8_DYNAMIC_QUANT")
     with pytest.raises(FormatError, match="What was quantized"):
         ModelQuantizer(settings).quantize_model(_saved(tmp_path), tmp_path / "out.onnx", feeds() if with_data else None)
