@@ -16,7 +16,7 @@ from quark.errors import ConfigError, QuarkError
 
 if TYPE_CHECKING:
     from quark.jobs.compare import ComparedSchemes
-    from quark.jobs.evaluate import MeasuredFiles
+    from quark.jobs.evaluate import MeasuredFiles, MeasuredPipeline
     from quark.jobs.folders.measure import MeasuredFolders
     from quark.jobs.request import Kinds
 
@@ -130,29 +130,34 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
 
 def evaluate(
     float_model: str | os.PathLike[str], quantized: str | os.PathLike[str], *, data: Any = None, **options: Any
-) -> MeasuredFolders | MeasuredFiles:
+) -> MeasuredFolders | MeasuredFiles | MeasuredPipeline:
     """Run a float and a quantized model on the same held-out data, as `quark evaluate` does.
 
     Args:
-        float_model: Folder of transformers, or an ONNX file.
+        float_model: Folder of transformers, of a network or a pipeline of diffusers, or an ONNX file.
         quantized: What was made of it: a folder, a GGUF file or an ONNX file.
         data: Path of a text, of a folder of images, audio or arrays, or of an .npz file.
-        options: The other options of `quark evaluate`: `windows=16`, `device="cuda"`; of ONNX files `samples=100`.
+        options: The other options of `quark evaluate`: `windows=16`, `device="cuda"`; of ONNX files `samples=100`; of
+            pipelines `prompt="a cat"` and `num_inference_steps=8`, for pictures.
 
     Returns:
         Both models, and what was measured: `outputs` (name -> `sqnr`, `cosine`, `l2`, `psnr`), `sizes` in bytes and
-        `seconds` of each; of folders also `comparison.perplexity` and `damage`, of ONNX files `report.layers`.
+        `seconds` of each; of folders also `comparison.perplexity` and `damage`, of ONNX files `report.layers`. Of a
+        pipeline `components` (name of a denoiser -> these), and `pictures` (the same -> `pictures`, `picture_sqnr`).
 
     Raises:
         QuarkError: An option is unknown, or the models or the data cannot be read, or are not of each other.
     """
-    from quark.jobs.evaluate import EVALUATE, EvaluateFiles, evaluate_files, evaluate_folders
-    from quark.jobs.request import request_for
+    from quark.jobs.evaluate import EVALUATE, EvaluateFiles, evaluate_files, evaluate_folders, evaluate_pipeline
+    from quark.jobs.request import is_pipeline, request_for
 
     with _spelled({}, EVALUATE):
         _refuse_of_command("evaluate", options)
         request = request_for(EVALUATE, float_model, {"data": data, **options}, quantized=Path(quantized))
-        return evaluate_files(request) if isinstance(request, EvaluateFiles) else evaluate_folders(request)
+        if isinstance(request, EvaluateFiles):
+            return evaluate_files(request)
+        pipelines = is_pipeline(request.model) or is_pipeline(request.quantized)
+        return evaluate_pipeline(request) if pipelines else evaluate_folders(request)
 
 
 def compare(

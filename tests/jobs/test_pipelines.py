@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import quark
 from quark.errors import CalibrationError, ConfigError, FormatError, QuarkError
 from quark.jobs import request_of
+from quark.jobs.evaluate import EvaluateFolders, MeasuredPipeline, evaluate_pipeline
 from quark.jobs.folders.measure import compare_outputs
 from quark.jobs.folders.pipeline import requests_of
 from quark.torch import LLMTemplate, ModelQuantizer
@@ -219,11 +221,29 @@ def test_a_page_of_a_pipeline_has_timesteps_layers_and_pictures(
     record_steps(made, [{"batch_size": 1}], "steps", num_inference_steps=4)
     done = program("quantize", "float", "--scheme", "int8", "--calib", "steps", "-o", "out", "--report", "a.html")
     assert done.code == 0, done.err
-    done = program("evaluate", "float", "out", "--data", "steps", "--report", "b.html")
+    done = done_evaluate = program(
+        "evaluate", "float", "out", "--data", "steps", "--report", "b.html", "--num-inference-steps", 4
+    )
     assert done.code == 0 and "unet:" in done.out and "Outputs by timestep" in done.out, done.err
     for name in ("a.html", "b.html"):
         page = (tmp_path / name).read_text()
         assert all(said in page for said in ("From equal noise", "Error by timestep", "Damage by layer")), name
+    assert "Pictures" in done_evaluate.out
+    runs: Counter[str] = Counter()
+    with monkeypatch.context() as patched:
+        step = diffusers.DDIMScheduler.step
+        patched.setattr(diffusers.DDIMScheduler, "step", lambda *a, **k: (runs.update(["step"]), step(*a, **k))[1])
+        # The pipeline takes no prompt: a page asks for its picture on the command line, and here the request.
+        asked = EvaluateFolders(
+            model=Path("float"), quantized=Path("out"), data=Path("steps"), report=Path("c.html"), num_inference_steps=3
+        )
+        found = evaluate_pipeline(asked)
+    assert runs["step"] == 6 and found.pictures["unet"].picture_sqnr > 10  # float and quantized
+    measured = quark.evaluate("float", "out", data="steps", windows=2)
+    assert isinstance(measured, MeasuredPipeline) and not measured.pictures
+    assert measured.components["unet"].outputs.keys() == found.components["unet"].outputs.keys()
+    with pytest.raises(ConfigError, match="prompt: DDIMPipeline takes none"):
+        quark.evaluate("float", "out", data="steps", prompt="a fox")
     done = program("compare", "float", "--schemes", "int8_wo,fp8", "--calib", "steps")
     assert done.code == 0 and "int8_wo" in done.out, done.err
 
@@ -233,7 +253,7 @@ def test_what_evaluate_does_not_compare_is_said(pipeline: Path, tmp_path: Path) 
     for words, said in (
         ((pipeline, pipeline / "transformer"), "is one model, and"),
         ((pipeline, pipeline), "holds no quantized denoiser"),
-        ((pipeline, pipeline, "--prompt", "x"), "Possible: --report FILE"),
+        ((pipeline, pipeline, "--num-inference-steps", 3), "Possible: --prompt TEXT, or --report FILE"),
         ((pipeline / "transformer", pipeline / "transformer", "--prompt", "x"), "is for the pictures of a pipeline"),
     ):
         done = program("evaluate", *words, "--data", tmp_path / "steps")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quark.jobs.folders.measure import MeasuredFolders
     from quark.onnx import PathDataReader
     from quark.onnx.evaluation.compare_models import Report
+    from quark.torch.flows.denoiser_costs import DenoiserCosts
 
 GGUF_SUFFIX = ".gguf"
 
@@ -66,7 +67,10 @@ class EvaluateFolders(MeasureFolders):
     quantized: Path
     layers: int = option(10, "How many of the worst layers to show.", least=0)
     prompt: tuple[str, ...] | None = option(
-        None, "With --report, of a pipeline of diffusers: what a picture is made of; repeatable. Default: two."
+        None, "Of a pipeline of diffusers: what a picture is made of; repeatable. Default with --report: two."
+    )
+    num_inference_steps: int | None = option(
+        None, "Of a pipeline of diffusers: steps of a picture. Default: as many as it takes by itself.", least=1
     )
     text: Path | None = option(None, "Held-out text file: the same as --data.", key=None)
 
@@ -153,8 +157,10 @@ def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
     model, quantized, data = request.model, request.quantized, held_out(request)
     for path in filter(is_pipeline, (model, quantized)):
         raise ConfigError(f"{path} is a pipeline of several models. Possible: the folder of one, in both.")
-    if request.prompt:
-        raise ConfigError(f"--prompt is for the pictures of a pipeline of diffusers, and {model} is one model.")
+    for name in ("prompt", "num_inference_steps"):
+        if getattr(request, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is for the pictures of a pipeline of diffusers, and {model} is one model.")
     if quantized.suffix == GGUF_SUFFIX:
         from quark.torch import import_model_from_gguf
 
@@ -172,11 +178,25 @@ def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
     return measure_folders(model, quantized, (before, after), inputs, batches)
 
 
-def evaluate_pipeline(request: EvaluateFolders) -> dict[str, MeasuredFolders]:
-    """Run the denoisers of both pipelines on recorded steps: component -> what was measured.
+@dataclass(frozen=True)
+class MeasuredPipeline:
+    """Two pipelines of diffusers and what was measured of them.
+
+    Attributes:
+        components: Name of a denoiser -> what was measured of it.
+        pictures: Name of a denoiser -> what the pipeline makes with both; none where no prompt and no page is asked
+            for.
+    """
+
+    components: Mapping[str, MeasuredFolders]
+    pictures: Mapping[str, DenoiserCosts]
+
+
+def evaluate_pipeline(request: EvaluateFolders) -> MeasuredPipeline:
+    """Run the denoisers of both pipelines on recorded steps, and make pictures with both.
 
     Raises:
-        ConfigError: One of both is no pipeline, or no denoiser is quantized; pictures are asked for without a page.
+        ConfigError: One of both is no pipeline, or no denoiser is quantized; steps are said of no picture.
         QuarkError: As `evaluate_folders`.
     """
     from quark.jobs.folders.pipeline import data_of, denoisers
@@ -185,8 +205,9 @@ def evaluate_pipeline(request: EvaluateFolders) -> dict[str, MeasuredFolders]:
     for path, other in ((request.model, request.quantized), (request.quantized, request.model)):
         if not is_pipeline(path):
             raise ConfigError(f"{path} is one model, and {other} a pipeline. Possible: the folder of one, in both.")
-    if request.prompt and request.report is None:
-        raise ConfigError("--prompt is for the pictures of a page. Possible: --report FILE.")
+    pictures = bool(request.prompt) or request.report is not None
+    if request.num_inference_steps is not None and not pictures:
+        raise ConfigError("--num-inference-steps is of pictures. Possible: --prompt TEXT, or --report FILE.")
     made, steps = request.quantized, held_out(request)
     coded = [name for name in components(made) if _is_quantized(made / name)]
     known = denoisers(request.model)
@@ -195,13 +216,18 @@ def evaluate_pipeline(request: EvaluateFolders) -> dict[str, MeasuredFolders]:
         raise ConfigError(f"{made} holds no quantized denoiser. Possible: the folders of a component.")
     if others:
         logger.info("Not measured, as recorded steps are those of denoisers: %s.", ", ".join(others))
-    part = replace(request, text=None, prompt=None)
-    return {
+    part = replace(request, text=None, prompt=None, num_inference_steps=None)
+    measured = {
         name: evaluate_folders(
             replace(part, model=request.model / name, quantized=made / name, data=data_of(steps, name))
         )
         for name in names
     }
+    if not pictures:
+        return MeasuredPipeline(measured, {})
+    from quark.jobs.folders.pictures import pictures_of
+
+    return MeasuredPipeline(measured, pictures_of(request.model, measured, request.prompt, request.num_inference_steps))
 
 
 def _is_quantized(folder: Path) -> bool:

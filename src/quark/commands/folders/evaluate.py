@@ -11,7 +11,8 @@ from rich.table import Table
 
 from quark.base.command_line import new_table, results
 from quark.commands.results.tables import counted
-from quark.jobs.evaluate import EvaluateFolders, held_out
+from quark.core.metrics import Comparison
+from quark.jobs.evaluate import EvaluateFolders, MeasuredPipeline, held_out
 from quark.jobs.folders.measure import WHY_SLOW, MeasuredFolders, Output
 
 
@@ -28,19 +29,20 @@ def show_folders(measured: MeasuredFolders, request: EvaluateFolders) -> None:
         console.print(f"Report: {write_page(request.report, title, folder_sections(measured))}")
 
 
-def show_pipeline(measured: Mapping[str, MeasuredFolders], request: EvaluateFolders) -> None:
+def show_pipeline(measured: MeasuredPipeline, request: EvaluateFolders) -> None:
     """As `show_folders`, of the denoisers of a pipeline; the page has pictures of both."""
     console = results()
-    for name, each in measured.items():
+    for name, each in measured.components.items():
         console.print(f"{name}:", highlight=False)
         _show(each, held_out(request), request.layers)
+        if name in measured.pictures:
+            console.print(_pictures(measured.pictures[name].pictures))
     if request.report is not None:
         from quark.commands.folders.report import pipeline_sections
         from quark.report.page import write_page
 
         title = f"{request.quantized.name} against {request.model.name}"
-        sections = pipeline_sections(request.model, measured, request.prompt)
-        console.print(f"Report: {write_page(request.report, title, sections)}")
+        console.print(f"Report: {write_page(request.report, title, pipeline_sections(measured))}")
 
 
 def _show(measured: MeasuredFolders, data: Path, layers: int) -> None:
@@ -79,6 +81,13 @@ def _timesteps(rows: Sequence[tuple[Any, float]]) -> Table:
     table = new_table("timesteps", "SQNR dB", title="Outputs by timestep")
     for bucket, sqnr in rows:
         table.add_row(str(bucket), f"{sqnr:.2f}")
+    return table
+
+
+def _pictures(pairs: Mapping[str, tuple[Any, Any]]) -> Table:
+    table = new_table("picture", "SQNR dB", title="Pictures")
+    for name, pair in pairs.items():
+        table.add_row(name, f"{Comparison().update(*pair).sqnr:.2f}")
     return table
 
 

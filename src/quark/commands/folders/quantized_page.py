@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
     )  # fmt: skip
     if result.parts:
         words = "Measured on the calibration data."
-        sections = pipeline_sections(request.model, evaluate_pipeline(asked), None, words)
+        sections = pipeline_sections(evaluate_pipeline(replace(asked, report=request.report)), words)
         write_quantized_page(request.report, output, request.model, sections)
         return
     found = evaluate_folders(asked)

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from quark.base.log import logger
 from quark.commands.results.tables import counted
 from quark.core.granularity import PerTensor
 from quark.core.quantize import fake_quantize
-from quark.errors import ConfigError, QuarkError, one_line
+from quark.jobs.evaluate import MeasuredPipeline
 from quark.jobs.folders.measure import WHY_SLOW, MeasuredFolders
 from quark.report.figures import MOST_BARS, ClippedHistogram, bars, histogram, token_divergence
 from quark.report.page import Figure, PageTable, Section
 from quark.torch.calibration.timesteps import ranges_by_timestep
-from quark.torch.flows.denoiser_costs import compare_denoisers, picture_section, range_section, timestep_section
+from quark.torch.flows.denoiser_costs import picture_section, range_section, timestep_section
 from quark.torch.layers.base import ROLES, QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.batches import forward_batch, input_device
 
 MOST_HISTOGRAMS, MOST_TOKENS, CONTEXT = 6, 20, 12
-PROMPTS = ("a photograph of a red fox in the snow", "a watercolor of a harbour at dawn")
-"""Of the pictures of a page, where no others are asked for."""
 HUGE = 1e30
 """A value beyond each range: what it is quantized to is an end of the range."""
 
@@ -53,52 +48,15 @@ def folder_sections(found: MeasuredFolders, words: str = "") -> list[Section]:
     ]
 
 
-def pipeline_sections(
-    pipeline: Path, measured: Mapping[str, MeasuredFolders], prompts: Sequence[str] | None, words: str = ""
-) -> list[Section]:
+def pipeline_sections(found: MeasuredPipeline, words: str = "") -> list[Section]:
     """The page of a pipeline of diffusers: that of each denoiser, behind the pictures of both.
 
     Args:
-        pipeline: Folder of the float one.
-        measured: Component -> what was found.
-        prompts: A picture each; None: `PROMPTS`, or one picture of a pipeline that takes none.
+        found: What was found.
         words: What was done, where that is known.
     """
-    sections = [section for found in measured.values() for section in folder_sections(found, words)]
-    return [*_pictures(pipeline, measured, prompts), *sections]
-
-
-def _pictures(pipeline: Path, measured: Mapping[str, MeasuredFolders], prompts: Sequence[str] | None) -> list[Section]:
-    """Of each denoiser, the pictures that the pipeline makes with both; what it cannot make is said in the log."""
-    import diffusers
-
-    given = {name: found.before for name, found in measured.items()}
-    dtype = next(iter(next(iter(given.values())).parameters())).dtype
-    try:
-        with _without_bar(diffusers.utils.logging):
-            loaded = diffusers.DiffusionPipeline.from_pretrained(pipeline, dtype=dtype, local_files_only=True, **given)
-        loaded.set_progress_bar_config(disable=True)
-        takes = "prompt" in inspect.signature(loaded.__call__).parameters
-        if prompts and not takes:
-            raise ConfigError("it takes no prompt")
-        asked: list[Any] = list(prompts or PROMPTS) if takes else [{}]
-        costs = [compare_denoisers(loaded, f.after, prompts=asked, denoiser=f.before) for f in measured.values()]
-    except (QuarkError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
-        logger.warning("No pictures: %s does not run on prompts alone (%s).", pipeline, one_line(error))
-        return []
-    return [picture_section(each) for each in costs]
-
-
-@contextmanager
-def _without_bar(logging: Any) -> Iterator[None]:
-    """Within: diffusers shows no bar while it loads."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+    pictures = [picture_section(each) for each in found.pictures.values()]
+    return [*pictures, *(section for each in found.components.values() for section in folder_sections(each, words))]
 
 
 def _what(found: MeasuredFolders) -> PageTable:
