@@ -26,9 +26,9 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(TEST)
 
-# The contracts over whole registries, of which `make test-all` runs a small part: every scheme, algorithm and family. Hours.
+# All slow tests, of which `make test-all` runs a small part: every scheme, algorithm and family. Hours.
 contracts: $(STAMP)
-	$(TEST) --every-contract tests/contracts tests/core
+	$(TEST) --every-contract -m slow
 
 # As test-all, and the share of the lines that the tests reach, which must not fall.
 coverage: $(STAMP)

@@ -128,19 +128,17 @@ EVERY = [(scheme, name) for scheme in SCHEMES for name in BY_NAME if name not in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_scheme_under_every_algorithm(scheme: str) -> None:
-    """In one test each: what the CPU refuses, the device refuses in the same words."""
-    for name in [name for of, name in EVERY if of == scheme]:
-        run = in_memory(scheme, name)
-        cpu = outcome(run, CPU)
-        with PretendedGpu():
-            gpu = outcome(run, GPU)
-        assert isinstance(cpu, str) == isinstance(gpu, str), (name, cpu if isinstance(cpu, str) else gpu)
-        if isinstance(cpu, str) or isinstance(gpu, str):
-            assert cpu == gpu, name
-        else:
-            require_same(cpu, gpu)
+@pytest.mark.parametrize(("scheme", "name"), EVERY)
+def test_every_scheme_under_every_algorithm(scheme: str, name: str) -> None:
+    """What the CPU refuses, the device refuses in the same words."""
+    run = in_memory(scheme, name)
+    cpu = outcome(run, CPU)
+    with PretendedGpu():
+        gpu = outcome(run, GPU)
+    if isinstance(cpu, str) or isinstance(gpu, str):
+        assert cpu == gpu
+    else:
+        require_same(cpu, gpu)
 
 
 def outcome(run: Callable[[str], Result], device: str) -> Result | str:

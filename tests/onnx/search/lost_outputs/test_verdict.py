@@ -48,9 +48,7 @@ def quantized(case: EventCase) -> tuple[onnx.ModelProto, Damage]:
         for seed in range(SEEDS)
     ],
 )
-def test_the_verdict_on_detectors_of_rare_events_is_that_of_their_decisions(
-    kind: str, seed: int, spoiled: bool
-) -> None:
+def test_the_verdict_on_detectors_is_that_of_their_decisions(kind: str, seed: int, spoiled: bool) -> None:
     case = event_case(kind, seed, spoiled)
     made, damage = quantized(case)
     right = right_decisions(case, made)
