@@ -230,6 +230,36 @@ def test_scales_are_fitted_by_least_squares_group_after_group() -> None:
     assert len(seen) == 3 and np.allclose(result, now, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("power", "allowed"), [(1, True), (1.5, False)])
+def test_what_rounded_products_cost_is_known_before(
+    power: float, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a solution whose products are rounded 16 times as coarsely as bfloat16, as that costs 256 times as much:
+    what another choice among equal codes gains or loses, half a percent here, is then small beside it.
+    F is rounded once for all rows, so what is measured is a mean over few numbers.
+    """
+    random = torch.Generator().manual_seed(0)
+    mixing = torch.linalg.qr(torch.randn(192, 192, generator=random))[0] * torch.arange(1, 193) ** -float(power)
+    hessian, weight = mixing @ mixing.T, torch.randn(192, 400, generator=random)
+    order = gptq.importance_order(hessian)
+    feedback, importance, _ = gptq.factor(hessian, 1e-3, order)
+    feedback, importance = feedback.float(), importance.float()
+    damped = torch.as_tensor(gptq.damped(hessian, 1e-3))[order][:, order]
+
+    def lost() -> float:
+        error = (weight - gptq.solve(weight, feedback, lambda i, work: work[i].mul(4).round() / 4)).double()
+        return float((error * (damped @ error)).sum())
+
+    def coarse(x: torch.Tensor) -> torch.Tensor:
+        significand, exponent = torch.frexp(x)
+        return torch.ldexp(significand.mul(16).round() / 16, exponent)
+
+    exact, expected, plain = lost(), float(gptq.growth_if_rounded(feedback, importance)), gptq.add_product
+    monkeypatch.setattr(gptq, "add_product", lambda to, left, right, *_: plain(to, coarse(left), coarse(right)))
+    assert lost() / exact - 1 == pytest.approx(256 * expected, rel=0.5)
+    assert (expected <= gptq.ALLOWED) == allowed
+
+
 def test_the_largest_eigenvalue_is_found_from_below() -> None:
     _, x, _ = problem()
     expected = np.linalg.eigvalsh(x @ x.T)[-1]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from quark.core.kernels import products
+from quark.core.solvers.columns.halves import add_product
 from quark.torch.algorithms import input_group
 from quark.torch.algorithms.input_group import InputGroup, exact_in_bfloat16
 
@@ -39,6 +42,39 @@ def test_products_of_pairs_are_those_of_float64(tokens: int, rows: int, columns:
         assert (total[:, columns:] == 1).all()
     assert not products.fits(before[:, :columns], left.float(), right)
     assert not products.fits(before[:, :511], left, right[:, :511])  # no real model: not worth a compiler
+
+
+@pytest.mark.parametrize("rows_of_left", [False, True])
+@pytest.mark.parametrize("rows_of_right", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_float32_is_rounded_as_it_is_read(rows_of_left: bool, rows_of_right: bool, dtype: torch.dtype) -> None:
+    """Matrices that lie either way, and of types that differ."""
+    random = torch.Generator().manual_seed(0)
+    left, right = torch.randn(301, 77, generator=random), torch.randn(301, 45, generator=random).to(dtype)
+    left = left.T.contiguous().T if rows_of_left else left
+    right = right.T.contiguous().T if rows_of_right else right
+    total = torch.ones(77, 45)
+    if not products.fits_rounded(total, left, right):
+        pytest.skip("this machine has no compiler, or its processor no AVX-512 BF16")
+    expected = 1 - left.bfloat16().double().T @ right.bfloat16().double()
+    products.add_products(total, left, right, -1)
+    assert torch.allclose(total.double(), expected, rtol=0, atol=5e-5)  # 301 products of size 1, summed in float32
+
+
+def test_without_a_compiler_products_are_those_of_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUARK_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    products._library.cache_clear()
+    try:
+        x = torch.randn(700, 600, generator=torch.Generator().manual_seed(0)).bfloat16()
+        gram, total, left = torch.zeros(600, 600), torch.zeros(64, 40), torch.randn(64, 50)
+        assert not products.fits(gram, x, x) and not products.serves(gram) and not list(tmp_path.iterdir())
+        found = InputGroup({"layer": nn.Linear(600, 1)}, [x], []).gram
+        assert torch.allclose(found.double(), x.double().T @ x.double() / 700, rtol=0, atol=2e-6)
+        add_product(total, left, left.T[:, :40], -1, rounded=True)
+        assert torch.equal(total, torch.zeros(64, 40).addmm_(left, left.T[:, :40], alpha=-1))
+    finally:
+        products._library.cache_clear()
 
 
 def precision() -> str | None:

@@ -4,12 +4,14 @@
 
 PyTorch multiplies such matrices on a CPU to bfloat16 results only, which are too coarse for second moments, or as
 float32. The instruction does twice the products of float32 in the same time. Sums are float32 as there, in another
-order. products.cpp has the code; what does not fit it, the caller multiplies.
+order. Where a caller may round float32 operands, they are rounded as they are read. products.cpp has the code; what
+does not fit it, the caller multiplies.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,30 @@ PANEL, LEAST = 32, 16
 
 def fits(total: Array, *operands: Array) -> bool:
     """Whether `add_products` takes a matrix to be added to and its operands, or columns of them."""
-    arrays = (total, *operands)
-    if total.shape[-1] < WORTH_COMPILING or not all(is_torch(x) and on_cpu(x) and x.stride(-1) == 1 for x in arrays):
+    return total.shape[-1] >= WORTH_COMPILING and _takes(total, operands, ("bfloat16",))
+
+
+def fits_rounded(total: Array, *operands: Array) -> bool:
+    """Whether `add_products` takes operands that may be float32, which it rounds; of a matrix that `serves` knows."""
+    large = min(*total.shape, *(min(x.shape) for x in operands)) >= PANEL
+    return large and _takes(total, operands, ("bfloat16", "float32"))
+
+
+def _takes(total: Array, operands: Sequence[Array], types: Sequence[str]) -> bool:
+    if not all(is_torch(x) and on_cpu(x) and x.ndim == 2 for x in (total, *operands)):
         return False
-    types = [dtype_name(x) for x in arrays]
-    return types == ["float32", *["bfloat16"] * len(operands)] and _library() is not None
+    lies = total.stride(1) == 1 and all(1 in x.stride() for x in operands)
+    return (
+        lies
+        and dtype_name(total) == "float32"
+        and all(dtype_name(x) in types for x in operands)
+        and _library() is not None
+    )
+
+
+def serves(matrix: Array) -> bool:
+    """Whether a matrix is one of a real model, where this machine has the code."""
+    return is_torch(matrix) and on_cpu(matrix) and matrix.shape[-1] >= WORTH_COMPILING and _library() is not None
 
 
 def add_products(total: Array, left: Array, right: Array, share: float, upper: bool = False) -> None:
@@ -39,20 +60,26 @@ def add_products(total: Array, left: Array, right: Array, share: float, upper: b
 
     Args:
         total: Shape (rows, columns), float32; its rows may be strided.
-        left, right: Shapes (tokens, rows) and (tokens, columns), bfloat16; likewise.
+        left, right: Shapes (tokens, rows) and (tokens, columns), bfloat16, or float32, which is rounded to bfloat16;
+            one of the axes is contiguous.
         share: Factor on the products.
         upper: Whether what is below the diagonal is not needed; what it then holds is not to be read.
     """
-    columns = total.shape[1]
+    columns, operands = total.shape[1], (*_as_it_lies(left), *_as_it_lies(right))
 
     def part(start: int, count: int) -> None:
         _library().add_products(
-            left.data_ptr(), left.stride(0), right.data_ptr(), right.stride(0), len(left), share,
-            total.data_ptr(), total.stride(0), len(total),
+            *operands, len(left), share, total.data_ptr(), total.stride(0), len(total),
             start * PANEL, min((start + count) * PANEL, columns), upper,
         )  # fmt: skip
 
     native.in_threads(-(-columns // PANEL), LEAST, part)
+
+
+def _as_it_lies(matrix: Array) -> tuple[int, int, bool, bool]:
+    """Address, stride, whether it is float32, and whether the tokens of a channel lie side by side."""
+    rows = matrix.stride(1) != 1
+    return matrix.data_ptr(), matrix.stride(1 if rows else 0), dtype_name(matrix) == "float32", rows
 
 
 @cache
@@ -66,9 +93,11 @@ def _library() -> Any:
         return None
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     found.has_pairs.restype = ctypes.c_int32
+    flag = ctypes.c_int32
+    operand = (pointer, count, flag, flag)
     found.add_products.argtypes = (
-        *(pointer, count, pointer, count, count, ctypes.c_float, pointer),
-        *(count, count, count, count, ctypes.c_int32),
+        *(*operand, *operand, count, ctypes.c_float, pointer),
+        *(count, count, count, count, flag),
     )
     found.add_products.restype = None
     return found if found.has_pairs() else None

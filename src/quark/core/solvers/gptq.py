@@ -28,6 +28,7 @@ import numpy as np
 from quark.base.log import logger
 from quark.core.array import Array, astype, copied_once, dtype_name, is_torch, like, minmax, namespace, row_major
 from quark.core.checks import read
+from quark.core.kernels import products
 from quark.core.solvers.columns.block_solvers import alignment, block_solver, grid_of_block
 from quark.core.solvers.columns.halves import add_product, in_halves
 from quark.errors import CalibrationError
@@ -46,6 +47,16 @@ ROWS = 64
 
 FACTOR_BLOCK = 512
 """Columns of a triangle that is factored at once."""
+
+GRADIENT_BLOCK = 64
+"""Columns whose gradient is found at once where products are rounded; elsewhere FACTOR_BLOCK: fewer launches."""
+
+ROUNDED_PRODUCT = 2 * 2.0**-16 / 3 * 0.541
+"""Mean square of the relative error of a product of two numbers that are rounded to bfloat16: a rounding is off by up
+to 2^-8 of 1, evenly, of a significand m; the mean of 1 / m^2 is 0.541."""
+
+ALLOWED = 5e-4
+"""Share of what a solution loses that rounded products may add to it."""
 
 OF_FEW = 0.25
 """Share of the median of the diagonal that is added, at least, for each column to a token; see `least_damping`. Half
@@ -270,6 +281,43 @@ def moved_target(pull: Array, feedback: Array, importance: Array) -> Array:
     return astype(xp.linalg.solve(_transposed(feedback), xp.linalg.solve(feedback, pull) / weigh), "float32")
 
 
+def may_round(feedback: Array, importance: Array) -> bool:
+    """Whether products in `solve` may round what they multiply to bfloat16, on a machine where that is faster: whether
+    a solution then loses at most ALLOWED more, of each matrix.
+
+    Args:
+        feedback, importance: F and d, float32.
+    """
+    return products.serves(feedback) and bool((growth_if_rounded(feedback, importance) <= ALLOWED).all())
+
+
+def growth_if_rounded(feedback: Array, importance: Array) -> Array:
+    """The share by which what a solution loses grows where products in `solve` round what they multiply to bfloat16.
+
+        v_j is off by  sum_i (w_i - q_i) F_ij eps_ij,  so the share is
+        <eps^2> sum_i H_ii e_i^2 / sum_j d_j r_j^2,     e = W - Q = F^-T r,  H_ii = sum_j F_ij^2 d_j
+
+    r, by how much columns are off when they are rounded, is like noise: PROBES vectors of random signs stand for it.
+
+    Args:
+        feedback, importance: F and d, of torch.
+
+    Returns:
+        One for each matrix, where the arrays are.
+    """
+    xp, columns = namespace(feedback), feedback.shape[-1]
+    signs = np.random.default_rng(1).choice([-1.0, 1.0], (columns, PROBES))
+    probes = like(signs, feedback, dtype_name(feedback)).expand(*feedback.shape[:-1], PROBES)
+    errors = xp.linalg.solve_triangular(_transposed(feedback), probes, upper=False)
+    errors = (errors * errors).mean(-1)
+    lost = xp.zeros_like(importance[..., 0])
+    for start in range(0, columns, FACTOR_BLOCK):
+        rows = feedback[..., start : start + FACTOR_BLOCK, :]
+        diagonal = ((rows * rows) @ importance[..., None])[..., 0]
+        lost += (diagonal * errors[..., start : start + FACTOR_BLOCK]).sum(-1)
+    return ROUNDED_PRODUCT * lost / importance.sum(-1)
+
+
 def solve(
     weight: Array,
     feedback: Array,
@@ -277,6 +325,7 @@ def solve(
     drift: Array | None = None,
     align: int = 1,
     residual: Array | None = None,
+    rounded: bool = False,
 ) -> Array:
     """Quantize all columns, each with the errors of those before it made up for.
 
@@ -287,6 +336,7 @@ def solve(
         drift: `drift_matrix`, for GPTAQ.
         align: Groups whose scale the rounder finds at their first column: multiples of this are not split.
         residual: Filled with v - Q, what each column was off when it was rounded; without drift that is F^T (W - Q).
+        rounded: Whether what is carried over may be rounded; see `may_round`.
 
     Returns:
         The quantized values, shape (..., columns, rows), float32.
@@ -308,7 +358,7 @@ def solve(
 
     def carry(start: int, middle: int, stop: int) -> None:
         left, right = slice(start, middle), slice(middle, stop)
-        add_product(work[..., right, :], _transposed(feedback[..., left, right]), missed[..., left, :])
+        add_product(work[..., right, :], _transposed(feedback[..., left, right]), missed[..., left, :], 1, rounded)
         if drift is not None:
             pulled = _transposed(drift[..., left, right]) @ work[..., left, :]
             work[..., right, :] += pulled
@@ -322,7 +372,7 @@ def solve(
     return result
 
 
-def gradient_of(residual: Array, feedback: Array, importance: Array) -> Array:
+def gradient_of(residual: Array, feedback: Array, importance: Array, rounded: bool = False) -> Array:
     """(H + damping) (W - Q) = F d F^T (W - Q) from the residual of `solve`, in the order of F.
 
     Half the work of the product itself, as F is a triangle, and without its cancellation: the residual of a column is
@@ -331,13 +381,20 @@ def gradient_of(residual: Array, feedback: Array, importance: Array) -> Array:
     Args:
         residual: F^T (W - Q), shape (..., columns, rows); overwritten.
         feedback, importance: F and d.
+        rounded: Whether the operands may be rounded to bfloat16. The gradient is then off by less than a hundredth of a
+            step: of column i by <eps^2> sum_j F_ij^2 d_j^2 r_j^2 / H_ii^2 <= <eps^2> max(d) / H_ii of r^2.
     """
     residual *= importance[..., None]
-    columns = residual.shape[-2]
-    # Row i of the product reads rows from i on: the first ones may be overwritten as they are done.
-    for start in range(0, columns, FACTOR_BLOCK):
-        here = slice(start, min(start + FACTOR_BLOCK, columns))
-        residual[..., here, :] = feedback[..., here, start:] @ residual[..., start:, :]
+
+    def step(start: int, stop: int) -> None:
+        here = slice(start, stop)
+        residual[..., here, :] = feedback[..., here, here] @ residual[..., here, :]
+
+    def carry(start: int, middle: int, stop: int) -> None:  # from the right half, which is not changed before
+        left, right = slice(start, middle), slice(middle, stop)
+        add_product(residual[..., left, :], feedback[..., left, right], residual[..., right, :], 1, rounded)
+
+    in_halves(0, residual.shape[-2], step, carry, most=GRADIENT_BLOCK if rounded else FACTOR_BLOCK)
     return residual
 
 
@@ -407,5 +464,8 @@ def output_error(goal: Array, rounded: Array, gram: Array) -> Array:
     goal, rounded, gram = (astype(x, "float32") for x in (goal, rounded, gram))
     xp = namespace(goal)
     both = xp.concatenate([goal[None], goal - rounded])
-    sums = ((both @ gram) * both).sum(-1).sum(-1)  # one product for all: H is read once
+    flat = both.reshape(-1, both.shape[-1])
+    pushed = xp.zeros_like(flat)  # by one product for all: H is read once
+    add_product(pushed, flat, gram, rounded=products.serves(gram))
+    sums = (pushed.reshape(both.shape) * both).sum(-1).sum(-1)
     return xp.where(sums[0] > 0, sums[1:] / xp.where(sums[0] > 0, sums[0], 1.0), 0.0)

@@ -28,6 +28,7 @@ def refine(
     size: int = 0,
     fit: Fit | None = None,
     gradient: Array | None = None,
+    rounded: bool = False,
 ) -> Array:
     """Coordinate descent on (W - Q) H (W - Q)^T from a first solution: each column is rounded again, others fixed.
 
@@ -47,9 +48,11 @@ def refine(
         size: Neighbouring columns of a group; 0 for all.
         fit: (group, factors (..., rows)) -> the factors by which the scales of `rounder` really changed.
         gradient: H (W - Q) of the first solution, where it is known; overwritten.
+        rounded: Whether H and what changes may be rounded to bfloat16 where the gradient of later columns follows it.
+            A column is then visited off by some thousandths of how far others moved, most of which do not.
     """
     hessian = row_major(astype(hessian, "float32"))
-    descent = _Descent(weight, row_major(quantized) * 1.0, hessian, rounder, size or weight.shape[-2], fit)
+    descent = _Descent(weight, row_major(quantized) * 1.0, hessian, rounder, size or weight.shape[-2], fit, rounded)
     for _ in range(passes):
         descent.run(None if gradient is None else row_major(gradient))
         gradient = None
@@ -60,10 +63,17 @@ class _Descent:
     """One pass after the other of `refine`."""
 
     def __init__(
-        self, weight: Array, result: Array, hessian: Array, rounder: Rounder, size: int, fit: Fit | None
+        self,
+        weight: Array,
+        result: Array,
+        hessian: Array,
+        rounder: Rounder,
+        size: int,
+        fit: Fit | None,
+        rounded: bool,
     ) -> None:
         self.weight, self.result, self.hessian, self.rounder = weight, result, hessian, rounder
-        self.size, self.fit, self.columns = size, fit, weight.shape[-2]
+        self.size, self.fit, self.rounded, self.columns = size, fit, rounded, weight.shape[-2]
         self.change, self.gradient = namespace(result).empty_like(result), result
         self.blocks = block_solver(rounder, weight)
         self.align = alignment(self.blocks, rounder)
@@ -96,7 +106,9 @@ class _Descent:
 
     def _carry(self, start: int, middle: int, stop: int) -> None:
         left, right = slice(start, middle), slice(middle, stop)
-        add_product(self.gradient[..., right, :], self.hessian[..., right, left], self.change[..., left, :])
+        add_product(
+            self.gradient[..., right, :], self.hessian[..., right, left], self.change[..., left, :], 1, self.rounded
+        )
 
     def _carry_groups(self, first: int, middle: int, last: int) -> None:
         self._carry(first * self.size, middle * self.size, min(last * self.size, self.columns))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quark.core.array import Array, is_torch
+from quark.core.kernels import products
 
 
 def in_halves(
@@ -37,9 +38,21 @@ def _middle(start: int, stop: int, align: int) -> int:
     return aligned if aligned > start else half
 
 
-def add_product(total: Array, left: Array, right: Array, sign: int = 1) -> None:
-    """Add sign * left @ right to total, in place and without a copy where torch can."""
-    if is_torch(total) and total.ndim == 2:
+def add_product(total: Array, left: Array, right: Array, sign: int = 1, rounded: bool = False) -> None:
+    """Add sign * left @ right to total, in place and without a copy where torch can.
+
+    Args:
+        total: Shape (..., rows, columns).
+        left, right: Shapes (..., rows, k) and (..., k, columns).
+        sign: 1 or -1.
+        rounded: Whether the operands may be rounded to bfloat16, where that is faster; sums are of float32.
+    """
+    if rounded and total.ndim == 3:
+        for own in zip(total, left, right, strict=True):
+            add_product(*own, sign, rounded)
+    elif rounded and products.fits_rounded(total, left, right):
+        products.add_products(total, left.T, right, sign)
+    elif is_torch(total) and total.ndim == 2:
         total.addmm_(left, right, alpha=sign)
     elif is_torch(total) and total.ndim == 3:
         total.baddbmm_(left, right, alpha=sign)

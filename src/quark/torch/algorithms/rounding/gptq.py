@@ -18,6 +18,7 @@ from torch import nn
 from quark.base.memory_and_disk import give_back_memory
 from quark.base.progress import OUTPUT_ERROR, report
 from quark.core.checks import later, naming
+from quark.core.kernels import products
 from quark.core.quantize import fake_quantize
 from quark.core.scales import QParams
 from quark.core.solvers import gptq
@@ -110,7 +111,8 @@ class GPTQ(ByScores):
             # float64, where it was needed to find the factor, and what follows from its inverse.
             feedback, of_order = feedback.float(), of_order.float()
             give_back_memory()  # what the factor took beside it
-            solver = _Solver(self, problems, feedback, of_order, drift)
+            rounded = gptq.may_round(feedback, of_order)
+            solver = _Solver(self, problems, feedback, of_order, drift, rounded)
             for same in zip(*(by_spec(problem.layers) for problem in problems), strict=True):
                 solver.round(same)
 
@@ -214,6 +216,7 @@ class _Solver:
         algorithm: With its settings.
         problems: Experts of one shape, or one problem.
         feedback, importance, drift: Of all problems, in the solver's order.
+        rounded: Whether what is carried from column to column may be rounded; see `gptq.may_round`.
     """
 
     algorithm: GPTQ
@@ -221,6 +224,7 @@ class _Solver:
     feedback: torch.Tensor
     importance: torch.Tensor
     drift: torch.Tensor | None
+    rounded: bool
 
     def round(self, layers: Sequence[dict[str, QuantLayer]]) -> None:
         """Solve the layers of one spec of each problem."""
@@ -326,16 +330,18 @@ class _Solver:
         residual = torch.empty_like(target) if known else None
         if config.static_groups or group_size == 1:
             grid: Any = static_grid(qparams, weights, spec, orders)
-            solved = gptq.solve(target, feedback, grid, self.drift, residual=residual)
+            solved = gptq.solve(target, feedback, grid, self.drift, residual=residual, rounded=self.rounded)
         else:
             grid = DynamicGrid(spec, orders, group_size, weights[0][0].dtype, self.importance)
-            solved = gptq.solve(target, feedback, grid, self.drift, group_size, residual)
+            solved = gptq.solve(target, feedback, grid, self.drift, group_size, residual, self.rounded)
             qparams = grid.params([len(weight) for weight in weights[0]])
         del target, grid
         natural, gradient = self._in_natural_order(solved), None
         del solved
         if residual is not None:
-            gradient = self._in_natural_order(gptq.gradient_of(residual, feedback, self.importance))
+            found = gptq.gradient_of(residual, feedback, self.importance, products.serves(feedback))
+            gradient = self._in_natural_order(found)
+            del found
             del residual
         if config.refine_passes:
             grid = static_grid(qparams, weights, spec)
@@ -377,13 +383,13 @@ class _Solver:
         gradient: torch.Tensor | None,
     ) -> tuple[torch.Tensor, list[list[QParams]]]:
         """All columns visited again in natural order, the scales of each group fitted before."""
-        passes, fitted = self.algorithm.config.refine_passes, None
+        passes, fitted, rounded = self.algorithm.config.refine_passes, None, products.serves(self.feedback)
         with ExitStack() as stack:
             grams = [stack.enter_context(damped(problem.group.gram, problem.damping)) for problem in self.problems]
             if not can_be_fitted(grid.spec):
-                return refine(goal, solved, stacked(grams), grid, passes, gradient=gradient), qparams
+                return refine(goal, solved, stacked(grams), grid, passes, gradient=gradient, rounded=rounded), qparams
             fitted = FittedScales(qparams, weights, grid)
-            solved = refine(goal, solved, stacked(grams), grid, passes, fitted.size, fitted.fit, gradient)
+            solved = refine(goal, solved, stacked(grams), grid, passes, fitted.size, fitted.fit, gradient, rounded)
         return solved, fitted.fitted()
 
 
