@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from threading import Event, current_thread, main_thread
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,19 @@ from transformers import AutoModelForCausalLM
 import quark as quark_package
 from quark.base.command_line import program
 from quark.commands.quantize import quantize
+from quark.errors import CalibrationError
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs.options import key_of
-from quark.jobs.recipes.recipe import RECIPE, data_digest, said_by
+from quark.jobs.recipes import recipe as recipe_module
+from quark.jobs.recipes.recipe import (
+    RECIPE,
+    Recipe,
+    RecipeInFolder,
+    data_digest,
+    model_digest,
+    read_beside,
+    said_by,
+)
 from quark.jobs.recipes.recipe_schema import LARGEST, recipe_model
 from quark.jobs.request import options_of
 from tests.commands.program import quark
@@ -309,3 +320,46 @@ def test_digests_see_names_contents_and_what_is_no_file(tmp_path: Path) -> None:
     for name in ("missing", "pipe"):
         with pytest.raises(ValueError, match=name):
             data_digest(tmp_path / name)
+
+
+def test_the_model_is_read_beside_the_work_and_no_longer_than_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    begun, threads = Event(), []
+    read = recipe_module.digest_of
+
+    def slow(file: Path, ended: Event | None = None) -> str:
+        threads.append(current_thread())
+        begun.set()
+        if ended is not None:
+            assert ended.wait(60)
+        return read(file, ended)
+
+    monkeypatch.setattr(recipe_module, "digest_of", slow)
+    recipe = Recipe({"model": tmp_path})
+    with pytest.raises(KeyError), read_beside(recipe):
+        assert begun.wait(60)
+        raise KeyError
+    begun.clear()
+    with read_beside(recipe) as beside:
+        assert begun.wait(60)
+    assert main_thread() not in threads
+    # What was given up is made when somebody asks for it.
+    assert beside.digests == recipe.digests == {"model": model_digest(tmp_path)}
+
+
+def test_what_the_thread_has_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    expected = model_digest(tmp_path)
+    with read_beside(Recipe({"model": tmp_path})) as beside:
+        assert beside.of_model is not None and beside.of_model() == expected
+        monkeypatch.setattr(recipe_module, "model_digest", lambda *_: pytest.fail("read twice"))
+        written = dict(RecipeInFolder(beside))
+    assert yaml.safe_load(written[RECIPE])["made_with"]["model"] == expected
+
+
+def test_data_that_are_missing_are_named_before_the_work(tmp_path: Path) -> None:
+    recipe = Recipe({"model": tmp_path, "calib": tmp_path / "absent"})
+    with pytest.raises(CalibrationError, match="absent"), read_beside(recipe):
+        pytest.fail("begun")

@@ -24,8 +24,10 @@ import stat
 import sys
 import uuid
 from collections.abc import Collection, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from quark.errors import FormatError, OutputError, OutputExistsError
@@ -207,11 +209,21 @@ def hold(folder: Path) -> int | None:
     return descriptor
 
 
-def digest_of(file: Path) -> str:
-    """SHA-256 of the bytes of a file, in hexadecimal digits."""
+def digest_of(file: Path, ended: Event | None = None) -> str:
+    """SHA-256 of the bytes of a file, in hexadecimal digits.
+
+    Args:
+        file: Of any size.
+        ended: Set by another thread that needs it no more.
+
+    Raises:
+        CancelledError: `ended` was set.
+    """
     digest = hashlib.sha256()
     with file.open("rb") as opened:
         while block := opened.read(1 << 20):
+            if ended is not None and ended.is_set():
+                raise CancelledError
             digest.update(block)
     return digest.hexdigest()
 

@@ -23,7 +23,7 @@ from quark.jobs.folders.imatrix import Imatrices
 from quark.jobs.folders.pipeline import copy_rest, requests_of
 from quark.jobs.folders.sentence_encoders import around, is_sentence_encoder
 from quark.jobs.processes import refuse_processes
-from quark.jobs.recipes.recipe import RECIPE, Recipe
+from quark.jobs.recipes.recipe import RECIPE, Recipe, RecipeInFolder, read_beside
 from quark.jobs.request import FolderRequest, is_adapter, is_pipeline
 from quark.jobs.resolve import FolderJob
 
@@ -119,10 +119,10 @@ def _run(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] 
             show(*chosen)
         config = configured.completed(*chosen)
     warn_of_servers(configured, config)
-    recipe = _recipe_of(replace(request, model=named), configured.calibration)
-    export = replace(export, attachments={RECIPE: recipe.text(in_folder=True)})
-    save_imatrix = partial(Imatrices.of(request).save, calib=request.calib)
-    after, errors = write_folder(FolderFlow(request, config, configured.calibration, export, save_imatrix))
+    with read_beside(_recipe_of(replace(request, model=named), configured.calibration)) as recipe:
+        export = replace(export, attachments=RecipeInFolder(recipe))
+        save_imatrix = partial(Imatrices.of(request).save, calib=request.calib)
+        after, errors = write_folder(FolderFlow(request, config, configured.calibration, export, save_imatrix))
     seconds = time.perf_counter() - start
     return FolderResult(export.path, before, after, seconds, configured, chosen, errors, recipe)
 

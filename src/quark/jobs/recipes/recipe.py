@@ -9,10 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import Field, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from quark.__version__ import __version__
@@ -39,10 +42,12 @@ class Recipe:
     Attributes:
         options: Name of a field of the request -> its value, of those that were given.
         read: Name of a field -> the file or folder that was read by it, where none was given.
+        of_model: The digest of the model, where `read_beside` makes it.
     """
 
     options: Mapping[str, Any]
     read: Mapping[str, Path] = field(default_factory=dict)
+    of_model: Callable[[], str] | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, request: JobRequest, read: Mapping[str, Path] | None = None) -> Recipe:
@@ -72,9 +77,56 @@ class Recipe:
     @cached_property
     def digests(self) -> dict[str, str]:
         """The digests of what is read, by the names of parameters."""
+        found = None
+        if self.of_model is not None:
+            with suppress(CancelledError):
+                found = self.of_model()
+        return {"model": found or model_digest(Path(self.options["model"])), **self.of_data}
+
+    @cached_property
+    def of_data(self) -> dict[str, str]:
+        """Those of the data. Raises CalibrationError, FormatError."""
         inputs = {**self.options, **self.read}
-        found = {"model": model_digest(Path(inputs["model"]))}
-        return found | {name: data_digest(Path(inputs[name])) for name in ("calib", "imatrix") if name in inputs}
+        return {name: data_digest(Path(inputs[name])) for name in ("calib", "imatrix") if name in inputs}
+
+
+@contextmanager
+def read_beside(recipe: Recipe) -> Iterator[Recipe]:
+    """The recipe, whose model a thread reads while the work inside runs: SHA-256 takes about a second a GB.
+
+    Data are read before, as an error of theirs is one of the command line. Where the work is done first, or fails, the
+    thread ends at once; who then asks for the digest waits for it.
+    """
+    recipe.of_data  # noqa: B018 - raises
+    ended = Event()
+    with ThreadPoolExecutor(1, "digest") as pool:
+        made = pool.submit(model_digest, Path(recipe.options["model"]), ended)
+        try:
+            yield replace(recipe, of_model=made.result)
+        finally:
+            ended.set()
+
+
+class RecipeInFolder(Mapping[str, str]):
+    """The recipe as a file beside a model, name -> text, which is made when it is written.
+
+    Args:
+        recipe: Of the model.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    def __getitem__(self, name: str) -> str:
+        if name != RECIPE:
+            raise KeyError(name)
+        return self._recipe.text(in_folder=True)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((RECIPE,))
+
+    def __len__(self) -> int:
+        return 1
 
 
 def check_recipe(request: JobRequest) -> None:
@@ -92,14 +144,19 @@ def save_recipe(file: Path | None, recipe: Recipe) -> None:
             temporary.write_text(recipe.text(), encoding="utf-8")
 
 
-def model_digest(model: Path) -> str:
-    """The digest of an ONNX file and its external data, or of the files of a folder that decide what is made of it."""
+def model_digest(model: Path, ended: Event | None = None) -> str:
+    """The digest of an ONNX file and its external data, or of the files of a folder that decide what is made of it.
+
+    Args:
+        model: The file or folder.
+        ended: As for `digest_of`.
+    """
     if model.is_file():
         files = [model, *(model.with_name(model.name + end) for end in (".data", "_data"))]
     else:
         parts = [path.parent for path in sorted(model.glob("*/config.json"))] if is_pipeline(model) else []
         files = [path for folder in (model, *parts) for path in sorted(folder.iterdir()) if path.suffix in WEIGHTS]
-    return _of_lines(f"{file.name} {digest_of(file)}" for file in files if file.is_file())
+    return _of_lines(f"{file.name} {digest_of(file, ended)}" for file in files if file.is_file())
 
 
 def data_digest(data: Path) -> str:
