@@ -136,8 +136,10 @@ def test_a_folder_without_a_model_is_never_replaced(tmp_path: Path) -> None:
         check_folder(home, overwrite=True)
     with pytest.raises(OutputExistsError), atomic_folder(home, overwrite=True):
         pass
-    (home / "model.gguf").touch()
-    assert check_folder(home, overwrite=True) == home
+    for name in ("model.gguf", "config.json", "model_index.json", "modules.json"):
+        (home / name).touch()
+        assert check_folder(home, overwrite=True) == home
+        (home / name).unlink()
 
 
 @POSIX

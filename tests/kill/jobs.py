@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +14,9 @@ import onnx
 from quark.jobs.run_file import named_config
 from quark.onnx import ModelQuantizer as OnnxQuantizer
 from quark.torch import LLMTemplate, ModelQuantizer
+from quark.torch.model.calibration_data.stored_batches import write_batch
 from tests.commands.program import quark
+from tests.models.denoisers import denoiser, step
 from tests.models.onnx_zoo import cnn, images
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama
 
@@ -44,13 +47,36 @@ def make_inputs(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(LANGUAGE_MODEL / name, folder / "llama" / name)
     onnx.save(cnn(), folder / "cnn.onnx")
+    _make_pipeline(folder / "pipeline")
+    (folder / "steps").mkdir()
+    for number in range(2):
+        write_batch(folder / "steps" / f"{number}.npz", step("flux", number))
+    encoder = folder / "encoder"
+    encoder.mkdir()
+    shutil.copytree(folder / "llama", encoder / "0_Transformer")
+    listed = [{"idx": 0, "name": "0", "path": "0_Transformer", "type": "sentence_transformers.models.Transformer"}]
+    (encoder / "modules.json").write_text(json.dumps(listed), encoding="utf-8")
 
 
-def command(scheme: str, output: str, *options: str) -> Action:
-    """`quark quantize` of the language model."""
+def _make_pipeline(folder: Path) -> None:
+    """Write a pipeline of diffusers with a denoiser that ComfyUI knows."""
+    import diffusers
+
+    denoiser("flux").save_pretrained(folder / "transformer")
+    diffusers.FlowMatchEulerDiscreteScheduler().save_pretrained(folder / "scheduler")
+    index = {
+        "_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"],
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    }  # fmt: skip
+    (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def command(scheme: str, output: str, *options: str, model: str = "llama", data: str = "") -> Action:
+    """`quark quantize` of a model of the inputs, with data of theirs."""
 
     def run(inputs: Path, folder: Path) -> None:
-        done = quark("quantize", inputs / "llama", "--scheme", scheme, "-o", folder / output, "--force", *options)
+        more = ("--calib", inputs / data) if data else ()
+        done = quark("quantize", inputs / model, "--scheme", scheme, "-o", folder / output, "--force", *more, *options)
         assert done.code == 0, done.err
 
     return run
@@ -99,6 +125,30 @@ JOBS = [
     *_pair(
         "GGUF", ("out.gguf",), command("uint4_wo_32", "out.gguf", "--export-format", "gguf"),
         command("int4_wo_32", "out.gguf", "--export-format", "gguf"),
+    ),
+    *_pair(
+        "pipeline", ("out",), command("int8_wo", "out", model="pipeline"),
+        command("fp8", "out", model="pipeline", data="steps"),
+    ),
+    *_pair(
+        "component", ("out",), command("int8_wo", "out", model="pipeline/transformer"),
+        command("fp8_wo", "out", model="pipeline/transformer"),
+    ),
+    Job(
+        "stream of a component", ("out",),
+        command("fp8", "out", "--stream", model="pipeline/transformer", data="steps"),
+    ),
+    *_pair(
+        "ComfyUI", ("out.safetensors",), command("fp8_wo", "out.safetensors", model="pipeline"),
+        command("fp8", "out.safetensors", model="pipeline", data="steps"),
+    ),
+    *_pair(
+        "denoiser as GGUF", ("out.gguf",), command("q4_0", "out.gguf", model="pipeline"),
+        command("q8_0", "out.gguf", model="pipeline"),
+    ),
+    *_pair(
+        "sentence encoder", ("out",), command("int8_wo", "out", model="encoder"),
+        command("uint4_wo_32", "out", model="encoder"),
     ),
     *_pair(
         "statistics", ("out.onnx", "statistics.npz"),

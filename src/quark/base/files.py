@@ -306,8 +306,12 @@ def check_folder(path: str | os.PathLike[str], overwrite: bool) -> Path:
     return target
 
 
+MODEL_FILES = ("config.json", "model_index.json", "modules.json")
+"""Of a model, of a pipeline of diffusers, and of a list of modules: a folder with one holds a model."""
+
+
 def _is_of_model(path: Path) -> bool:
-    return path.name == "config.json" or path.suffix.lower() in (".safetensors", ".gguf", ".onnx")
+    return path.name in MODEL_FILES or path.suffix.lower() in (".safetensors", ".gguf", ".onnx")
 
 
 def check_place(path: str | os.PathLike[str], overwrite: bool) -> Path:
