@@ -320,7 +320,7 @@ def _module(
         chosen = chosen.fitted(lambda name: divides(template.get_config(name, exclude_layers=kept), model))
         config = template.get_config(chosen.scheme, algorithms, exclude_layers=kept)
         if is_transformers_model(model):
-            config, _ = for_goal(lambda: meta_copy(model), config, chosen.goal, chosen.form)
+            config, _ = for_goal(lambda: meta_copy(model), config, chosen)
     quantizer = ModelQuantizer(config)
     made = quantizer.freeze(quantizer.quantize_model(model, data))
     if output is None:

@@ -104,6 +104,17 @@ def test_layers_of_which_a_program_makes_one_get_one_scheme_of_a_budget(
     assert budget is not None and budget.fused_by == fused_by
 
 
+@pytest.mark.parametrize("size, scheme", [("4MB", "uint4_wo_128"), ("5.5MB", "uint4_wo_128"), ("70%", "int8_wo")])
+def test_a_size_gets_the_largest_scheme_that_fits_where_a_program_takes_no_mix(size: str, scheme: str) -> None:
+    job = resolve(request_of(LANGUAGE_MODEL, {"goal": "onnxruntime", "size": size, "output": "out"}))
+    assert job.choice is not None and job.choice.scheme == scheme
+
+
+def test_a_size_says_what_is_possible_where_none_is_chosen_for() -> None:
+    with pytest.raises(ConfigError, match="--size is not chosen for with --for comfyui. Possible: --bits or --scheme"):
+        resolve(request_of(LANGUAGE_MODEL, {"goal": "comfyui", "size": "50%", "output": "out.gguf"}))
+
+
 def test_data_bring_qronos_to_a_mix_of_block_types() -> None:
     said = {"scheme": "q4_k_m", "export_format": "gguf", "output": "out.gguf"}
     jobs = (resolve(request_of(LANGUAGE_MODEL, said | more)) for more in ({}, {"calib": TEXT / "calibration.txt"}))

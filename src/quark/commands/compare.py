@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import typer
-
 from quark.base.progress import log_to
 from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
-from quark.commands.options.of_request import said_on, takes
+from quark.commands.options.of_request import takes
 from quark.commands.quantize import Model
-from quark.jobs.compare import COMPARE, resolve_comparison, run_comparison
-from quark.jobs.request import request_for
+from quark.jobs.compare import COMPARE, CompareFiles, CompareFolders, resolve_comparison, run_comparison
 from quark.jobs.words import usage
 from quark.report.page import check_page
 
 
-@takes(COMPARE)
-def compare(context: typer.Context, model: Model, **options: Any) -> None:
+@takes(COMPARE, Model)
+def compare(request: CompareFolders | CompareFiles) -> None:
     """Quantize a model by each of several schemes, and compare size and accuracy; no model is written.
 
     Example: quark compare ./llama --schemes int8_wo,uint4_wo_32 --calib heldout.txt
@@ -27,7 +22,7 @@ def compare(context: typer.Context, model: Model, **options: Any) -> None:
 
     Example: quark compare model.onnx --schemes A8W8,XINT8 --calib samples.npz
     """
-    request = request_for(COMPARE, model, said_on(context, COMPARE))
+    model = request.model
     require_model(model)
     with usage():
         job = resolve_comparison(request)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from quark.base.command_line import results
 from quark.base.progress import log_to
 from quark.commands.options.log_file import check_log_file, say_first
-from quark.commands.options.of_request import said_on, takes
-from quark.jobs.convert import CONVERT, require_quantized_model, resolve_conversion, run_conversion
-from quark.jobs.request import request_for
+from quark.commands.options.of_request import takes
+from quark.jobs.convert import CONVERT, ConvertRequest, require_quantized_model, resolve_conversion, run_conversion
 
 
-@takes(CONVERT)
-def convert(
-    context: typer.Context,
-    model: Annotated[Path, typer.Argument(help="A quantized folder, or a GGUF file.")],
-    **options: Any,
-) -> None:
+@takes(CONVERT, Annotated[Path, typer.Argument(help="A quantized folder, or a GGUF file.")])
+def convert(request: ConvertRequest) -> None:
     """Write a quantized model in another format, without the float model: every value stays as it is, to the bit.
 
     What a format cannot hold to the bit is refused, unless --requantize names a scheme. Nothing is overwritten.
@@ -29,7 +24,7 @@ def convert(
 
     Example: quark convert ./llama-uint4 --format gguf --requantize q4_k_m -o llama.gguf
     """
-    request = request_for(CONVERT, model, said_on(context, CONVERT))
+    model = request.model
     require_quantized_model(model)
     say_first("Converting", model, request.requantize, output=request.output)
     job = resolve_conversion(request)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from quark.base.progress import log_to
 from quark.commands.options.log_file import check_log_file, say_first
-from quark.commands.options.of_request import said_on, takes
+from quark.commands.options.of_request import takes
 from quark.jobs.evaluate import (
     EVALUATE,
     EvaluateFiles,
@@ -19,7 +19,7 @@ from quark.jobs.evaluate import (
     evaluate_pipeline,
     held_out,
 )
-from quark.jobs.request import is_pipeline, request_for
+from quark.jobs.request import is_pipeline
 from quark.report.page import check_page
 
 Float = Annotated[Path, typer.Argument(metavar="FLOAT", help="Folder or ONNX file of the float model.")]
@@ -28,8 +28,8 @@ Quantized = Annotated[
 ]
 
 
-@takes(EVALUATE)
-def evaluate(context: typer.Context, float_model: Float, quantized: Quantized, **options: Any) -> None:
+@takes(EVALUATE, Float, quantized=Quantized)
+def evaluate(request: EvaluateFolders | EvaluateFiles) -> None:
     """Compare outputs, size, latency and the damage of each layer, and of language models the perplexity.
 
     Example: quark evaluate ./llama ./llama-uint4 --text heldout.txt
@@ -38,7 +38,7 @@ def evaluate(context: typer.Context, float_model: Float, quantized: Quantized, *
 
     Example: quark evaluate model.onnx model-a8w8.onnx --data samples.npz --report out.html
     """
-    evaluate_as(request_for(EVALUATE, float_model, said_on(context, EVALUATE), quantized=quantized))
+    evaluate_as(request)
 
 
 def evaluate_as(request: EvaluateFolders | EvaluateFiles) -> None:

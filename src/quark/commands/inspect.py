@@ -170,17 +170,12 @@ def _inspect_folder(folder: Path) -> None:
     for key, value in _flat(quantization):
         table.add_row(key, value)
     console.print(table)
-    if size:
-        _print_layers(folder, console)
-
-
-def _print_layers(folder: Path, console: Results) -> None:
-    """How the layers of a quantized folder are stored."""
+    if not size:
+        return
     from quark.commands.folders.stored_layers import stored_layers  # imports torch: only for quantized folders
 
-    rows = stored_layers(folder)
     table = new_table("layers", "", "stored as", "bits", "MB", title="Matrices, bits for a weight with its scales")
-    for row in rows:
+    for row in stored_layers(folder):
         bits = "" if row.bits is None else f"{row.bits:.2f}"
         table.add_row(row.name, str(row.count), row.stored, bits, f"{row.size / 1e6:.3f}")
     console.print(table)

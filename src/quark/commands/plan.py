@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,11 @@ from quark.base.loading import without_collection
 from quark.base.progress import log_to
 from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
-from quark.commands.options.of_request import option_for, said_on, takes
+from quark.commands.options.of_request import option_for, takes
 from quark.commands.results.tables import choice_rows, choice_table, serve_line
 from quark.errors import UsageError
-from quark.jobs import FileJob, FolderJob, FolderRequest, request_of, resolve
-from quark.jobs.request import is_adapter, is_onnx, is_pipeline, options_of
+from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, request_of, resolve
+from quark.jobs.request import QUANTIZE, is_adapter, is_onnx, is_pipeline, options_of
 from quark.jobs.words import usage
 
 OF_THE_RESULT = (
@@ -33,15 +34,29 @@ MODEL_HELP = "Folder of a Hugging Face model (config.json is enough), or an ONNX
 SCHEME_HELP = "A scheme or a configuration; `quark schemes` lists them."
 
 
-@takes(names=[name for name in options_of(FolderRequest) if name not in OF_THE_RESULT])
-def plan(
-    context: typer.Context,
-    model: Annotated[Path, typer.Argument(help=MODEL_HELP)],
-    scheme: Annotated[
-        str | None, option_for("scheme", "--scheme", "--config", help=SCHEME_HELP, rich_help_panel=None)
-    ] = None,
-    **options: Any,
-) -> None:
+def _asked(model: Path, said: Mapping[str, Any]) -> FolderRequest | FileRequest:
+    """The request, before the libraries load: a wrong word is answered at once."""
+    if not is_onnx(model):
+        return request_of(model, said)
+    if unused := {*OF_FOLDERS_ALONE} & {*said}:
+        raise UsageError(f"--{min(unused)} is no part of the plan of an ONNX file. Possible: {OF_FILES}.")
+    if "goal" in said:
+        return request_of(model, said)
+    if {"bits", "size", "candidates", "sensitivity"} & {*said}:
+        raise UsageError(
+            "Of an ONNX file a configuration says the bits. Possible: --config NAME, or --for GOAL --bits N."
+        )
+    return request_of(model, {"config" if name == "scheme" else name: value for name, value in said.items()})
+
+
+@takes(
+    QUANTIZE,
+    Annotated[Path, typer.Argument(help=MODEL_HELP)],
+    [name for name in options_of(FolderRequest) if name not in OF_THE_RESULT],
+    _asked,
+    scheme=Annotated[str | None, option_for("scheme", "--scheme", "--config", help=SCHEME_HELP, rich_help_panel=None)],
+)
+def plan(request: FolderRequest | FileRequest) -> None:
     """Show what a scheme, or a budget, would do to a model, and the size it would have.
 
     It takes the options of `quark quantize`, but those of the output.
@@ -56,24 +71,14 @@ def plan(
 
     Example: quark plan ./llama --bits 4.25 --calib heldout.txt --sensitivity llama.json
     """
-    # Before the libraries load: a wrong path or word is answered at once.
-    said = said_on(context)
-    if is_onnx(model) and (unused := {*OF_FOLDERS_ALONE} & {*said}):
-        raise UsageError(f"--{min(unused)} is no part of the plan of an ONNX file. Possible: {OF_FILES}.")
-    if is_onnx(model) and "goal" not in said:
-        if {"bits", "size", "candidates", "sensitivity"} & {*said}:
-            raise UsageError(
-                "Of an ONNX file a configuration says the bits. Possible: --config NAME, or --for GOAL --bits N."
-            )
-        said = {"config" if name == "scheme" else name: value for name, value in said.items()}
-    request = request_of(model, said)
-    require_model(model)
-    check_log_file(request.log_file, str(model), [request.calib, said.get("sensitivity")])
+    named = vars(request)
+    require_model(request.model)
+    check_log_file(request.log_file, str(request.model), [request.calib, named.get("sensitivity")])
     with usage():
         job = resolve(request)
-    amount = f"{request.bits:g} bits" if request.bits is not None else said.get("size")
+    amount = f"{request.bits:g} bits" if request.bits is not None else named.get("size")
     goal = f"for {request.goal}" if request.goal else None
-    say_first("Planning", model, scheme or amount, goal)
+    say_first("Planning", request.model, request.scheme or named.get("config") or amount, goal)
     with log_to(request.log_file):
         _plan_file(job) if isinstance(job, FileJob) else _plan_folder(job)
 
@@ -143,7 +148,7 @@ def _plan_model(job: FolderJob) -> None:
 
     job = replace(job, request=replace(job.request, model=_with_shapes(job.request.model)))
     request, console = job.request, results()
-    check_loading(request.device, request.dtype)
+    check_loading(request.load)
     configured = configure(job, aloud=True)
     export_of(job).check(configured.schemes)
     config, calibration = configured.config, configured.calibration

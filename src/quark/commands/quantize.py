@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -11,22 +12,22 @@ from quark.base.command_line import results
 from quark.base.progress import log_to
 from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
-from quark.commands.options.of_request import said_on, takes
+from quark.commands.options.of_request import takes
 from quark.commands.results.quantized import check_report, say_how_to_evaluate, size_line
 from quark.commands.results.tables import choice_table, recovery_line, recovery_table, serve_line
 from quark.goals.choice import GoalChoice
-from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, request_of, resolve
+from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, resolve
 from quark.jobs.denoisers import is_for_comfyui
 from quark.jobs.processes import together
 from quark.jobs.recipes.recipe import Recipe, check_recipe, save_recipe
-from quark.jobs.request import is_adapter
+from quark.jobs.request import QUANTIZE, is_adapter
 from quark.jobs.words import ONNX, usage
 
 Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face model, or an ONNX file; see --for comfyui.")]
 
 
-@takes()
-def quantize(context: typer.Context, model: Model, **options: Any) -> None:
+@takes(QUANTIZE, Model)
+def quantize(request: FolderRequest | FileRequest) -> None:
     """Quantize a model folder for transformers and vLLM, or an ONNX file for ONNX Runtime and NPUs.
 
     Example: quark quantize ./llama --for vllm -o ./llama-vllm
@@ -45,7 +46,7 @@ def quantize(context: typer.Context, model: Model, **options: Any) -> None:
 
     Example: quark quantize model.onnx --config A8W8 --calib samples.npz --recover --reach 30 -o best.onnx
     """
-    quantize_as(request_of(model, said_on(context)))
+    quantize_as(request)
 
 
 def quantize_as(request: FolderRequest | FileRequest) -> None:
@@ -78,7 +79,7 @@ def _folder(job: FolderJob) -> tuple[GoalChoice | None, Path]:
     from quark.jobs.run_folder import run_folder
 
     request, console = job.request, results()
-    result = run_folder(job, lambda table, choice: console.print(choice_table(table, choice)))
+    result = run_folder(replace(job, show=lambda table, choice: console.print(choice_table(table, choice))))
     for name, part in result.parts.items():
         console.print(
             f"{name}: {size_line(part.configured.title, part.before, part.after, part.seconds)}", highlight=False

@@ -14,6 +14,7 @@ from quark.goals.efforts import check_effort
 from quark.goals.goal import RuntimeGoal
 from quark.jobs.folders.bit_budget import named_candidates, size_within
 from quark.jobs.request import FileRequest, FolderRequest
+from quark.jobs.words import COMFYUI
 
 
 def chosen(request: FolderRequest | FileRequest, has_data: bool) -> GoalChoice | None:
@@ -78,7 +79,10 @@ def _widest(request: FolderRequest, goal: RuntimeGoal, size: str) -> str:
     limit = size_within(size, request.model)
     sizes: dict[str, int] = {}
     refused: ShapeError | None = None
-    for form, schemes in _rows(goal, request.export_format):
+    rows = list(_rows(goal, request.export_format))
+    if COMFYUI in dict(rows):
+        raise UsageError(f"--size is not chosen for with --for {goal.name}. Possible: --bits or --scheme.")
+    for form, schemes in rows:
         for scheme in schemes:
             config = config_of(request, scheme, form)
             try:
@@ -92,7 +96,7 @@ def _widest(request: FolderRequest, goal: RuntimeGoal, size: str) -> str:
     if not fitting:
         shown = ", ".join(f"{scheme} {size / 1e6:.2f} MB" for scheme, size in sizes.items())
         raise ConfigError(f"--size {size} is less than any scheme of --for {goal.name} gives: {shown}.")
-    return max(fitting, key=lambda scheme: fitting[scheme])
+    return max(fitting, key=fitting.__getitem__)
 
 
 def fitted_choice(choice: GoalChoice, request: FolderRequest, load_meta: Callable[[], Any]) -> GoalChoice:

@@ -143,7 +143,7 @@ def _of_folder(request: CompareFolders, job: ComparisonJob) -> ComparedSchemes:
     from quark.torch.flows.predicted_size import float_bytes, planned
 
     model, load, trusted = _network(request.model), request.load, request.trust_remote_code
-    before = load_model(model, dequantize=True, **load)
+    before = load_model(model, load, dequantize=True)
     inputs = inputs_of(model, before)
     batches = inputs.read(job.data, request.windows or ALL, request.length)
     samples = Calibration(request.calib).read(inputs)
@@ -153,12 +153,12 @@ def _of_folder(request: CompareFolders, job: ComparisonJob) -> ComparedSchemes:
         form = GGUF if name in MIXES else "quark"
         config = config_of(asked, name, form)
         quantizer = ModelQuantizer(config)
-        after = quantizer.freeze(quantizer.quantize_model(load_model(model, dequantize=True, **load), samples))
+        after = quantizer.freeze(quantizer.quantize_model(load_model(model, load, dequantize=True), samples))
         comparison = compare_outputs(before, after, batches)
         perplexity.extend((comparison.perplexity or ())[:1])
         return _row(name, planned(load_meta_model(model, trusted), config, form)[1], comparison)
 
-    rows = _measured(job.names, "schemes", measure)
+    rows = _measured(job.names, measure)
     size = float_bytes(load_meta_model(model, trusted))
     return ComparedSchemes(SchemeResult("float", size, perplexity=next(iter(perplexity), None)), rows)
 
@@ -207,15 +207,15 @@ def _of_file(request: CompareFiles, job: ComparisonJob) -> ComparedSchemes:
             sqnr = min((output.sqnr for output in report.outputs.values()), default=math.nan)
             return SchemeResult(name, file_bytes(file), sqnr, seconds=seconds)
 
-    rows = _measured(names, "configurations", measure)
+    rows = _measured(names, measure)
     return ComparedSchemes(SchemeResult("float", file_bytes(model), seconds=latency[-1]), rows)
 
 
-def _measured(names: Sequence[str], what: str, measure: Callable[[str], SchemeResult]) -> list[SchemeResult]:
+def _measured(names: Sequence[str], measure: Callable[[str], SchemeResult]) -> list[SchemeResult]:
     """A row of each; why not of those that cannot be used. Raises QuarkError where that is so of all."""
     rows: list[SchemeResult] = []
     failure: QuarkError | None = None
-    for name in progress(names, what, len(names), name=str):
+    for name in progress(names, "schemes", len(names), name=str):
         try:
             with severity(2):
                 rows.append(measure(name))

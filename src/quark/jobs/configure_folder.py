@@ -15,7 +15,7 @@ from quark.base.log import logger, severity
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError
 from quark.goals import GoalChoice
 from quark.goals.choice import fusing_programs
-from quark.goals.goal import GOALS, RuntimeGoal
+from quark.goals.goal import GOALS
 from quark.jobs.choose import fitted_choice
 from quark.jobs.folders.bit_budget import Budget, asked_budget
 from quark.jobs.folders.calibration import Calibration
@@ -144,7 +144,7 @@ def configure(job: FolderJob, aloud: bool = False) -> Configured:
     config = _calibrated(request, _config(job, scheme, budget, algorithms or None))
     plan = None
     if choice is not None:
-        config, plan = _planned_for_goal(model, config, choice.goal, form, aloud)
+        config, plan = _planned_for_goal(model, config, choice, aloud)
     why = _reason_for_data(request, scheme, budget, config)
     calibration = Calibration.of(request)
     if why is not None and not network:  # of what a network of diffusers takes, the package has none
@@ -153,10 +153,10 @@ def configure(job: FolderJob, aloud: bool = False) -> Configured:
 
 
 def _planned_for_goal(
-    model: Callable[[], tuple[Any, int]], config: Any, goal: RuntimeGoal, form: str, aloud: bool
+    model: Callable[[], tuple[Any, int]], config: Any, choice: GoalChoice, aloud: bool
 ) -> tuple[Any, FolderPlan | None]:
     """What `for_goal` gives for a model of `_without_weights`."""
-    config, plan = for_goal(lambda: model()[0], config, goal, form, aloud)
+    config, plan = for_goal(lambda: model()[0], config, choice, aloud)
     return config, plan if plan is None else replace(plan, before=model()[1])
 
 
@@ -292,15 +292,14 @@ def _of_linear_layers(request: FolderRequest, config: Any) -> Any:
 
 
 def for_goal(
-    load_meta: Callable[[], Any], config: Any, goal: RuntimeGoal, form: str, aloud: bool = False
+    load_meta: Callable[[], Any], config: Any, choice: GoalChoice, aloud: bool = False
 ) -> tuple[Any, FolderPlan | None]:
     """The config, without layers that the program of a goal builds in float, and its plan.
 
     Args:
         load_meta: Makes the model without weights.
         config: A `quark.torch.QConfig`.
-        goal: The goal.
-        form: How the result is written.
+        choice: What its goal chose.
         aloud: Whether the log has what the plan says.
 
     Returns:
@@ -312,6 +311,7 @@ def for_goal(
     from quark.torch.flows.check_plan import check_goal
     from quark.torch.flows.float_layers import left_in_float
 
+    goal, form = choice.goal, choice.form
     if not goal.fuses and goal.heads is None:
         return config, None
     meta = load_meta()
@@ -337,8 +337,8 @@ def _refuse_beside_budget(request: FolderRequest, budget: Budget) -> None:
             f"{budget.named()} chooses the schemes of weights; --kv-cache and --attention give layers schemes of their "
             "own. Possible: --scheme and --layer."
         )
-    if any(request.load.values()):
-        given = ", ".join(f"--{name.replace('_', '-')}" for name, value in request.load.items() if value)
+    if request.trust_remote_code or request.keep_unexpected:
+        given = "--trust-remote-code" if request.trust_remote_code else "--keep-unexpected"
         raise ConfigError(
             f"{given} with {budget.named()}: block by block, a class of transformers is needed that holds all."
         )

@@ -20,7 +20,7 @@ from quark.jobs.folders.calibration import Calibration
 from quark.jobs.folders.pipeline import data_of
 from quark.jobs.folders.schemes import layer_rules
 from quark.jobs.options import flag_of
-from quark.jobs.request import FolderRequest, is_pipeline, options_of
+from quark.jobs.request import FolderRequest, Loading, is_pipeline, options_of
 from quark.jobs.resolve import FolderJob
 from quark.jobs.words import COMFYUI, GGUF, split_algorithm, torch_algorithms
 
@@ -221,7 +221,7 @@ def _write_solved(
     from quark.torch import ModelQuantizer
     from quark.torch.writers.comfyui.solved import SolvedDenoiser, config_for, join_layers
 
-    model = load_model(source.folder, request.device)
+    model = load_model(source.folder, Loading(request.device))
     steps = data_of(request.calib, source.folder.name)
     data = replace(Calibration.of(request), path=steps).read(inputs_of(source.folder, model))
     names = join_layers(model, plan)

@@ -11,7 +11,7 @@ from quark.base.files import require_regular
 from quark.base.log import logger
 from quark.errors import ConfigError, UsageError
 from quark.jobs.options import option, same_as
-from quark.jobs.request import FileRequest, FolderRequest, JobRequest, Kinds, ModelRequest, is_pipeline
+from quark.jobs.request import FileRequest, FolderRequest, JobRequest, Kinds, Loading, ModelRequest, is_pipeline
 
 if TYPE_CHECKING:
     from quark.core.metrics import Comparison
@@ -44,9 +44,9 @@ class MeasureFolders(MeasureRequest):
     keep_unexpected: bool = same_as(FolderRequest, "keep_unexpected")
 
     @property
-    def load(self) -> dict[str, Any]:
-        """The options of `load_model`."""
-        return {name: getattr(self, name) for name in ("device", "dtype", "trust_remote_code", "keep_unexpected")}
+    def load(self) -> Loading:
+        """How both models are loaded."""
+        return Loading(self.device, self.dtype, self.trust_remote_code, self.keep_unexpected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,12 +165,12 @@ def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
         from quark.torch import import_model_from_gguf
 
         require_regular(quantized)
-        before, after = (load_model(model, dequantize=True, **request.load) for _ in range(2))
+        before, after = (load_model(model, request.load, dequantize=True) for _ in range(2))
         import_model_from_gguf(after, quantized)
     else:
         _require_same_architecture(read_config(model), read_config(quantized))
-        before = load_model(model, dequantize=True, **request.load)
-        after = load_model(quantized, **request.load)
+        before = load_model(model, request.load, dequantize=True)
+        after = load_model(quantized, request.load)
     if not quantized_layers(after):
         raise ConfigError(f"{quantized} holds no quantized layer; it is a float model.")
     inputs = inputs_of(model, before)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -78,6 +79,19 @@ class JobRequest(ModelRequest):
         None, "Write how far the work is as lines of JSON, after those of earlier runs.", "--log-file", metavar="FILE",
         changes_output=False,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How the model of a folder is loaded: where to, in which type, and whether more is accepted than by itself."""
+
+    device: str = "cpu"
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    keep_unexpected: bool = False
+
+
+AS_STORED = Loading()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +177,9 @@ class FolderRequest(JobRequest):
     )
 
     @property
-    def load(self) -> dict[str, bool]:
-        """The options of `load_model` that accept more than it does by itself."""
-        return {"trust_remote_code": self.trust_remote_code, "keep_unexpected": self.keep_unexpected}
+    def load(self) -> Loading:
+        """How its model is loaded."""
+        return Loading(self.device, self.dtype, self.trust_remote_code, self.keep_unexpected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,11 +269,6 @@ def panel_of(name: str, kinds: Kinds[Any, Any] = QUANTIZE) -> str | None:
     return FOR_FOLDERS if of_folders else FOR_FILES
 
 
-def request_of(model: str | os.PathLike[str], given: Mapping[str, Any]) -> FolderRequest | FileRequest:
-    """The request to quantize a model; see `request_for`."""
-    return request_for(QUANTIZE, model, given)
-
-
 def request_for(kinds: Kinds[A, B], model: str | os.PathLike[str], given: Mapping[str, Any], **places: Path) -> A | B:
     """The request for a model, of the kind that its path says.
 
@@ -285,6 +294,10 @@ def request_for(kinds: Kinds[A, B], model: str | os.PathLike[str], given: Mappin
         if name in said and name not in allowed:
             raise _does_not_apply(kinds, name, path)
     return kind(model=path, said=frozenset(said), **said, **places)
+
+
+request_of = partial(request_for, QUANTIZE)
+"""The request to quantize a model."""
 
 
 def _does_not_apply(kinds: Kinds[Any, Any], name: str, path: Path) -> UsageError:

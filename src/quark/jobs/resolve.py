@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quark.base.log import logger
 from quark.errors import OutputError, UsageError
@@ -17,6 +18,9 @@ from quark.goals.goal import GOALS
 from quark.jobs.choose import chosen
 from quark.jobs.request import FileRequest, FolderRequest
 from quark.jobs.words import COMFYUI, GGUF, check_words, layer_schemes
+
+if TYPE_CHECKING:
+    from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
 
 NAMED = {".gguf": GGUF, ".safetensors": COMFYUI}
 """End of the name of an output -> its form, where nothing else is said."""
@@ -30,11 +34,13 @@ class FolderJob:
         request: What was asked for.
         choice: What its goal chose; None without a goal.
         form: How it is written: a value of --export-format.
+        show: Is told what a budget chose, before anything is quantized by it.
     """
 
     request: FolderRequest
     choice: GoalChoice | None
     form: str
+    show: Callable[[SensitivityTable, BudgetChoice], None] | None = None
 
     @property
     def reader(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -57,25 +57,17 @@ class FolderResult:
     parts: Mapping[str, FolderResult] = field(default_factory=dict)
 
 
-def run_folder(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] | None = None) -> FolderResult:
-    """Quantize a folder, and write the result.
-
-    Args:
-        job: What is done.
-        show: Is told what a budget chose, before anything is quantized by it.
-
-    Raises:
-        QuarkError: See `configure`, and what the flow raises.
-    """
+def run_folder(job: FolderJob) -> FolderResult:
+    """Quantize a folder, and write the result. Raises QuarkError as `configure` and the flow do."""
     # The flows import torch: when they run, so that --help is instant.
     if is_for_comfyui(job):
         return _for_comfyui(job)
     if is_pipeline(job.request.model):
-        return _pipeline(job, show)
+        return _pipeline(job)
     if is_sentence_encoder(job.request.model):
-        return _around_model(job, show)
+        return _around_model(job)
     if not is_adapter(job.request.model):
-        return _run(job, show, job.request.model)
+        return _run(job, job.request.model)
     from quark.torch.flows.adapters import base_of, merged
 
     adapter = job.request.model
@@ -87,19 +79,19 @@ def run_folder(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], 
     export_of(job).check_output(job.request.calib)
     configure(replace(job, request=replace(job.request, model=base_of(adapter))))  # what is asked for, before the work
     with merged(adapter, Path(job.request.output)) as folder:
-        return _run(replace(job, request=replace(job.request, model=folder)), show, adapter)
+        return _run(replace(job, request=replace(job.request, model=folder)), adapter)
 
 
-def _around_model(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] | None) -> FolderResult:
+def _around_model(job: FolderJob) -> FolderResult:
     """As `run_folder`, of a sentence encoder whose model has a folder of its own."""
     named, output = job.request.model, Path(job.request.output)
     with around(named, output, job.form, job.request.force) as (model, place):
         inner = replace(job.request, model=model, output=str(place))
-        result = _run(replace(job, request=inner), show, named)
+        result = _run(replace(job, request=inner), named)
     return replace(result, path=output)
 
 
-def _run(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] | None, named: Path) -> FolderResult:
+def _run(job: FolderJob, named: Path) -> FolderResult:
     """As `run_folder`, of a folder that is whole; the recipe names the model `named`."""
     from quark.jobs.folders.models import folder_bytes
 
@@ -115,8 +107,8 @@ def _run(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] 
     config = configured.config
     if configured.budget is not None:
         chosen = choose_for_budget(request, configured.budget, config, configured.calibration)
-        if show is not None:
-            show(*chosen)
+        if job.show is not None:
+            job.show(*chosen)
         config = configured.completed(*chosen)
     warn_of_servers(configured, config)
     with read_beside(_recipe_of(replace(request, model=named), configured.calibration)) as recipe:
@@ -138,7 +130,7 @@ def _for_comfyui(job: FolderJob) -> FolderResult:
     return FolderResult(made.file, made.source.bytes, size, seconds, configured, None, [], Recipe.of(request, {}))
 
 
-def _pipeline(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], None] | None) -> FolderResult:
+def _pipeline(job: FolderJob) -> FolderResult:
     """As `run_folder`, of the components of a pipeline, one after another; the others are copied."""
     refuse_processes("A pipeline of several models")
     start, request, output = time.perf_counter(), job.request, Path(job.request.output)
@@ -156,7 +148,7 @@ def _pipeline(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], N
         copy_rest(request.model, folder, [*parts])
         for name, part in parts.items():
             logger.info("Component %s:", name)
-            results[name] = run_folder(replace(part, request=replace(part.request, output=str(folder / name))), show)
+            results[name] = run_folder(replace(part, request=replace(part.request, output=str(folder / name))))
         (folder / RECIPE).write_text(recipe.text(in_folder=True), encoding="utf-8")
     first = next(iter(results.values()))
     choice = None if job.choice is None else job.choice.of_pipeline()
@@ -171,7 +163,7 @@ def _pipeline(job: FolderJob, show: Callable[[SensitivityTable, BudgetChoice], N
 def parts_of(job: FolderJob) -> dict[str, FolderJob]:
     """The job of each component of a pipeline that is quantized. Raises ConfigError as `requests_of` does."""
     return {
-        name: FolderJob(request, None if request.goal is None else job.choice, job.form)
+        name: replace(job, request=request, choice=None if request.goal is None else job.choice)
         for name, request in requests_of(job.request).items()
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -19,7 +18,7 @@ from quark.jobs.folders.measure import WHY_SLOW, MeasuredFolders, Output
 def show_folders(measured: MeasuredFolders, request: EvaluateFolders) -> None:
     """Print what was measured, and write the page that is asked for."""
     console = results()
-    _show(measured, held_out(request), request.layers)
+    _show(measured, request)
     if request.report is not None:
         # They import torch and matplotlib: where a page is asked for.
         from quark.commands.folders.report import folder_sections
@@ -34,7 +33,7 @@ def show_pipeline(measured: MeasuredPipeline, request: EvaluateFolders) -> None:
     console = results()
     for name, each in measured.components.items():
         console.print(f"{name}:", highlight=False)
-        _show(each, held_out(request), request.layers)
+        _show(each, request)
         if name in measured.pictures:
             console.print(_pictures(measured.pictures[name].pictures))
     if request.report is not None:
@@ -45,15 +44,17 @@ def show_pipeline(measured: MeasuredPipeline, request: EvaluateFolders) -> None:
         console.print(f"Report: {write_page(request.report, title, pipeline_sections(measured))}")
 
 
-def _show(measured: MeasuredFolders, data: Path, layers: int) -> None:
+def _show(measured: MeasuredFolders, request: EvaluateFolders) -> None:
     """Print what was measured."""
     console = results()
     console.print(_summary(measured.sizes, measured.comparison.perplexity, measured.seconds))
     console.print(WHY_SLOW, highlight=False, soft_wrap=True)
-    console.print(_outputs(measured.comparison.outputs, f"{counted(len(measured.batches), 'sample')} of {data.name}"))
+    console.print(
+        _outputs(measured.comparison.outputs, f"{counted(len(measured.batches), 'sample')} of {held_out(request).name}")
+    )
     if measured.comparison.by_timestep:
         console.print(_timesteps(measured.comparison.by_timestep.rows()))
-    console.print(_worst_layers(measured.damage, layers))
+    console.print(_worst_layers(measured.damage, request.layers))
 
 
 def _summary(sizes: Sequence[int], perplexity: tuple[float, float] | None, seconds: Sequence[float]) -> Table:

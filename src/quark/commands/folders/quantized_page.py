@@ -45,7 +45,7 @@ def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
     if result.parts:
         words = "Measured on the calibration data."
         sections = pipeline_sections(evaluate_pipeline(replace(asked, report=request.report)), words)
-        write_quantized_page(request.report, output, request.model, sections)
+        write_quantized_page(request, sections)
         return
     found = evaluate_folders(asked)
     names = [each if isinstance(each, str) else each.name for each in result.configured.algorithms]
@@ -55,7 +55,7 @@ def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
         sections.insert(2, errors_section(result.errors))
     if result.budget is not None:
         sections.insert(2, budget_section(*result.budget))
-    write_quantized_page(request.report, output, request.model, sections)
+    write_quantized_page(request, sections)
     add_figures(output, _figures(found, "calibration data" if request.calib else PACKAGE))
 
 

@@ -49,7 +49,7 @@ def folder_sections(found: MeasuredFolders, words: str = "") -> list[Section]:
 
 
 def pipeline_sections(found: MeasuredPipeline, words: str = "") -> list[Section]:
-    """The page of a pipeline of diffusers: that of each denoiser, behind the pictures of both.
+    """The page of a pipeline of diffusers: pictures of the float and the quantized one, then the page of each denoiser.
 
     Args:
         found: What was found.

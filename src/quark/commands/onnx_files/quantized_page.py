@@ -29,7 +29,7 @@ def page_of_file(request: FileRequest, result: FileResult) -> None:
     sections = onnx_sections(found, words)
     if result.recovery is not None:
         sections.insert(2, _recovery(result.recovery))
-    write_quantized_page(request.report, result.path, request.model, sections)
+    write_quantized_page(request, sections)
 
 
 def _recovery(found: Recovery) -> Section:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, TypeVar
+from dataclasses import Field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from quark.jobs.options import option_of
-from quark.jobs.request import QUANTIZE, Kinds, options_of, panel_of
+from quark.jobs.request import QUANTIZE, A, B, Kinds, options_of, panel_of, request_for
 from quark.jobs.words import each_algorithm
 
-F = TypeVar("F", bound=Callable[..., Any])
+KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 
 def option_for(name: str, *flags: str, kinds: Kinds[Any, Any] = QUANTIZE, **changes: Any) -> Any:
@@ -36,33 +39,51 @@ def option_for(name: str, *flags: str, kinds: Kinds[Any, Any] = QUANTIZE, **chan
     return typer.Option(*(flags or said.flags), **(told | changes))
 
 
-def takes(kinds: Kinds[Any, Any] = QUANTIZE, names: Iterable[str] | None = None) -> Callable[[F], F]:
-    """Decorate a command `f(context, model, **said)` so that it takes options of its requests; all, or some.
+def takes(
+    kinds: Kinds[A, B],
+    model: Any,
+    names: Iterable[str] | None = None,
+    make: Callable[..., A | B] | None = None,
+    **own: Any,
+) -> Callable[[Callable[[A | B], None]], Callable[..., None]]:
+    """Decorate what does a request, so that it becomes a command: it takes a model, and the options of its requests.
 
-    A signature is what typer reads. Options that are not on the command line come as their defaults; `said_on` tells
-    which are.
+    Args:
+        kinds: The requests of the command.
+        model: The annotation of its first argument.
+        names: Of the options; None: all.
+        make: Makes the request of the model, of what is said and of further models; None: `request_for`.
+        own: Annotations of options in place of their own, and of further models.
     """
+    known = options_of(*kinds)
+    made = partial(request_for, kinds) if make is None else make
 
-    def with_signature(function: F) -> F:
-        own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind != p.VAR_KEYWORD]
+    def command_of(function: Callable[[A | B], None]) -> Callable[..., None]:
+        def command(context: typer.Context, model: Path, **given: Any) -> None:
+            places = {name: given[name] for name in own if name not in known}
+            function(made(model, said_on(context, kinds), **places))
+
         of_folders, of_files = map(typing.get_type_hints, kinds)
-        hints, known = of_files | of_folders, options_of(*kinds)
-        wanted = [name for name in known if names is None or name in {*names}]
-        taken = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=... if option_of(known[name]).required else known[name].default,
-                annotation=Annotated[_of_typer(hints[name]), option_for(name, kinds=kinds)],
-            )
-            for name in wanted
-            if name not in {p.name for p in own}
-        ]
-        function.__signature__ = inspect.Signature([*own, *taken])  # type: ignore[attr-defined]
-        function.__annotations__ = {p.name: p.annotation for p in (*own, *taken)} | {"return": None}
-        return function
+        hints = of_files | of_folders
+        parts: dict[str, Any] = {"context": typer.Context, "model": model, **own}
+        for name in known if names is None else names:
+            parts.setdefault(name, Annotated[_of_typer(hints[name]), option_for(name, kinds=kinds)])
+        # A signature is what typer reads. What is not on the command line comes as its default.
+        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(n, KEYWORD_ONLY, default=_default(known.get(n)), annotation=a) for n, a in parts.items()]
+        )
+        command.__annotations__ = {**parts, "return": None}
+        command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
+        return command
 
-    return with_signature
+    return command_of
+
+
+def _default(each: Field[Any] | None) -> Any:
+    """The default of an option; none of a model."""
+    if each is None:
+        return inspect.Parameter.empty
+    return ... if option_of(each).required else each.default
 
 
 def _of_typer(hint: Any) -> Any:

@@ -64,7 +64,8 @@ def say_how_to_evaluate(model: Path, made: Path | str, calib: Path | None) -> No
     logger.info("What it cost, on data of yours that calibration did not read: %s", words)
 
 
-def write_quantized_page(page: Path, output: Path, model: Path, sections: list[Section]) -> None:
-    """Write the page of what was quantized, in place of one that is there, and say where it is."""
-    written = write_page(page, f"{output.name}, made of {model.name}", sections, overwrite=True)
-    results().print(f"Report: {written}", highlight=False)
+def write_quantized_page(request: JobRequest, sections: list[Section]) -> None:
+    """Write the page that is asked for, in place of one that is there, and say where it is."""
+    if request.report is not None:
+        title = f"{Path(request.output).name}, made of {request.model.name}"
+        results().print(f"Report: {write_page(request.report, title, sections, overwrite=True)}", highlight=False)

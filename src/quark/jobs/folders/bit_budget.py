@@ -149,8 +149,8 @@ def choose_for_budget(
         ConfigError: The table is of another model or other data, has other candidates, or the budget cannot be met.
     """
     from quark.jobs.folders.models import inputs_of, load_meta_model
-    from quark.torch.bit_budget.measure import mixed_format, settings_of_folder
-    from quark.torch.bit_budget.sensitivity import SensitivityTable
+    from quark.torch.bit_budget.measure import measure_sensitivity, mixed_format, settings_of_folder
+    from quark.torch.bit_budget.sensitivity import AskedBudget, SensitivityTable
 
     data = calibration.read(inputs_of(request.model, load_meta_model(request.model)))
     if budget.sensitivity is not None and not budget.is_measured:
@@ -160,23 +160,14 @@ def choose_for_budget(
     elif data is None:
         raise CalibrationError(f"{budget.named()} needs calibration data: pass --calib FILE.")
     else:
-        table = _measured_table(request, budget, base, data)
+        file, work = budget.sensitivity, None
+        if file is not None:
+            check_file(file, overwrite=False)
+            work = file.with_name(f"{file.name}.partial")
+        table = measure_sensitivity(
+            request.model, data, budget.candidates or None, base, export_format=budget.export_format,
+            alike=budget.fused_by, device=request.device, work=work, budget=AskedBudget(budget.bits, budget.size),
+        )  # fmt: skip
+        if file is not None:
+            table.save(file)
     return table, table.choose(bits=budget.bits, size=budget.size, candidates=budget.candidates or None)
-
-
-def _measured_table(request: FolderRequest, budget: Budget, base: Any, data: Sequence[Any]) -> SensitivityTable:
-    """The table of a model, measured, and written where a file is named."""
-    from quark.torch.bit_budget.measure import measure_sensitivity
-    from quark.torch.bit_budget.sensitivity import AskedBudget
-
-    file, work = budget.sensitivity, None
-    if file is not None:
-        check_file(file, overwrite=False)
-        work = file.with_name(f"{file.name}.partial")
-    table = measure_sensitivity(
-        request.model, data, budget.candidates or None, base, export_format=budget.export_format, alike=budget.fused_by,
-        device=request.device, work=work, budget=AskedBudget(budget.bits, budget.size),
-    )  # fmt: skip
-    if file is not None:
-        table.save(file)
-    return table

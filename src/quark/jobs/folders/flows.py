@@ -72,10 +72,10 @@ def _in_memory(flow: FolderFlow) -> tuple[int, list[Any]]:
     from quark.torch.algorithms import algorithms_of
 
     request, model, config, calibration = flow.request, flow.request.model, flow.config, flow.calibration
-    check_loading(request.device, request.dtype)
+    check_loading(request.load)
     other = not is_read(model)
     data = None if other else _preflight_data(flow)
-    float_model = load_model(model, request.device, request.dtype, dequantize=True, **request.load)
+    float_model = load_model(model, request.load, dequantize=True)
     if other:  # only the model that is loaded says what it takes
         data = calibration.read(inputs_of(model, float_model))
     data = calibration.with_synthetic(float_model, data)
@@ -100,7 +100,7 @@ def _from_file_to_file(flow: FolderFlow) -> bool:
     inside = config.algo_config or config.kv_cache_quant_config or config.softmax_quant_spec
     if export.form != STREAMED or request.trust_remote_code or inside or not is_read(request.model):
         return False
-    check_loading(request.device, request.dtype)
+    check_loading(request.load)
     if request.dtype != "auto":
         return False
     try:

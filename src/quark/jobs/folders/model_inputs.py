@@ -32,6 +32,23 @@ Batch = Any
 
 
 @dataclass(frozen=True)
+class _Taking:
+    """How samples are taken.
+
+    Attributes:
+        data: Where they are.
+        limit: Most of them; None: all.
+        length: Most tokens in one.
+        packing: Whether texts are put one after another.
+    """
+
+    data: Path
+    limit: int | None
+    length: int
+    packing: bool
+
+
+@dataclass(frozen=True)
 class ModelInputs:
     """What a model takes, and where its tokenizer and processors lie.
 
@@ -81,7 +98,7 @@ class ModelInputs:
             )
         limit = min(limit, sys.maxsize)  # islice takes no more
         most = limit if seed is None else None
-        found = self._samples(data, most, self._length(length), packing is not False)
+        found = self._samples(_Taking(data, most, self._length(length), packing is not False))
         samples = list(itertools.islice(found, limit)) if seed is None else _chosen(found, limit, seed)
         if not samples:
             raise CalibrationError(f"{data} holds no sample: {self._wanted()}.")
@@ -118,25 +135,26 @@ class ModelInputs:
         """Whether it is a language model that goes on with a text, and so may get any window of one."""
         return self.reads_text and self.model_class.can_generate() and not self.config.is_encoder_decoder
 
-    def _samples(self, data: Path, limit: int | None, length: int, packing: bool) -> Iterator[Batch]:
+    def _samples(self, taking: _Taking) -> Iterator[Batch]:
+        data = taking.data
         if data.suffix == ".npz":
             return self._arrays(data)
         main = self._main_input
         if self._reads_pairs:
-            return self._pairs(data, length)
+            return self._pairs(taking)
         if main is None:
             raise CalibrationError(f"{data}: {self._wanted()}.")
         if main == "input_ids":
             if not is_dataset(data):
                 self._require(data, folder=False)
             if not self._continues_text:
-                return self._lines(data, length)
-            return iter(samples_of(self._processor("AutoTokenizer"), data, length, packing, limit))
+                return self._lines(taking)
+            return iter(samples_of(self._processor("AutoTokenizer"), data, taking.length, taking.packing, taking.limit))
         self._require(data, folder=True)
         if main == "pixel_values":
             return self._images(data)
         if main in ("input_features", "input_values"):
-            return self._audio(data, length)
+            return self._audio(taking)
         raise CalibrationError(f"{data}: {self._wanted()}.")
 
     def _wanted(self) -> str:
@@ -199,11 +217,11 @@ class ModelInputs:
         tokens += [getattr(self.config, other, None) for other in ("bos_token_id", "pad_token_id")]
         return next((token for token in tokens if isinstance(token, int)), 0)
 
-    def _lines(self, data: Path, length: int) -> Iterator[Batch]:
+    def _lines(self, taking: _Taking) -> Iterator[Batch]:
         """Each line of a text as one sample, with the special tokens that the model was trained with."""
         tokenizer = self._processor("AutoTokenizer")
-        for document in lines_of(data):
-            values = tokenizer(document.text(tokenizer), return_tensors="pt", truncation=True, max_length=length)
+        for document in lines_of(taking.data):
+            values = tokenizer(document.text(tokenizer), return_tensors="pt", truncation=True, max_length=taking.length)
             yield self._named(values) | self._decoder(values["input_ids"])
 
     def _images(self, data: Path) -> Iterator[Batch]:
@@ -211,21 +229,21 @@ class ModelInputs:
         for _, image in _files(data, _open_image):
             yield self._named(processor(image, return_tensors="pt"))
 
-    def _pairs(self, data: Path, length: int) -> Iterator[Batch]:
+    def _pairs(self, taking: _Taking) -> Iterator[Batch]:
         """Images, each with its caption in a text file of the same name."""
-        self._require(data, folder=True)
+        self._require(taking.data, folder=True)
         processor, tokenizer = self._processor("AutoImageProcessor"), self._processor("AutoTokenizer")
-        for path, image in _files(data, _open_image):
+        for path, image in _files(taking.data, _open_image):
             caption = path.with_suffix(".txt")
             if not caption.is_file():
                 raise CalibrationError(f"{path}: the model takes image and text; {caption.name} has to hold a caption.")
-            text = tokenizer(read_text(caption).strip(), return_tensors="pt", truncation=True, max_length=length)
+            text = tokenizer(read_text(caption).strip(), return_tensors="pt", truncation=True, max_length=taking.length)
             yield self._named(processor(image, return_tensors="pt")) | self._named(text)
 
-    def _audio(self, data: Path, length: int) -> Iterator[Batch]:
+    def _audio(self, taking: _Taking) -> Iterator[Batch]:
         """Recordings; a decoder gets the transcript in a text file of the same name, else its first token."""
         extractor = self._processor("AutoFeatureExtractor")
-        for path, (rate, waveform) in _files(data, _open_audio):
+        for path, (rate, waveform) in _files(taking.data, _open_audio):
             if rate != extractor.sampling_rate:
                 raise CalibrationError(
                     f"{path} has {rate} samples a second; the model takes {extractor.sampling_rate}."
@@ -234,7 +252,9 @@ class ModelInputs:
             transcript, ids = path.with_suffix(".txt"), None
             if self.config.is_encoder_decoder and transcript.is_file():
                 text = read_text(transcript).strip()
-                ids = self._processor("AutoTokenizer")(text, return_tensors="pt", truncation=True, max_length=length)
+                ids = self._processor("AutoTokenizer")(
+                    text, return_tensors="pt", truncation=True, max_length=taking.length
+                )
             yield values | self._decoder(None if ids is None else ids["input_ids"])
 
     def _arrays(self, data: Path) -> Iterator[Batch]:

@@ -15,6 +15,7 @@ with without_collection():
 from quark.errors import ConfigError, FormatError, as_format_error, did_you_mean
 from quark.jobs.folders.model_inputs import ModelInputs
 from quark.jobs.folders.step_inputs import StepInputs
+from quark.jobs.request import AS_STORED, Loading
 from quark.torch import import_model_from_safetensors
 from quark.torch.checkpoint.float_model import check_network, load_float_model, shapes_of, stored_metas
 from quark.torch.checkpoint.shards import predicted_bytes
@@ -34,22 +35,14 @@ def _quiet_transformers() -> Any:
     return transformers
 
 
-def check_loading(device: str, dtype: str) -> torch.device:
+def check_loading(loading: Loading) -> torch.device:
     """The device of a name. Raises ConfigError for one that is not there, or a dtype that is none."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype!r} is unknown. {did_you_mean(dtype, DTYPES)}")
-    return named_device(device)
+    if loading.dtype not in DTYPES:
+        raise ConfigError(f"--dtype {loading.dtype!r} is unknown. {did_you_mean(loading.dtype, DTYPES)}")
+    return named_device(loading.device)
 
 
-def load_model(
-    folder: Path,
-    device: str = "cpu",
-    dtype: str = "auto",
-    *,
-    trust_remote_code: bool = False,
-    keep_unexpected: bool = False,
-    dequantize: bool = False,
-) -> Any:
+def load_model(folder: Path, loading: Loading = AS_STORED, dequantize: bool = False) -> Any:
     """The model of a folder, float or quantized, in evaluation mode. Raises FormatError naming the folder.
 
     With `dequantize` one that is quantized in a way that sources may be is the float model that it stands for; one of a
@@ -58,15 +51,19 @@ def load_model(
     if dequantize and not (dequantize := is_read(folder)):
         _refuse_unknown(folder)
     method = None if dequantize else method_of(read_config(folder))
-    where = check_loading(device, dtype)
+    where = check_loading(loading)
     _quiet_transformers()
     if method in FOREIGN:
         # transformers would need the package of each of these formats, and computes some only on a GPU.
         with as_format_error(folder):
             return import_model_from_safetensors(None, folder, attn_implementation=None).eval().to(where)
-    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+    wanted = loading.dtype if loading.dtype == "auto" else getattr(torch, loading.dtype)
     model = load_float_model(
-        folder, wanted, trust_remote_code=trust_remote_code, keep_unexpected=keep_unexpected, dequantize=dequantize
+        folder,
+        wanted,
+        trust_remote_code=loading.trust_remote_code,
+        keep_unexpected=loading.keep_unexpected,
+        dequantize=dequantize,
     )
     return model.to(where)
 

@@ -62,14 +62,13 @@ def _places(kinds: Kinds[Any, Any]) -> dict[str, Any]:
     of_folders, of_files = map(typing.get_type_hints, kinds)
     hints = of_files | of_folders
     return {
-        key: _field(name, hints[name], option_of(each).help, option_of(each).least)
+        key: (
+            _in_yaml(name, hints[name]) | None,
+            Field(None, description=" ".join(option_of(each).help.split()), ge=option_of(each).least),
+        )
         for name, each in options_of(*kinds).items()
         if (key := key_of(each)) is not None
     }
-
-
-def _field(name: str, kind: Any, meaning: str | None, least: float | None) -> tuple[Any, Any]:
-    return _in_yaml(name, kind) | None, Field(None, description=" ".join((meaning or "").split()), ge=least)
 
 
 def _in_yaml(name: str, kind: Any) -> Any:
