@@ -99,6 +99,11 @@ def test_a_sentence_encoder_loads_with_its_own_package(layout: str, tmp_path: Pa
     wanted, found = (package.SentenceTransformer(str(path)).encode(sentences) for path in (folder, out))
     norms = np.linalg.norm(wanted, axis=1) * np.linalg.norm(found, axis=1)
     assert ((wanted * found).sum(1) / norms).min() > 0.99 and not np.array_equal(wanted, found)
-    assert quark("plan", folder, "--scheme", "int8_wo").code == 0
+    done = quark("plan", folder, "--scheme", "int8_wo")
+    assert done.code == 0 and "SentenceTransformer" not in done.out
+    done = quark("quantize", folder, "--scheme", "int8_wo", "--format", "compressed-tensors", "-o", tmp_path / "packed")
+    assert done.code == 0 and "SentenceTransformer (6.2.0) loads such a folder, and its encode fails" in done.log
+    with pytest.raises(AttributeError):  # where this passes, the line above is no longer true
+        package.SentenceTransformer(str(tmp_path / "packed")).encode(sentences)
     file = quark("quantize", folder, "--scheme", "q8_0", "--format", "gguf", "-o", tmp_path / "x.gguf")
     assert file.code == 1 and (not layout or "is a list of modules" in file.err)

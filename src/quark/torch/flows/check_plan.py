@@ -63,7 +63,20 @@ def check_plan(meta: Any, config: QConfig, made: Plan, form: str, reader: str = 
         forms = read_forms(published, held, reader)
         items = list(entries(meta, "reorder", True, held, forms=forms))
         stored_shapes(items, names_in_file(meta, held, content.specs, forms=forms))
-        return check_readers(meta, held, content, (name for name, _, _ in items), reader, published)
+        undecoded = check_readers(meta, held, content, (name for name, _, _ in items), reader, published)
+        return " ".join(filter(None, (undecoded, _unrun_encoder(meta, form, reader)))) or None
+
+
+def _unrun_encoder(meta: Any, form: str, reader: str) -> str | None:
+    """What sentence-transformers would not run of a plan of an encoder, a sentence; None where it runs all."""
+    folder = source_folder(meta)
+    listed = folder is not None and any((place / "modules.json").is_file() for place in (folder, folder.parent))
+    if not listed or form != "compressed-tensors" or reader != TRANSFORMERS:
+        return None
+    return (
+        "SentenceTransformer (6.2.0) loads such a folder, and its encode fails: it calls forward past the hook by "
+        "which compressed-tensors decodes weights. Possible: --export-format quark; or this one, for servers."
+    )
 
 
 def check_data(meta: Any, made: Plan, data: Iterable[Any] | None) -> None:
