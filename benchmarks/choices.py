@@ -1,0 +1,216 @@
+"""`python -m benchmarks.choices`: what schemes lose, and what algorithms gain, on the embedded language model.
+
+    python -m benchmarks.choices                        the two tables of docs/choose
+    python -m benchmarks.choices --picture FILE.svg     and the picture of loss against size
+
+KL divergence is the mean over next tokens of that of the quantized model from the float one, in millinats; bits are
+those of a weight on the disk, with its scales.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from safetensors import safe_open
+from transformers.utils.logging import disable_progress_bar
+
+import quark
+from benchmarks.tables import console
+from quark.torch import export_safetensors
+from quark.torch.calibration.divergence import divergence
+from quark.torch.llm.text import token_windows
+
+MODELS = Path(__file__).parent.parent / "examples" / "models"
+FOLDER = MODELS / "language_model"
+WINDOW, CALIBRATION, HELD_OUT = 256, 32, 24
+SCHEMES = (
+    *("int8_wo", "int8_dynamic", "mxfp6_e2m3_weight_only", "fp8_block_128", "ptpc_fp8", "fp8", "mxfp8_e4m3"),
+    *("mxfp6_e2m3", "int8", "uint4_wo_32", "uint4_wo_64", "int4_wo_32", "uint4_wo_128", "int4_wo_128"),
+    *("mxfp4_weight_only", "int4_fp8_128", "int4_wo_per_channel", "amdfp4", "nvfp4", "mxfp4", "int3_wo_128"),
+    "int2_wo_64",
+)
+SOLVED = ("uint4_wo_128", "int4_wo_128", "int3_wo_128", "int2_wo_64", "mxfp4", "nvfp4")
+"""Schemes of the second table, whose columns are ALGORITHMS."""
+ALGORITHMS = ("importance", "awq", "gptq", "gptaq", "qronos")
+COLORS = {"to nearest": "#7f7f7f", "gptq": "#1f77b4", "qronos": "#d62728"}
+"""What the picture shows."""
+
+
+PANELS = ((2.0, 5.8), (6.0, 9.6))
+"""Of the picture, in bits."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A scheme and an algorithm ("": to nearest): millinats, perplexity, bits of a weight, CPU seconds."""
+
+    scheme: str
+    algorithm: str
+    loss: float
+    perplexity: float
+    bits: float
+    seconds: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write the picture of loss against size")
+    picture = parser.parse_args().picture
+    logging.disable(logging.WARNING)
+    disable_progress_bar()
+    measure = Measure()
+    nearest = [measure(scheme) for scheme in SCHEMES]
+    solved = [measure(scheme, algorithm) for scheme in SOLVED for algorithm in ALGORITHMS]
+    out = console()
+    out.print(f"float: perplexity {measure.perplexity:.2f}; torch {torch.__version__}, quark {quark.__version__}")
+    out.print(table_of_schemes(nearest))
+    out.print(table_of_algorithms(nearest, solved))
+    if picture:
+        draw([*nearest, *solved], picture)
+
+
+class Measure:
+    """Quantizes the embedded model, and compares it with the float one on held-out text."""
+
+    def __init__(self) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+        text = MODELS / "text"
+        self.data = token_windows(tokenizer, text / "calibration.txt", WINDOW, CALIBRATION)
+        self.held_out = token_windows(tokenizer, text / "heldout.txt", WINDOW, HELD_OUT)
+        self.expected = [_log_probabilities(_load(), ids) for ids in self.held_out]
+        self.perplexity = _perplexity(self.expected, self.held_out)
+
+    def __call__(self, scheme: str, algorithm: str = "") -> Measured:
+        start = time.process_time()
+        effort: dict[str, Any] = {"algorithm": algorithm} if algorithm else {"effort": "fast"}
+        model = quark.quantize(_load(), scheme, data=self.data, **effort)
+        seconds = time.process_time() - start
+        found = [_log_probabilities(model, ids) for ids in self.held_out]
+        losses = [float(divergence(*pair)) for pair in zip(self.expected, found, strict=True)]
+        mean = 1000 * sum(losses) / len(losses)
+        return Measured(scheme, algorithm, mean, _perplexity(found, self.held_out), self.bits(scheme), seconds)
+
+    @cache  # noqa: B019  (one object a run)
+    def bits(self, scheme: str) -> float:
+        """Of a weight on the disk, where the model is in bfloat16, as models are published."""
+        return stored_bits(quark.quantize(_load(torch.bfloat16), scheme, data=self.data[:1], effort="fast"))
+
+
+def stored_bits(model: Any) -> float:
+    """Of a weight of a quantized layer on the disk, in the smallest of two formats that hold the model.
+
+    Raises NotSupportedError if no format does.
+    """
+    sizes = []
+    for form in ("quark", "compressed-tensors"):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                out = export_safetensors(model, Path(folder) / "out", form)
+            except quark.errors.NotSupportedError:
+                if form == "quark":
+                    raise
+                continue
+            sizes.append(_bits_in(out, model))
+    return min(sizes)
+
+
+def _bits_in(folder: Path, model: Any) -> float:
+    layers = {name: module for name, module in model.named_modules() if getattr(module, "weight_quantizer", None)}
+    weights = sum(module.weight.numel() for module in layers.values())
+    stored = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (no mapping)
+                layer, _, leaf = name.rpartition(".")
+                if layer in layers and leaf != "bias":
+                    stored += tensors.get_tensor(name).nbytes
+    return 8 * stored / weights
+
+
+def _load(dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype).eval()
+
+
+def _log_probabilities(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.log_softmax(model(ids).logits.float(), -1)
+
+
+def _perplexity(scores: Sequence[torch.Tensor], windows: Sequence[torch.Tensor]) -> float:
+    losses = [-float(s[:, :-1].gather(-1, ids[:, 1:, None]).mean()) for s, ids in zip(scores, windows, strict=True)]
+    return math.exp(sum(losses) / len(losses))
+
+
+def table_of_schemes(rows: Sequence[Measured]) -> Table:
+    """What each scheme loses to nearest, least first."""
+    table = Table("scheme", "bits", "KL divergence", "perplexity")
+    for row in sorted(rows, key=lambda row: row.loss):
+        table.add_row(row.scheme, f"{row.bits:.2f}", f"{row.loss:.3g}", f"{row.perplexity:.2f}")
+    return table
+
+
+def table_of_algorithms(nearest: Sequence[Measured], solved: Sequence[Measured]) -> Table:
+    """The loss of each scheme of SOLVED under each algorithm, and the range of CPU seconds."""
+    table = Table("scheme", "to nearest", *ALGORITHMS)
+    loss = {(row.scheme, row.algorithm): row.loss for row in [*nearest, *solved]}
+    for scheme in SOLVED:
+        table.add_row(scheme, *(f"{loss[scheme, algorithm]:.3g}" for algorithm in ("", *ALGORITHMS)))
+    ranges = []
+    for algorithm in ("", *ALGORITHMS):
+        seconds = [row.seconds for row in [*nearest, *solved] if (row.scheme in SOLVED) and row.algorithm == algorithm]
+        ranges.append(f"{min(seconds):.1f} to {max(seconds):.1f}")
+    table.add_row("CPU seconds", *ranges)
+    return table
+
+
+def draw(rows: Sequence[Measured], file: Path) -> None:
+    """Loss against bits of a weight, below five bits and above: less is better. Needs matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot
+
+    mpl.rcParams.update({"svg.hashsalt": "quark", "svg.fonttype": "none", "font.size": 9})
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 5.4), width_ratios=(3, 2), sharey=True, layout="constrained")
+    for axes, (low, high) in zip(panels, PANELS, strict=True):
+        shown = [row for row in rows if low <= row.bits < high]
+        for label, color in COLORS.items():
+            points = [row for row in shown if (row.algorithm or "to nearest") == label]
+            axes.scatter([p.bits for p in points], [p.loss for p in points], 18, color=color, label=label, zorder=3)
+        axes.set(yscale="log", ylim=(0.04, 600), xlim=(low, high), xlabel="bits of a weight on the disk")
+        axes.grid(alpha=0.3)
+        _label(axes, sorted((row for row in shown if not row.algorithm), key=lambda row: row.loss))
+    panels[0].set_ylabel("KL divergence from the float model, millinats")
+    panels[0].legend(loc="lower left")
+    figure.savefig(file, metadata={"Date": None}, facecolor="white")
+
+
+def _label(axes: Any, rows: Sequence[Measured]) -> None:
+    """Names of schemes, from the least loss up, at the right of the points and apart from each other."""
+    last: dict[int, float] = {}
+    for row in rows:
+        column = int(row.bits)  # what lies in one column of the panel may cover one another
+        height = max(row.loss, last.get(column, 0) * 1.32)
+        last[column] = height
+        end = {"xytext": (max(r.bits for r in rows if int(r.bits) == column) + 0.1, height)}
+        line = {"arrowstyle": "-", "color": "#bbbbbb", "lw": 0.6}
+        axes.annotate(row.scheme, (row.bits, row.loss), **end, fontsize=7, va="center", arrowprops=line)
+
+
+if __name__ == "__main__":
+    main()
