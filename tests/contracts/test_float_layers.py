@@ -17,6 +17,7 @@ from quark.torch.flows.predicted_size import planned
 from quark.torch.formats.fused_groups import architectures
 from quark.torch.model.meta_model import meta_copy
 from tests.contracts.test_reader_classes import CLASSES
+from tests.models.families import family
 from tests.models.torch_zoo import tiny_llama
 
 VLLM = GOALS["vllm"]
@@ -51,6 +52,14 @@ def check(name: str) -> list[str]:
 def test_a_family_with_an_indexer() -> None:
     # Its weights_proj is read by the model of transformers itself, and its gate is no linear layer there.
     assert {layer.rpartition(".")[2] for layer in check("deepseek_v32")} == {"wk"}
+
+
+@pytest.mark.slow
+def test_a_layer_with_nothing_before_its_name_is_left_out_by_it() -> None:
+    model = family("gpt2")
+    fitted = left_in_float(model, config(model), VLLM)
+    assert "transformer.wpe" in fitted.exclude
+    assert "transformer.h.0.attn.c_attn" in planned(meta_copy(model), fitted)[0].layers
 
 
 @pytest.mark.slow

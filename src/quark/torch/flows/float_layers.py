@@ -38,13 +38,16 @@ def left_in_float(model: Any, config: QConfig, goal: RuntimeGoal) -> QConfig:
     if not rows:
         return config
     _refuse_named(config, quantizable_layers(model).union(beside), rows, goal)
-    patterns = dict.fromkeys(f"*.{row.layer}" for row in rows.values())
+    # `transformer.wpe` of a GPT-2 has nothing before that name: it is excluded by its own.
+    patterns = {f"*.{row.layer}" for name, row in rows.items() if matches(name, f"*.{row.layer}")}
     covered = {name for name in rows for pattern in patterns if matches(name, pattern)}
     logger.info(
         "%s builds some layers without a quantization, so they stay in float: %s (%d in all).",
         goal.program, ", ".join(dict.fromkeys(row.layer for row in rows.values())), len(rows),
     )  # fmt: skip
-    return replace(config, exclude=[*config.exclude, *patterns, *(name for name in rows if name not in covered)])
+    return replace(
+        config, exclude=[*config.exclude, *sorted(patterns), *(name for name in rows if name not in covered)]
+    )
 
 
 def _built_in_float(model: Any, config: QConfig, program: str, beside: Collection[str]) -> dict[str, FloatLayer]:
