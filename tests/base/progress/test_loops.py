@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,6 +178,19 @@ def test_a_terminal_has_bars_in_a_program_only(monkeypatch: pytest.MonkeyPatch) 
     text = terminal.getvalue()
     assert "\x1b" in text and "2/2" in text and "seen b" in text and "blocks: 2 in" in text
     assert _Bars.display is None
+
+
+@pytest.mark.slow  # rich is loaded
+def test_a_narrow_terminal_leaves_out_the_end_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with bars():
+        for _ in progress(["a", "b"], "blocks", 2, name=lambda letter: f"model.layers.{letter * 40}"):
+            _Bars.display.refresh()
+    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.getvalue())
+    drawn = [line for line in re.split(r"[\r\n]", text) if "1/2" in line]
+    assert drawn and all(len(line) <= 60 for line in drawn), drawn
+    assert all(re.match(r"blocks \S+ *1/2 about .* left, model[.].*…$", line.rstrip()) for line in drawn), drawn
 
 
 @pytest.mark.parametrize(

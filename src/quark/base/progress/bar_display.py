@@ -72,13 +72,16 @@ def _new_display(stream: Any) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.table import Column
 
+    # Of what a narrow terminal has no room for, the end of the line is left out, never the loop and its count.
+    rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(20),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[line]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+        TextColumn("{task.fields[line]}", markup=False, table_column=rest),
         console=Console(file=stream),
         transient=True,
+        expand=True,
         redirect_stdout=False,
     )
 

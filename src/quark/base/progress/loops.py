@@ -81,7 +81,7 @@ def progress(
             del loops[loops.index(running) + 1 :]
             running.leave()
             if bar is not None:
-                bar.show(running.done, running.line or running.doing)
+                bar.show(running.done, running.shown)
         running.end(spoken=bar is not None)
     finally:
         if running in _running():
@@ -210,13 +210,11 @@ class _Loop:
         error = f"{measure} {before:.3g} -> {after:.3g}" if before is not None and after is not None else ""
         if error and len(self.layers) > 1:
             error += f" (mean of {len(self.layers)})"
-        self.line = (
-            f"{self.step}: {', '.join(filter(None, (error, seconds_text(seconds))))}{peak_text()}{self._left_text()}"
-        )
+        self.line = f"{self.step}: {', '.join(filter(None, (error, seconds_text(seconds))))}{peak_text()}"
         if error or seconds >= NOTABLE_SECONDS or now - self.spoke >= QUIET_SECONDS:
             self.spoke = now
             if not drawing():
-                logger.info("%s %s, %s.", self.name, self.count, self.line)
+                logger.info("%s %s, %s%s.", self.name, self.count, self.line, self._left_text())
 
     def _say_progress(self) -> None:
         write_event(
@@ -233,9 +231,10 @@ class _Loop:
         return f"{self.done} so far" if self.total is None else f"{self.done}/{self.total}"
 
     @property
-    def doing(self) -> str:
-        """What is said of steps without names."""
-        return f"{self.word}{self._left_text()}".removeprefix(", ")
+    def shown(self) -> str:
+        """What a bar says: the time that is left first, as a narrow terminal leaves out the end."""
+        said = self.line or self.word
+        return f"{self._left_text()}{', ' if said else ''}{said}".removeprefix(", ")
 
     def _left_text(self) -> str:
         left = self.left
