@@ -273,7 +273,7 @@ def test_what_is_said_after_quantize_measures_it(kind: str, places: dict[str, Pa
 def test_the_page_says_what_an_algorithm_did_to_each_block(places: dict[str, Path], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     line = ("--scheme", "int4_wo_32", "--algorithm", "gptq", "--calib", places["text.txt"], "--samples", "2")
-    done = quark("quantize", places["llama"], *line, "-o", tmp_path / "out", "--report", page)
+    done = quark("quantize", places["llama"], *line, "-o", tmp_path / "out", "--report", page, "--verbose")
     assert done.code == 0
     text = page.read_text(encoding="utf-8")
     assert "What algorithms gained" in sections(text)

@@ -24,8 +24,11 @@ def lines() -> Any:
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)  # a gain that is kept is no matter of INFO
     yield found
+    logger.setLevel(level)
     logger.removeHandler(handler)
 
 

@@ -14,6 +14,7 @@ tried on a copy, so a model that would lose by it is never touched.
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -98,7 +99,7 @@ class BlockErrorCheck:
             self.block.name, name, tuple(self.names), self.error, error, kept, time.perf_counter() - start
         )
         algorithm.errors.append(done)
-        logger.info("%s", done)
+        logger.log(logging.DEBUG if kept else logging.INFO, "%s", done)  # the loop says the gain of each block
         if before is not None and not kept:
             before.restore()
             return False

@@ -13,6 +13,7 @@ A solver that makes the most of x~ may move the output away from what the float 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -213,8 +214,8 @@ def _keeping_better(quantized: QuantizedLayers, visit: Visit, algorithm: str) ->
         layer.params = quantized.decision.qparams.weights[layer.node, layer.index] = params
     # One that is left as it was has the error that it had.
     report(layer.name, before, after if kept else before, RELATIVE_ERROR)
-    what = "kept" if kept else "left as it was"
-    logger.info("%s: output error %.4g to nearest, %.4g with %s: %s.", layer.name, before, after, algorithm, what)
+    level, what = (logging.DEBUG, "kept") if kept else (logging.INFO, "left as it was")
+    logger.log(level, "%s: output error %.4g to nearest, %.4g with %s: %s.", layer.name, before, after, algorithm, what)
 
 
 def output_error(visit: Visit) -> float:
