@@ -81,14 +81,14 @@ FIGURES = [
     ),
     Figure("packing", "pack int4 4096 x 4096 per channel", ("layouts", "per_channel", "pack_seconds"), 0.05, " s"),
     Figure("packing", "pack int4 4096 x 4096 per group", ("layouts", "per_group", "pack_seconds"), 0.05, " s"),
-    Figure("calibration", "static w8a8 / float forward", ("ratio",), 1.15),
+    Figure("calibration", "static w8a8 / float forward", ("cpu_ratio",), 1.15),
     Figure("file2file", "MXFP4, file to file / copy and fake quantization", ("time_ratio",), 1 / 0.6),
     Figure("file2file", "two workers / one", ("two_workers_ratio",), 1 / 1.7),
     Figure("file2file", "peak memory of a process", ("peak_tensors",), 2.0, " tensors"),
     Figure("streaming", "static w8a8, streamed / in memory", ("time_ratio",), 1.2),
     Figure("streaming", "peak memory with twice the blocks", ("memory_growth",), 1.1),
     *(
-        Figure("algorithms", f"{name} / float forward", (case, "ratio"), limit)
+        Figure("algorithms", f"{name} / float forward", (case, "cpu_ratio"), limit)
         for case, name, limit in (
             ("gptq", "GPTQ uint4 g128", 6.0),
             ("awq", "AWQ uint4 g128", 8.0),
@@ -103,9 +103,9 @@ FIGURES = [
         Figure(
             "solvers",
             f"1B shape, bfloat16: {name} / float forward",
-            (case, "seconds"),
+            (case, "cpu_seconds"),
             limit,
-            over=(case, "forward_seconds"),
+            over=(case, "forward_cpu"),
         )
         for case, name, limit in (
             ("gptq", "GPTQ uint4 g128", 12.0),
@@ -166,7 +166,8 @@ FIGURES = [
         Figure("kernels", f"generate, small model, {name} / bfloat16", ("generate_small", name, "time"), limit)
         for name, limit in (("uint4_g128", 1.0), ("int8", 0.85), ("int8_int8", 1.0))
     ),
-    Figure("onnx_import", "import quark.onnx after onnx and onnxruntime", ("quark_after_seconds",), 0.3, " s"),
+    Figure("onnx_import", "import quark.onnx after onnx and onnxruntime", ("quark_after_seconds",), 0.25, " s"),
+    Figure("onnx_import", "import quark.onnx / import onnx, onnxruntime", ("ratio",), 2.25),
     *(
         Figure("onnx_calibration", f"{model}, {method} / float inference", (model, "ratios", method), limit)
         for model in ("resnet50", "encoder")

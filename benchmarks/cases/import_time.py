@@ -1,6 +1,6 @@
 """Import time of the peer, each sample in a fresh process.
 
-Measures the wall seconds of `import torch`, then of `import quark.torch` in the same process, and
+Measures the CPU seconds of `import torch`, then of `import quark.torch` in the same process, and
 prints the medians of three processes. One process goes before them uncounted: it builds the peer's
 C++ extension if that is still to do, and fills the file cache. `ratio` is both imports over torch's.
 """
@@ -15,11 +15,11 @@ import sys
 SAMPLES = 3
 CHILD = """
 import time
-start = time.perf_counter()
+start = time.process_time()
 import torch
-middle = time.perf_counter()
+middle = time.process_time()
 import quark.torch
-end = time.perf_counter()
+end = time.process_time()
 print(middle - start, end - middle)
 """
 
