@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -127,6 +128,15 @@ def test_a_link_to_a_folder_stays_and_a_link_to_a_file_is_replaced(tmp_path: Pat
     with atomic_file(tmp_path / "link to file") as file:
         file.write_text("other")
     assert not (tmp_path / "link to file").is_symlink() and (tmp_path / "disk" / "file").read_text() == "new"
+
+
+def test_a_full_disk_in_a_part_of_an_output_names_its_place(tmp_path: Path) -> None:
+    """Not the temporary folder, which is gone when the message is read."""
+    place = tmp_path / "whole" / "part"
+    with pytest.raises(OutputError, match=f"^{re.escape(f'Could not write {place}: No space left')}"):  # noqa: SIM117
+        with atomic_folder(tmp_path / "whole") as folder, atomic_folder(folder / "part"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_folder_without_a_model_is_never_replaced(tmp_path: Path) -> None:

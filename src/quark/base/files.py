@@ -144,7 +144,9 @@ def temporary_folder(target: Path) -> Iterator[Path]:
                 folder.rmdir()
         if not isinstance(error, OSError) or isinstance(error, (OutputError, OutputExistsError)):
             raise
-        raise OutputError(f"Could not write {target}: {error.strerror or error}. Nothing was left behind.") from error
+        raise OutputError(
+            f"Could not write {final_place(target)}: {error.strerror or error}. Nothing was left behind."
+        ) from error
 
 
 @contextmanager
@@ -185,6 +187,11 @@ def flush(path: Path) -> None:
 def is_temporary(path: Path) -> bool:
     """Whether a folder is one of those that runs work in, by its name."""
     return TEMPORARY.fullmatch(path.name) is not None
+
+
+def final_place(path: str | os.PathLike[str]) -> Path:
+    """Where something in a temporary folder of an output is to be: what messages call it."""
+    return Path(*(part for part in Path(path).parts if TEMPORARY.fullmatch(part) is None))
 
 
 def hold(folder: Path) -> int | None:

@@ -63,7 +63,7 @@ def around(folder: Path, output: Path, form: str, force: bool) -> Iterator[tuple
     check_folder(output, force)
     around_it = [name for name in files_below(folder) if inner not in (folder / name).parents and name[0] != "."]
     with temporary_folder(output.absolute()) as scratch:
-        whole = scratch / "whole"
+        whole = scratch / output.absolute().name  # which messages show
         for file in around_it:
             (whole / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / file, whole / file)

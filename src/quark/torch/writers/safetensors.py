@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from quark.base.files import check_apart
+from quark.base.files import check_apart, final_place
 from quark.base.log import logger
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.torch.calibration.distributed import rank, shared_folder
@@ -106,7 +106,7 @@ def export_safetensors(
             write_shards(folder, [*items, *carried.entries], names, max_shard_size, stem_of(model))
             write_config(model, form.describe(content), folder)
             _write_beside(model, plan, source, tokenizer, attachments, folder)
-    logger.info("Exported to %s.", output_dir)
+    logger.info("Exported to %s.", final_place(output_dir))
     return Path(output_dir)
 
 
