@@ -258,3 +258,26 @@ def test_what_evaluate_does_not_compare_is_said(pipeline: Path, tmp_path: Path) 
     ):
         done = program("evaluate", *words, "--data", tmp_path / "steps")
         assert done.code == 1 and said in done.err, done.err
+
+
+def test_text_encoders_are_calibrated_with_what_they_read_of_the_prompts(pipeline: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import CLIPTextModelWithProjection
+
+    steps = tmp_path / "steps"
+    (steps / "text_encoder").mkdir(parents=True)
+    write_batch(steps / "0.npz", step("sd3"))
+    ids = torch.tensor([[1, 5, 7, 2]])
+    write_batch(steps / "text_encoder" / "0.npz", {"input_ids": ids})
+    asked = {"output": tmp_path / "out", "scheme": "int8_wo", "component": ("text_encoder=fp8", "vae=int8_wo")}
+    for data, said in ((None, "no --calib is given"), (steps / "text_encoder", "has no folder text_encoder of .npz")):
+        with pytest.raises(ConfigError, match=f"text_encoder=fp8: .* need data of text_encoder, and .*{said}"):
+            requests_of(request_of(pipeline, {**asked, "output": str(tmp_path / "out"), "calib": data}))
+    quark.quantize(pipeline, "fp8", component=("text_encoder=fp8", "vae=int8_wo"), data=steps, output=tmp_path / "out")
+    model, largest = CLIPTextModelWithProjection.from_pretrained(pipeline / "text_encoder"), []
+    name = "text_model.encoder.layers.0.mlp.fc2"
+    model.get_submodule(name).register_forward_pre_hook(lambda _, inputs: largest.append(inputs[0].abs().max()))
+    with torch.no_grad():
+        model(ids)
+    stored = load_file(tmp_path / "out" / "text_encoder" / "model.safetensors")
+    assert float(stored[f"{name}.input_scale"]) == pytest.approx(float(largest[0]) / 448, rel=1e-5)

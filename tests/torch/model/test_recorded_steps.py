@@ -174,3 +174,29 @@ def test_unsigned_integers_are_read_as_int64(tmp_path: Path, kind: Any) -> None:
     np.savez(tmp_path / "x.npz", x=np.array([2**63], np.uint64))
     with pytest.raises(CalibrationError, match="more than int64 holds"):
         read_batch(tmp_path / "x.npz")
+
+
+def test_what_text_encoders_read_of_the_prompts_is_kept_once(tmp_path: Path) -> None:
+    """In folders of their names, as `stored_batches` and a job of that component take them."""
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    pipeline = Pipeline()
+    config = CLIPTextConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=99
+    )
+    pipeline.text_encoder = encoder = CLIPTextModel(config)  # type: ignore[attr-defined]
+    run = Pipeline.__call__
+    ids = {"a cat": torch.tensor([[1, 2, 3]]), "a dog": torch.tensor([[1, 4, 3]]), "": torch.tensor([[1, 3, 3]])}
+
+    def encodes(self: Any, prompt: list[str], **arguments: Any) -> Any:
+        for text in (*prompt, ""):
+            encoder(ids[text], output_hidden_states=True)
+        return run(self, prompt=prompt, **arguments)
+
+    kind = type("Encoding", (Pipeline,), {"__call__": encodes})
+    pipeline.__class__ = kind
+    record_steps(pipeline, ["a cat", "a dog", "a cat"], tmp_path / "steps", denoiser=pipeline.unet)
+    kept = stored_batches(tmp_path / "steps" / "text_encoder", CLIPTextModel)
+    assert [batch["input_ids"].tolist() for batch in kept] == [ids[text].tolist() for text in ("a cat", "", "a dog")]
+    assert all(batch.keys() == {"input_ids"} for batch in kept)
+    assert all("sample" in batch for batch in stored_batches(tmp_path / "steps"))

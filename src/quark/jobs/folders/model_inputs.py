@@ -23,7 +23,7 @@ from quark.errors import CalibrationError, ConfigError, MissingDependencyError, 
 from quark.torch.llm.documents import is_dataset, lines_of, samples_of
 from quark.torch.llm.text import read_text
 from quark.torch.model.batches import main_inputs, most_tokens, text_config
-from quark.torch.model.calibration_data import ModelArguments, placeholders_of, unpadded
+from quark.torch.model.calibration_data import ModelArguments, placeholders_of, stored_batches, unpadded
 from quark.torch.model.model_folder import import_transformers
 
 PAIRS = "a folder of images, each beside its caption (1.png, 1.txt)"
@@ -139,6 +139,8 @@ class ModelInputs:
         data = taking.data
         if data.suffix == ".npz":
             return self._arrays(data)
+        if data.is_dir() and next(data.glob("*.npz"), None) is not None:
+            return iter(stored_batches(data, self.model_class, dtype=self.dtype))
         main = self._main_input
         if self._reads_pairs:
             return self._pairs(taking)

@@ -26,6 +26,8 @@ OF_DENOISERS = frozenset({
     "candidates", "layer", "kv_cache", "attention", "calibrate_all_experts", "stream",
 })  # fmt: skip
 """Options that a component with a scheme of its own does not get."""
+OF_DATA = frozenset({"calib", "samples", "algorithm"})
+"""Of these, those that it gets where its own data are."""
 BESIDE = 64 << 20
 """Most bytes of a file beside model_index.json that is copied: whole models in one file are not read from there."""
 
@@ -65,19 +67,30 @@ def requests_of(request: FolderRequest) -> dict[str, FolderRequest]:
             f"{request.model} has no component that takes a timestep. Possible: --component, of "
             f"{', '.join(there) or 'which model_index.json names none'}."
         )
-    _check_schemes(own)
+    _check_schemes(own, request.calib)
     _check_classes(request.model, {name: there[name] for name in (*whole, *own)})
     _say_absent(request.model)
     part = replace(request, component=None, report=None, said=request.said - {"component", "report"})
     return {
         name: replace(
-            _without(part, OF_DENOISERS) if name in own else part,
+            _with_own_scheme(part, name, own[name])
+            if name in own
+            else replace(part, calib=data_of(request.calib, name)),
             model=request.model / name,
             output=str(Path(request.output) / name),
-            **({"scheme": own[name]} if name in own else {"calib": data_of(request.calib, name)}),
         )
         for name in dict.fromkeys((*whole, *own))
     }
+
+
+def _with_own_scheme(part: FolderRequest, name: str, scheme: str) -> FolderRequest:
+    """The request of a component with a scheme of its own, with its data where something reads them."""
+    from quark.core.schemes import scheme_of
+
+    data = own_data(part.calib, name)
+    if data is None or not (part.algorithm or scheme_of(scheme).needs_data):
+        return replace(_without(part, OF_DENOISERS), scheme=scheme)
+    return replace(_without(part, OF_DENOISERS - OF_DATA), scheme=scheme, calib=data)
 
 
 def _say_absent(folder: Path) -> None:
@@ -127,16 +140,19 @@ def _refuse_of_one(request: FolderRequest) -> None:
             )
 
 
-def _check_schemes(own: dict[str, str]) -> None:
-    """Raise ConfigError for a scheme that there is not, or that needs data, of a component that is no denoiser."""
+def _check_schemes(own: dict[str, str], calib: Path | None) -> None:
+    """Raise ConfigError for a scheme that there is not, or that needs data which the component does not have."""
     from quark.core.schemes import scheme_of
 
     check_words(own.values())
     for name, scheme in own.items():
-        if scheme_of(scheme).needs_data:
+        if scheme_of(scheme).needs_data and own_data(calib, name) is None:
             raise ConfigError(
-                f"--component {name}={scheme}: its static activation scales need data of {name}. Possible: a scheme of "
-                f"weights alone or with dynamic activations, such as int8_wo; or `quark quantize` of the folder {name}."
+                f"--component {name}={scheme}: its static activation scales need data of {name}, and "
+                f"{'no --calib is given' if calib is None else f'{calib} has no folder {name} of .npz files'}. "
+                "Possible: --calib, a folder that quark.torch.record_steps wrote of a pipeline with its text encoders; "
+                f"a scheme of weights alone or with dynamic activations, such as int8_wo; or `quark quantize` of the "
+                f"folder {name}."
             )
 
 
@@ -150,6 +166,17 @@ def data_of(steps: Path | None, name: str) -> Path | None:
     """The recorded steps of a component: those in the folder of its name, where the data have such folders."""
     inside = None if steps is None else steps / name
     return inside if inside is not None and inside.is_dir() else steps
+
+
+def own_data(steps: Path | None, name: str) -> Path | None:
+    """The data of a component beside the denoisers, in the folder of its name; None where there are none.
+
+    Of several denoisers, each with its folder, `record_steps` writes those of text encoders into each.
+    """
+    if steps is None or not steps.is_dir():
+        return None
+    places = [steps / name, *sorted(steps.glob(f"*/{name}"))]
+    return next((place for place in places if next(place.glob("*.npz"), None) is not None), None)
 
 
 def copy_rest(folder: Path, output: Path, made: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ GOLDEN = 0.618034
 """Multiples of it, modulo 1, are spread evenly, however many there are."""
 DENOISERS = ("transformer", "unet", "prior")
 """What pipelines of diffusers call their denoiser; one with a number behind it is of other timesteps."""
+IDS = "input_ids"
+"""What text encoders of transformers read."""
 NO_INPUTS = ("return_dict",)
 """Arguments that say how a result is returned."""
 
@@ -49,6 +51,8 @@ def record_steps(
     **arguments: Any,
 ) -> StoredBatches:
     """Run a pipeline on prompts, and write some of what it gives to its denoiser, each call as one `.npz` file.
+
+    What its text encoders get of the prompts lies in folders of their names below, each prompt once: their data.
 
     Args:
         pipeline: Called as `pipeline(prompt=[prompt], generator=..., **arguments)`.
@@ -76,11 +80,14 @@ def record_steps(
         )
     with atomic_folder(folder, overwrite) as written:
         count, times = 0, []
+        encoders = [_Encoder(written / name, part) for name, part in _text_encoders(pipeline).items()]
         for number, prompt in enumerate(progress(prompts, "prompts", len(prompts))):
             given = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": [prompt]}
             generator = torch.Generator("cpu").manual_seed(seed + number)
             calls = _Calls(written)
-            with caught(module, calls.take), torch.no_grad():
+            with ExitStack() as hooks, caught(module, calls.take), torch.no_grad():
+                for encoder in encoders:
+                    hooks.enter_context(encoder.caught())
                 pipeline(**given, generator=generator, **arguments)
             kept = calls.keep(steps, (0.5 + GOLDEN * number) % 1)
             for file, time in kept:
@@ -95,6 +102,44 @@ def record_steps(
     of_times = f", of timesteps {min(known):g} to {max(known):g}" if known else ""
     logger.info("%d prompts gave %d batches%s: %s.", len(prompts), count, of_times, folder)
     return StoredBatches(sorted(Path(folder).glob("*.npz")))
+
+
+def _text_encoders(pipeline: Any) -> dict[str, nn.Module]:
+    """The modules of a pipeline that read token ids, by their names."""
+    parts = {name: part for name, part in vars(pipeline).items() if isinstance(part, nn.Module)}
+    return {name: part for name, part in parts.items() if IDS in inspect.signature(part.forward).parameters}
+
+
+class _Encoder:
+    """What a text encoder gets, each text once.
+
+    Args:
+        folder: Where batches lie; it is made for the first one.
+        module: The encoder.
+    """
+
+    def __init__(self, folder: Path, module: nn.Module) -> None:
+        self.folder, self.module = folder, module
+        self.seen: set[bytes] = set()
+
+    def take(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Write a call: its tensors; what else is said only says what is returned."""
+        named = inspect.signature(self.module.forward).bind_partial(*args, **kwargs).arguments
+        batch = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+        if IDS not in batch or (key := batch[IDS].cpu().numpy().tobytes()) in self.seen:
+            return
+        self.folder.mkdir(exist_ok=True)
+        write_batch(self.folder / f"{len(self.seen):06}.npz", batch)
+        self.seen.add(key)
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Within: calls are taken."""
+        hook = self.module.register_forward_pre_hook(self.take, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
 
 
 class _Calls:
