@@ -436,6 +436,18 @@ def test_the_first_line_comes_before_libraries_load(line: str) -> None:
     assert words[1] in done.stdout and done.stdout.endswith(" []"), done
 
 
+@pytest.mark.slow
+def test_a_plan_reads_the_code_of_one_class() -> None:
+    line = ["plan", str(LANGUAGE_MODEL), "--scheme", "mxfp4", "--quiet"]
+    code = f"import sys; sys.argv[1:] = {line}; from quark.cli import main\ntry: main()\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    classes = {name for name in loaded if re.fullmatch(r"transformers\.models\.(?!auto\.).*\.modeling_\w+", name)}
+    assert len(classes) == 1, classes
+    others = {"onnx", "onnxruntime", "onnx_ir", "diffusers", "datasets", "gguf", "peft", "sentence_transformers"}
+    assert not loaded & {*others, "sklearn", "pandas", "matplotlib"}
+
+
 def test_a_plan_looks_for_no_garbage_unless_it_measures(
     places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
