@@ -97,6 +97,12 @@ def test_percentile_is_numpys_quantile(kind: str, percentile: float) -> None:
         assert (low, high) == (x.min(), x.max())
 
 
+def test_percentile_of_no_symmetric_range_cuts_half_of_the_share_at_either_end() -> None:
+    x = values("bell", 400_000) + 1
+    low, high = ranged("percentile", spec("int8"), x, percentile=98, symmetric_range=False)
+    assert [low, high] == pytest.approx(np.quantile(x, [0.01, 0.99]).tolist(), rel=2.0**-7)
+
+
 def test_percentile_interpolates_as_numpy_where_data_is_dense() -> None:
     x = values("bell", 400_000)
     for percentile in (75, 99, 99.9):

@@ -190,7 +190,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     except OSError:
         why = why_no_model(file.parent)
         raise FormatError(f"{file.parent} is neither an .onnx file nor a model folder: {why}.") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise FormatError(f"{file} is not the config of a model: {error}.") from None
     if not isinstance(config, dict):
         raise FormatError(f"{file} is not the config of a model: it is {config!r:.80}, not an object.")

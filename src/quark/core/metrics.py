@@ -4,8 +4,9 @@
     cosine = <x, y> / (|x| |y|)                   L2 = |x - y|
     KL = sum p (log p - log q), p = softmax(x), q = softmax(y) along the last axis; mean over the rest
 
-Of a distribution p, such as a softmax ends in, the scores are z = log p - mean(log p), with q floored alike: where one
-is sure, no noise shows in p, so that the SQNR of p is that of a few unsure rows, and says nothing of the others.
+Of a distribution p, such as a softmax ends in, the scores are z = log p - mean(log p), with q floored at the same
+value: where one is sure, no noise shows in p, so that the SQNR of p is that of a few unsure rows, and says nothing of
+the others.
 
 Of a probability p by itself, such as a sigmoid gives, the score is z = log p - log(1 - p). Where events are rare, the
 SQNR of p is that of the one or two samples that hold one; that of z is told by every value. Between 6 samples and 32

@@ -192,7 +192,7 @@ class LayerSpec:
 
     @property
     def dynamic_input(self) -> bool:
-        """Whether the input is quantized as it comes; block formats apart, which find their scales alike anywhere."""
+        """Whether the input is quantized as it comes; block formats apart, which find their scales the same way."""
         return self.input is not None and self.input.dynamic and not self.input.is_block
 
     def __str__(self) -> str:

@@ -109,18 +109,18 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], series: Sequence[str], uni
         return _svg(figure, f"{' and '.join(series)} of {len(rows)} layers")
 
 
-def histogram(found: ClippedHistogram) -> str:
+def histogram(values: ClippedHistogram) -> str:
     """The values, on a logarithmic axis, and lines at the ends of the range."""
     with _figure(WIDTH / 2, 2.3) as (figure, axes):
-        axes.stairs(found.counts, found.edges, fill=True, color=FIRST, alpha=0.75)
-        for side in found.clip or ():
+        axes.stairs(values.counts, values.edges, fill=True, color=FIRST, alpha=0.75)
+        for side in values.clip or ():
             axes.axvline(side, color=BAD, linewidth=1.4, linestyle="--")
         axes.set_yscale("symlog", linthresh=1)
         axes.yaxis.set_major_formatter(_plain)
         axes.set_ylim(bottom=0)
-        axes.set_title(_short(found.title), fontsize=8, color=INK)
+        axes.set_title(_short(values.title), fontsize=8, color=INK)
         axes.set(xlabel="value", ylabel="count")
-        return _svg(figure, f"Histogram of {found.title}")
+        return _svg(figure, f"Histogram of {values.title}")
 
 
 def scatter(

@@ -61,6 +61,15 @@ def test_the_estimate_is_a_lower_bound_of_the_peak(cache: str | None, tmp_path: 
     assert all(0 < row["error_after"] < row["error_before"] for line in blocks for row in line["layers"])
 
 
+def test_a_new_run_counts_what_it_writes(tmp_path: Path) -> None:
+    tiny_llama(num_hidden_layers=1).save_pretrained(tmp_path / "in")
+    with log_to(tmp_path / "log"):
+        stream(LLMTemplate.get("auto").get_config("int8_wo"), tmp_path / "in", tmp_path / "out")
+    first = json.loads((tmp_path / "log").read_text().splitlines()[0])
+    written = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert first["event"] == "preflight" and 0.9 * written < first["output_bytes"] <= written, "all but the header"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("streamed", [True, False])
 def test_too_little_is_said_before_the_first_block(

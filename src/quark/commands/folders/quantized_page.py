@@ -47,29 +47,33 @@ def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
         sections = pipeline_sections(evaluate_pipeline(replace(asked, report=request.report)), words)
         write_quantized_page(request, sections)
         return
-    found = evaluate_folders(asked)
+    measured = evaluate_folders(asked)
     names = [each if isinstance(each, str) else each.name for each in result.configured.algorithms]
     words = f"Quantized by {', with '.join([result.configured.title, *names])}."
-    sections = folder_sections(found, f"{words}\nMeasured on {'the calibration data' if request.calib else PACKAGE}.")
+    sections = folder_sections(
+        measured, f"{words}\nMeasured on {'the calibration data' if request.calib else PACKAGE}."
+    )
     if result.errors:
         sections.insert(2, errors_section(result.errors))
     if result.budget is not None:
         sections.insert(2, budget_section(*result.budget))
     write_quantized_page(request, sections)
-    add_figures(output, _figures(found, "calibration data" if request.calib else PACKAGE))
+    add_figures(output, _figures(measured, "calibration data" if request.calib else PACKAGE))
 
 
-def _figures(found: Any, data: str) -> dict[str, str]:
+def _figures(measured: Any, data: str) -> dict[str, str]:
     """What a model card says of the measurement on `data`."""
-    lines = {f"SQNR of {name}": f"{output.comparison.sqnr:.2f} dB" for name, output in found.comparison.outputs.items()}
-    if found.comparison.perplexity:
-        first, second = found.comparison.perplexity
+    lines = {
+        f"SQNR of {name}": f"{output.comparison.sqnr:.2f} dB" for name, output in measured.comparison.outputs.items()
+    }
+    if measured.comparison.perplexity:
+        first, second = measured.comparison.perplexity
         lines["Perplexity, float and quantized"] = f"{first:.3f}, {second:.3f}"
-    if found.comparison.divergence:
+    if measured.comparison.divergence:
         import torch
 
         lines["Mean KL divergence of a token"] = (
-            f"{float(torch.cat(list(found.comparison.divergence)).mean()):.4g} nats"
+            f"{float(torch.cat(list(measured.comparison.divergence)).mean()):.4g} nats"
         )
     return {name: f"{value} ({data})" for name, value in lines.items()}
 

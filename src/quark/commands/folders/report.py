@@ -21,93 +21,88 @@ from quark.report.figures import MOST_BARS, ClippedHistogram, bars, histogram, t
 from quark.report.page import Figure, PageTable, Section
 from quark.torch.calibration.timesteps import ranges_by_timestep
 from quark.torch.flows.denoiser_costs import picture_section, range_section, timestep_section
-from quark.torch.layers.base import ROLES, QuantLayer
+from quark.torch.layers.base import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.batches import forward_batch, input_device
+from quark.torch.writers.model_card import described
 
 MOST_HISTOGRAMS, MOST_TOKENS, CONTEXT = 6, 20, 12
 HUGE = 1e30
 """A value beyond each range: what it is quantized to is an end of the range."""
 
 
-def folder_sections(found: MeasuredFolders, words: str = "") -> list[Section]:
+def folder_sections(measured: MeasuredFolders, words: str = "") -> list[Section]:
     """The page of two folders.
 
     Args:
-        found: What was found.
+        measured: What was found.
         words: What was done, where that is known.
     """
     return [
-        Section("What was done", words, [_what(found)]),
-        _costs(found),
-        _tokens(found),
-        *_timesteps(found),
-        damage_section(found.damage),
-        _ranges(found),
+        Section("What was done", words, [_what(measured)]),
+        _costs(measured),
+        _tokens(measured),
+        *_timesteps(measured),
+        damage_section(measured.damage),
+        _ranges(measured),
     ]
 
 
-def pipeline_sections(found: MeasuredPipeline, words: str = "") -> list[Section]:
+def pipeline_sections(measured: MeasuredPipeline, words: str = "") -> list[Section]:
     """The page of a pipeline of diffusers: pictures of the float and the quantized one, then the page of each denoiser.
 
     Args:
-        found: What was found.
+        measured: What was found.
         words: What was done, where that is known.
     """
-    pictures = [picture_section(each) for each in found.pictures.values()]
-    return [*pictures, *(section for each in found.components.values() for section in folder_sections(each, words))]
+    pictures = [picture_section(each) for each in measured.pictures.values()]
+    return [*pictures, *(section for each in measured.components.values() for section in folder_sections(each, words))]
 
 
-def _what(found: MeasuredFolders) -> PageTable:
-    gguf = found.quantized.is_file()  # has no config.json: that of the float model says what it is
-    config = json.loads(((found.model if gguf else found.quantized) / "config.json").read_text(encoding="utf-8"))
-    schemes = Counter(_scheme(layer) for layer in quantized_layers(found.after).values())
+def _what(measured: MeasuredFolders) -> PageTable:
+    gguf = measured.quantized.is_file()  # has no config.json: that of the float model says what it is
+    config = json.loads(((measured.model if gguf else measured.quantized) / "config.json").read_text(encoding="utf-8"))
+    schemes = Counter(described(layer.spec) for layer in quantized_layers(measured.after).values())
     rows = [
-        ("float model", str(found.model)),
-        ("quantized model", str(found.quantized)),
+        ("float model", str(measured.model)),
+        ("quantized model", str(measured.quantized)),
         ("model type", str(config.get("model_type") or config.get("_class_name"))),
         ("format", "gguf" if gguf else str((config.get("quantization_config") or {}).get("quant_method"))),
         *((counted(count, "layer"), scheme) for scheme, count in schemes.most_common()),
-        ("measured on", counted(len(found.batches), "sample")),
+        ("measured on", counted(len(measured.batches), "sample")),
     ]
     return PageTable(("", ""), rows)
 
 
-def _scheme(layer: QuantLayer) -> str:
-    """What of a layer is quantized, and how."""
-    given = {role: getattr(layer.spec, role) for role in ROLES}
-    return ", ".join(f"{role} {spec}" for role, spec in given.items() if spec is not None)
-
-
-def _costs(found: MeasuredFolders) -> Section:
-    perplexity = found.comparison.perplexity
+def _costs(measured: MeasuredFolders) -> Section:
+    perplexity = measured.comparison.perplexity
     headers = ["", "size MB", "of float", *(["perplexity", "change"] if perplexity else []), "latency ms"]
     rows = []
     for i, name in enumerate(("float", "quantized")):
-        cells = [f"{found.sizes[i] / 1e6:.2f}", f"{found.sizes[1] / found.sizes[0]:.1%}" if i else ""]
+        cells = [f"{measured.sizes[i] / 1e6:.2f}", f"{measured.sizes[1] / measured.sizes[0]:.1%}" if i else ""]
         if perplexity:
             cells += [f"{perplexity[i]:.3f}", f"{perplexity[1] / perplexity[0] - 1:+.2%}" if i else ""]
-        rows.append([name, *cells, f"{found.seconds[i] * 1e3:.1f}"])
+        rows.append([name, *cells, f"{measured.seconds[i] * 1e3:.1f}"])
     outputs = [
         (name, f"{output.comparison.sqnr:.2f}", f"{output.comparison.cosine:.6f}",
          f"{output.agreed / output.rows:.2%}" if output.rows else "")
-        for name, output in found.comparison.outputs.items()
+        for name, output in measured.comparison.outputs.items()
     ]  # fmt: skip
     of_outputs = PageTable(
         ("output", "SQNR dB", "cosine", "same top-1"),
         outputs,
-        f"Outputs over {counted(len(found.batches), 'sample')}",
+        f"Outputs over {counted(len(measured.batches), 'sample')}",
     )
     return Section("Size, latency, outputs", WHY_SLOW, [PageTable(headers, rows), of_outputs])
 
 
-def _tokens(found: MeasuredFolders) -> Section:
+def _tokens(measured: MeasuredFolders) -> Section:
     """How far the next token's distribution moved, at each token, and where most."""
-    if not found.comparison.divergence:
+    if not measured.comparison.divergence:
         return Section("KL divergence by token")
-    values = torch.cat(list(found.comparison.divergence))
-    windows = [batch.flatten().tolist() for batch in found.batches]
+    values = torch.cat(list(measured.comparison.divergence))
+    windows = [batch.flatten().tolist() for batch in measured.batches]
     starts = [0]
     for window in windows:
         starts.append(starts[-1] + len(window))
@@ -115,7 +110,7 @@ def _tokens(found: MeasuredFolders) -> Section:
     for place in values.nan_to_num(math.inf).argsort(descending=True)[:MOST_TOKENS].tolist():
         index = next(i for i, start in enumerate(starts) if start > place) - 1
         at = place - starts[index]
-        read = found.inputs.words(windows[index][max(0, at - CONTEXT + 1) : at + 1])
+        read = measured.inputs.words(windows[index][max(0, at - CONTEXT + 1) : at + 1])
         rows.append((f"{float(values[place]):.4g}", str(index), str(at), "".join(read[:-1]) + f"[{read[-1]}]"))
     table = PageTable(("KL, nats", "window", "token", "what was read"), rows, f"The {len(rows)} tokens that moved most")
     shares = [f"{float(values.quantile(q)):.3g} at {q:.0%}" for q in (0.5, 0.9, 0.99)]
@@ -126,12 +121,12 @@ def _tokens(found: MeasuredFolders) -> Section:
     return Section("KL divergence by token", words, [table], [Figure(token_divergence(values.numpy()))])
 
 
-def _timesteps(found: MeasuredFolders) -> list[Section]:
+def _timesteps(measured: MeasuredFolders) -> list[Section]:
     """Of a denoiser: its error by timestep, and the layers whose inputs differ most between timesteps."""
-    errors = found.comparison.by_timestep
+    errors = measured.comparison.by_timestep
     if errors is None:
         return []
-    ranges = ranges_by_timestep(found.before, [*found.damage], found.batches)
+    ranges = ranges_by_timestep(measured.before, [*measured.damage], measured.batches)
     return [timestep_section(errors), range_section(ranges)]
 
 
@@ -157,11 +152,11 @@ def _worst_first(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _ranges(found: MeasuredFolders) -> Section:
+def _ranges(measured: MeasuredFolders) -> Section:
     """Histograms of the layers whose outputs lost most."""
-    names = sorted(found.damage, key=lambda name: _worst_first(found.damage[name][1]))[:MOST_HISTOGRAMS]
-    layers = quantized_layers(found.after)
-    inputs = _float_inputs(found.before, names, found.batches[0])
+    names = sorted(measured.damage, key=lambda name: _worst_first(measured.damage[name][1]))[:MOST_HISTOGRAMS]
+    layers = quantized_layers(measured.after)
+    inputs = _float_inputs(measured.before, names, measured.batches[0])
     histograms = []
     with torch.no_grad():
         for name in names:
@@ -169,7 +164,7 @@ def _ranges(found: MeasuredFolders) -> Section:
             clip = input_range(layer)
             if name in inputs and layer.quantizer("input") is not None:
                 histograms.append(ClippedHistogram.of(f"{name} (input)", _array(inputs[name]), clip))
-            weight = cast(torch.Tensor, found.before.get_submodule(name).weight)
+            weight = cast(torch.Tensor, measured.before.get_submodule(name).weight)
             decoded = layer.quantized("weight", cast(torch.Tensor, layer.weight))
             ends = (float(decoded.min()), float(decoded.max()))
             histograms.append(ClippedHistogram.of(f"{name} (weight)", _array(weight), ends))

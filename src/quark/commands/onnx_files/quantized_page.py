@@ -23,32 +23,32 @@ def page_of_file(request: FileRequest, result: FileResult) -> None:
 
     result.reader.rewind()
     evaluation = EvaluateFiles(model=request.model, quantized=result.path, samples=request.samples)
-    found = measure_files(evaluation, result.reader)
+    measured = measure_files(evaluation, result.reader)
     result.reader.rewind()
     words = f"Quantized by {result.name}{result.written}.\nMeasured on the calibration data."
-    sections = onnx_sections(found, words)
+    sections = onnx_sections(measured, words)
     if result.recovery is not None:
         sections.insert(2, _recovery(result.recovery))
     write_quantized_page(request, sections)
 
 
-def _recovery(found: Recovery) -> Section:
+def _recovery(recovery: Recovery) -> Section:
     """The path of a recovery."""
     from quark.report.figures import search_path  # imports numpy: after --help
 
     steps = [
         (trial.step, trial.seconds, math.nan if trial.after is None else trial.after, trial.result == "kept")
-        for trial in found.trials
+        for trial in recovery.trials
     ]
     rows = [
-        (trial.step, *("" if value is None else found.metric.text(value) for value in (trial.before, trial.after)),
+        (trial.step, *("" if value is None else recovery.metric.text(value) for value in (trial.before, trial.after)),
          f"{trial.seconds:.1f}", trial.result)
-        for trial in found.trials
+        for trial in recovery.trials
     ]  # fmt: skip
     words = (
-        f"Steps were tried one on top of the other, and kept where {found.metric.name} gained by them on "
-        f"{found.held_out} samples that calibration did not see: {found.metric.text(found.plain)} became "
-        f"{found.metric.text(found.score)}."
+        f"Steps were tried one on top of the other, and kept where {recovery.metric.name} gained by them on "
+        f"{recovery.held_out} samples that calibration did not see: {recovery.metric.text(recovery.plain)} became "
+        f"{recovery.metric.text(recovery.score)}."
     )
     table = PageTable(("step", "before", "after", "seconds", "result"), rows)
-    return Section("Recovery", words, [table], [Figure(search_path(steps, found.metric.name, found.target))])
+    return Section("Recovery", words, [table], [Figure(search_path(steps, recovery.metric.name, recovery.target))])

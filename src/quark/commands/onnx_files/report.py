@@ -26,36 +26,36 @@ MOST_NODES = 2500
 """Nodes of a graph that is drawn: a browser takes long for more, and nobody finds anything."""
 
 
-def onnx_sections(found: MeasuredFiles, words: str = "") -> list[Section]:
+def onnx_sections(measured: MeasuredFiles, words: str = "") -> list[Section]:
     """The page of two files.
 
     Args:
-        found: What was found, its reader at the beginning.
+        measured: What was measured, its reader at the beginning.
         words: What was done, where that is known.
     """
-    model, quantized = found.request.model, found.request.quantized
+    model, quantized = measured.request.model, measured.request.quantized
     weights = LayerWeights(model, quantized)
     return [
-        Section("What was done", words, [_what(found)]),
-        _costs(found),
-        damage_section(model, found.report.layers, weights),
-        _ranges(found, weights),
+        Section("What was done", words, [_what(measured)]),
+        _costs(measured),
+        damage_section(model, measured.report.layers, weights),
+        _ranges(measured, weights),
         _kernels(quantized, inspect_fusion(quantized)),
     ]
 
 
-def _what(found: MeasuredFiles) -> PageTable:
+def _what(measured: MeasuredFiles) -> PageTable:
     import onnx_ir as ir  # behind quark.onnx, which says what brings a package that is missing
 
-    proto = read_header(found.request.quantized)
+    proto = read_header(measured.request.quantized)
     types = element_types(ir.from_proto(proto))
     opsets = ", ".join(f"{entry.domain or 'ai.onnx'} {entry.version}" for entry in proto.opset_import)
     rows = [
-        ("float model", str(found.request.model)),
-        ("quantized model", str(found.request.quantized)),
+        ("float model", str(measured.request.model)),
+        ("quantized model", str(measured.request.quantized)),
         *(("element type", f"{name}: {count} {kind}") for (name, kind), count in sorted(types.items())),
         ("operators", opsets),
-        ("measured on", counted(found.report.samples, "sample")),
+        ("measured on", counted(measured.report.samples, "sample")),
     ]
     return PageTable(("", ""), rows)
 
@@ -111,11 +111,11 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _ranges(found: MeasuredFiles, weights: LayerWeights) -> Section:
-    request, header = found.request, read_header(found.request.model)
+def _ranges(measured: MeasuredFiles, weights: LayerWeights) -> Section:
+    request, header = measured.request, read_header(measured.request.model)
     inputs = model_inputs(header)
-    feeds = list(itertools.islice(samples(without_padding(found.reader, header), inputs), HISTOGRAM_SAMPLES))
-    ranges = value_ranges(request.model, request.quantized, found.report.layers, feeds, weights)
+    feeds = list(itertools.islice(samples(without_padding(measured.reader, header), inputs), HISTOGRAM_SAMPLES))
+    ranges = value_ranges(request.model, request.quantized, measured.report.layers, feeds, weights)
     figures = [Figure(histogram(each), each.caption) for each in ranges]
     words = f"Float values over {len(feeds)} samples, worst output first; lines where the codes end."
     return Section("Ranges of the worst layers", words if figures else "", figures=figures)

@@ -51,16 +51,16 @@ def size_line(title: str, before: int, after: int, seconds: float, rest: str = "
     return f"{title}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {seconds:.1f} s{rest}"
 
 
-def say_how_to_evaluate(model: Path, made: Path | str, calib: Path | None) -> None:
+def say_how_to_evaluate(model: Path, quantized: Path | str, calib: Path | None) -> None:
     """Log the command that shows what the quantization cost.
 
     Args:
         model: The float model.
-        made: What a program opens.
+        quantized: What a program opens.
         calib: Calibration data: held-out data have that form.
     """
     data = f"HELDOUT{calib.suffix if calib else ''}"
-    words = f"quark evaluate {shlex.quote(str(model))} {shlex.quote(str(made))} --data {data}"
+    words = f"quark evaluate {shlex.quote(str(model))} {shlex.quote(str(quantized))} --data {data}"
     logger.info("What it cost, on data of yours that calibration did not read: %s", words)
 
 

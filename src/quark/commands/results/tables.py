@@ -66,25 +66,27 @@ def choice_table(table: SensitivityTable, choice: BudgetChoice) -> Table:
     return shown
 
 
-def recovery_table(found: Recovery) -> Table:
+def recovery_table(recovery: Recovery) -> Table:
     """What each step gave."""
     from quark.onnx.search.recovery.search import measure_text  # imports onnx: the flow has run
 
-    measure = measure_text(found.metric, found.by_scores)
-    title = f"Recovery: {measure} of {found.held_out} held-out samples, calibrated on {found.fitted}"
+    measure = measure_text(recovery.metric, recovery.by_scores)
+    title = f"Recovery: {measure} of {recovery.held_out} held-out samples, calibrated on {recovery.fitted}"
     table = new_table("step", "before", "after", "seconds", "result", title=title)
-    for trial in found.trials:
-        before, after = ("" if value is None else found.metric.text(value) for value in (trial.before, trial.after))
+    for trial in recovery.trials:
+        before, after = ("" if value is None else recovery.metric.text(value) for value in (trial.before, trial.after))
         table.add_row(trial.step, before, after, f"{trial.seconds:.1f}", trial.result)
     return table
 
 
-def recovery_line(found: Recovery) -> str:
+def recovery_line(recovery: Recovery) -> str:
     """Before, after, and whether the target is reached."""
     from quark.onnx.search.recovery.search import measure_text  # imports onnx: the flow has run
 
-    measure = measure_text(found.metric, found.by_scores)
-    text = f"{measure}: {found.metric.text(found.plain)} -> {found.metric.text(found.score)}"
-    if found.target is not None:
-        text += f"; the target of {found.metric.text(found.target)} is {'' if found.reached else 'not '}reached"
-    return f"{text} (worst output, {counted(found.held_out, 'held-out sample')} of the calibration data)"
+    measure = measure_text(recovery.metric, recovery.by_scores)
+    text = f"{measure}: {recovery.metric.text(recovery.plain)} -> {recovery.metric.text(recovery.score)}"
+    if recovery.target is not None:
+        text += (
+            f"; the target of {recovery.metric.text(recovery.target)} is {'' if recovery.reached else 'not '}reached"
+        )
+    return f"{text} (worst output, {counted(recovery.held_out, 'held-out sample')} of the calibration data)"

@@ -46,7 +46,7 @@ def search_levels(weight: Array, importance: Array | None, dtype: BlockType) -> 
 
     Args:
         weight: (rows, columns), rows of whole blocks; any float type.
-        importance: Non-negative, broadcasts against the weight; None weighs all values alike.
+        importance: Non-negative, broadcasts against the weight; None weighs all values the same.
         dtype: The type.
 
     Returns:

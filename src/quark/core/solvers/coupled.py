@@ -51,7 +51,7 @@ def shrunk(moments: Array, fourth: float, count: int, sums: tuple[float, float] 
         m I + (1 - rho) (G - m I),   m = tr G / n,   rho = min(1, (sum |g|^4 / T - |G|^2) / (T |G - m I|^2))
 
     of G = sum g g^T / T: the least expected square error (Ledoit and Wolf 2004, J. Multivariate Analysis 88). What so
-    few samples cannot tell then counts alike, as it does without scores.
+    few samples cannot tell then counts the same, as it does without scores.
 
     Args:
         moments: T G, shape (n, n).

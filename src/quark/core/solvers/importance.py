@@ -28,7 +28,7 @@ from quark.core.solvers.columns.columns import compiles, part_errors
 from quark.core.spec import ScaleType, TensorSpec
 
 COARSE = (0.9, 0.8, 0.7, 0.6, 0.5)
-"""Shares of the range that are tried first, beside 1, for both ends alike."""
+"""Shares of the range that are tried first, beside 1, the same for both ends."""
 FINE = 0.05
 """Step of the second round, around the best of the first; each end of an asymmetric range moves by twice as much."""
 BINADES = (0.5, 2.0)

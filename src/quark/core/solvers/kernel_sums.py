@@ -4,8 +4,8 @@
     n = round(|sum of e|)    over a kernel: so many of its codes, those with the largest e of the sum's sign, go one
                              step the other way, which leaves |sum of e| <= 1/2
 
-What a depthwise kernel reads is one channel, and neighbours in an image are alike: y = sum of w x is about x times the
-sum of w, so that errors of one sign add up while those that cancel do not show.
+What a depthwise kernel reads is one channel, and neighbours in an image are nearly equal: y = sum of w x is about x
+times the sum of w, so that errors of one sign add up while those that cancel do not show.
 """
 
 from __future__ import annotations

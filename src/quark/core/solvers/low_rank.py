@@ -15,7 +15,7 @@ import numpy as np
 from quark.core.array import Array, astype, like, namespace, on_cpu
 
 BESIDE = 8
-"""Vectors beside the rank that are iterated: the error falls with the singular value behind the last of them."""
+"""Vectors beside the rank that are iterated: the error falls with the singular value that follows the last of them."""
 STEPS = 30
 """Iterations at most."""
 CLOSE = 1e-5

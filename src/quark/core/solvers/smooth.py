@@ -295,8 +295,8 @@ def _scales(params: Sequence[QParams], groups: int) -> tuple[Array, Array | None
 def _descend(candidates: _Candidates, gram: Array, sweeps: int) -> Array:
     """Group by group, from what is best alone: of all factors, the one that loses least given the rest of the row.
 
-    How the groups behind it pull at a group is summed as a sweep passes them, and is what lies ahead of it when the
-    next sweep comes back: each sweep costs half a product with G.
+    How the groups that a sweep has passed pull at a group is summed on the way, and is what the next sweep, which comes
+    back, has before it: each sweep costs half a product with G.
     """
     xp, columns = namespace(gram), candidates.columns
     alone = [candidates.losses(g, gram[here, here]) for g, here in enumerate(columns)]

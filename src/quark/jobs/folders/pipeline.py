@@ -179,12 +179,12 @@ def own_data(steps: Path | None, name: str) -> Path | None:
     return next((place for place in places if next(place.glob("*.npz"), None) is not None), None)
 
 
-def copy_rest(folder: Path, output: Path, made: Sequence[str]) -> None:
+def copy_rest(folder: Path, output: Path, names: Sequence[str]) -> None:
     """Copy what is not quantized: the other components, model_index.json, and small files beside it.
 
     Raises FormatError for a link that leads out of the folder, and OutputError where the disk is too small.
     """
-    files = list(_rest(folder, made))
+    files = list(_rest(folder, names))
     check_disk(output, sum(file.stat().st_size for file in files))
     for file in files:
         target = output / file.relative_to(folder)
@@ -192,12 +192,12 @@ def copy_rest(folder: Path, output: Path, made: Sequence[str]) -> None:
         shutil.copyfile(file, target)
 
 
-def _rest(folder: Path, made: Sequence[str]) -> Iterator[Path]:
+def _rest(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     from quark.torch.model.folder_files import components, file_of, files_below
 
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith(".") and path.stat().st_size <= BESIDE:
             yield file_of(folder, path.name)
     for name in components(folder):
-        if name not in made:
+        if name not in names:
             yield from (folder / file for file in files_below(folder, [name]))

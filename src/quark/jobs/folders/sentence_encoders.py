@@ -31,7 +31,7 @@ def model_of(folder: Path) -> Path:
     try:
         listed = plain_json((folder / MODULES).read_text(encoding="utf-8"))
         paths = [str(module["path"]) for module in listed if str(module["type"]).endswith("Transformer")]
-    except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise FormatError(f"{folder / MODULES} is no list of modules: {error!r:.80}.") from None
     if len(paths) != 1:
         raise FormatError(

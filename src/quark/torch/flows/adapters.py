@@ -38,7 +38,7 @@ def base_of(folder: Path) -> Path:
     path = folder / CONFIG
     try:
         said = plain_json(file_of(folder, CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise FormatError(f"{path} is not JSON: {error}.") from None
     name = said.get("base_model_name_or_path") if isinstance(said, dict) else None
     if not isinstance(name, str) or not name:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,19 +27,14 @@ from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.format import (
     Folder,
     FolderFormat,
-    Named,
     Stored,
     check_scale_dtype,
     one_spec,
     only_weight,
-    renamed,
     require,
 )
 from quark.torch.formats.layout import Tensors
 from quark.torch.formats.quark.layout import QuarkLayout
-
-NAMES = {"weight": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
-SOURCES = {stored: name for name, stored in NAMES.items()}
 
 
 class AwqLayout(QuarkLayout):
@@ -62,6 +57,7 @@ class AwqFormat(FolderFormat):
     name = "awq"
     layout = AwqLayout
     marker = (".qweight",)
+    leaves: ClassVar[Mapping[str, str]] = {"weight": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
 
     def refusal(self, spec: LayerSpec) -> str | None:
         weight = only_weight(spec)
@@ -116,13 +112,6 @@ class AwqFormat(FolderFormat):
             )
         weight = TensorSpec(DTYPES["uint4"], PerGroup(-1, size), symmetric=False, scale_type=ScaleType.float)
         return Stored(QConfig(global_quant_config=config_of_layer(LayerSpec(weight=weight))))
-
-    def stored_name(self, source: str, suffix: str, spec: LayerSpec | None) -> str:
-        name = super().stored_name(source, suffix, spec)
-        return renamed(name, NAMES) if spec else name
-
-    def received(self, stored: str, tensor: torch.Tensor) -> Named | None:
-        return renamed(stored, SOURCES), tensor
 
 
 def _not_converted(folder: Folder) -> list[str]:

@@ -224,6 +224,7 @@ class FolderFormat(Format):
         own_loader: Whether this package makes the layers into which transformers loads it.
         joins_float: Whether transformers makes one tensor of float weights that lie apart in such a folder, as it does
             of those of a float folder.
+        leaves: Last part of a name in `quark` folders -> that in these, where they differ.
     """
 
     layout: ClassVar[type[Layout]]
@@ -231,6 +232,7 @@ class FolderFormat(Format):
     marker: ClassVar[tuple[str, ...]] = ()
     own_loader: ClassVar[bool] = False
     joins_float: ClassVar[bool] = True
+    leaves: ClassVar[Mapping[str, str]] = {}
 
     def refuse_layer(self, name: str, layer: nn.Module, spec: LayerSpec) -> None:
         """Also refuse what readers give to the class that the model really has, which holds the weight transposed."""
@@ -280,7 +282,11 @@ class FolderFormat(Format):
             suffix: Key in what the layout stores.
             spec: What is quantized in the layer; None for a tensor of no quantized layer.
         """
-        return f"{source}_{suffix}" if suffix else source
+        name = f"{source}_{suffix}" if suffix else source
+        return _renamed(name, self.leaves) if spec else name
+
+    def received(self, stored: str, tensor: torch.Tensor) -> Named | None:
+        return _renamed(stored, {leaf: name for name, leaf in self.leaves.items()}), tensor
 
 
 def layers_in(names: Iterable[str], marker: tuple[str, ...]) -> set[str]:
@@ -325,7 +331,7 @@ def check_scale_dtype(form: str, name: str, stored: torch.dtype, model: torch.dt
         )
 
 
-def renamed(name: str, leaves: Mapping[str, str]) -> str:
+def _renamed(name: str, leaves: Mapping[str, str]) -> str:
     """A full name whose last part is replaced by what `leaves` has for it."""
     parent, _, leaf = name.rpartition(".")
     return f"{parent}.{leaves[leaf]}" if leaf in leaves else name

@@ -80,7 +80,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _json_of(path: Path) -> Any:
     try:
         return plain_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise FormatError(f"{path} is not JSON: {one_line(error)}.") from None
 
 

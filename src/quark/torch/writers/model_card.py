@@ -18,6 +18,7 @@ from quark.base.files import atomic_file
 from quark.core.spec import LayerSpec
 from quark.goals import GOALS
 from quark.torch.diffusion.network import is_network
+from quark.torch.layers.base import ROLES
 from quark.torch.model.folder_files import file_of
 
 CARD, BASE_CARD = "README.md", "README_base.md"
@@ -128,7 +129,7 @@ def _loading(model: Any, form: str) -> str:
 
 
 def _body(architecture: str, load: str, layers: Mapping[str, LayerSpec], form: str, base: str | None, size: int) -> str:
-    counts = Counter(_scheme(spec) for spec in layers.values())
+    counts = Counter(described(spec) for spec in layers.values())
     schemes = "".join(f"- {count} layers: {scheme}\n" for scheme, count in counts.most_common())
     name = base or "a float model"
     serve, offer = "", GOALS["vllm"].folder
@@ -149,7 +150,7 @@ def _body(architecture: str, load: str, layers: Mapping[str, LayerSpec], form: s
 {serve}"""
 
 
-def _scheme(spec: LayerSpec) -> str:
+def described(spec: LayerSpec) -> str:
     """What is quantized in a layer."""
-    roles = {role: getattr(spec, role) for role in ("weight", "input", "output")}
+    roles = {role: getattr(spec, role) for role in ROLES}
     return ", ".join(f"{role} {found}" for role, found in roles.items() if found is not None)

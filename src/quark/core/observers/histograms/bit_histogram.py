@@ -3,7 +3,7 @@
 bin(x) = pattern(x) >> shift: sign, exponent and the first mantissa bits, so bins are relative (2^-7 of the value for
 16 bits) and cover every float from the start: no range is guessed, nothing is ever rebinned, merging is adding.
 One pass over each tensor, compiled where this machine can, else by numpy; both give the same. The compiled one takes a
-third of the time and lets other threads run meanwhile. It serves percentile, MSE, histogram and entropy alike.
+third of the time and lets other threads run meanwhile. Percentile, MSE, histogram and entropy read it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from quark.torch.formats.format import (
     check_scale_dtype,
     one_spec,
     only_weight,
-    renamed,
     require,
 )
 from quark.torch.formats.gptq.layout import GptqLayout, Variant
@@ -35,8 +34,6 @@ from quark.torch.formats.layout import WORD, Layout
 from quark.torch.model.names import published_names
 from quark.torch.model.passes.conv1d import is_conv1d
 
-NAMES = {"weight": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros", "weight_g_idx": "g_idx"}
-SOURCES = {stored: name for name, stored in NAMES.items()}
 TYPES = ("int2", "int3", "int4", "int8", "uint2", "uint4", "uint8")
 VERSIONS = {"gptq": 1, "gptq_v2": 2}
 """checkpoint_format -> version of the zero points."""
@@ -52,6 +49,9 @@ class GptqFormat(FolderFormat):
     name = "gptq"
     layout = GptqLayout
     marker = (".qweight",)
+    leaves: ClassVar[Mapping[str, str]] = {
+        "weight": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros", "weight_g_idx": "g_idx",
+    }  # fmt: skip
 
     def refusal(self, spec: LayerSpec) -> str | None:
         weight = only_weight(spec)
@@ -112,13 +112,6 @@ class GptqFormat(FolderFormat):
             config = QConfig(global_quant_config=config_of_layer(LayerSpec()), layer_quant_config={**each, **own})
         bare = {name for name, module in names.items() if getattr(modules[module], "bias", None) is None}
         return Stored(config, form=GptqFolder(stored, layers, frozenset(bare & quantized)))
-
-    def stored_name(self, source: str, suffix: str, spec: LayerSpec | None) -> str:
-        name = super().stored_name(source, suffix, spec)
-        return renamed(name, NAMES) if spec else name
-
-    def received(self, stored: str, tensor: torch.Tensor) -> Named | None:
-        return renamed(stored, SOURCES), tensor
 
 
 class GptqFolder(GptqFormat):
