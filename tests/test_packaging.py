@@ -40,7 +40,7 @@ EXTRAS_OF = {
     "onnx/passes/slim.py": {"onnx", "slim"},
     "onnx/algorithms/rounding/": {"onnx", "torch"},  # AdaRound and AdaQuant are trained by torch
     "commands/": {"torch", "onnx"},
-    "commands/folders/report.py": {"torch", "diffusers"},
+    "jobs/folders/pictures.py": {"torch", "diffusers"},
     "jobs/": {"torch", "onnx"},
 }
 IMPORTED_AS = {"pyyaml": "yaml", "pillow": "PIL", "protobuf": "google", "onnx-ir": "onnx_ir"}

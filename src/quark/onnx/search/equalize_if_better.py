@@ -107,13 +107,6 @@ def _compare(
     return written, [scorer.score(made.model)[0] for made in written.values()]
 
 
-def _rescaled(pairs: Sequence[tuple[Pair, NumpyArray]]) -> dict[str, Channels]:
-    """What the tensors between pairs are multiplied by; none where the channels of one lie nobody knows where."""
-    between = [(value.name or "", axis, scale) for pair, scale in pairs for value, axis in pair.between]
-    found = {name: Channels(axis, scale) for name, axis, scale in between if axis is not None}
-    return found if len(found) == len(between) else {}
-
-
 def _spread(data: Samples) -> list[int]:
     """The positions of at most SAMPLES of the samples, evenly spread."""
     count = min(len(data), SAMPLES)
