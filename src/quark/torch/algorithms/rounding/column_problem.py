@@ -44,7 +44,7 @@ class ColumnProblem:
     def add_pulls(self, bands: Iterable[tuple[slice, torch.Tensor]], share: float = 1.0) -> None:
         """Find (X~ X^T - H) W of each layer, what draws its weight to the one that does best on the real inputs.
 
-        Of W (rows, columns), transposed: (columns, rows). No matrix of the difference is made.
+        Of W (rows, columns), transposed: (columns, rows). Of the difference there is one band at a time.
 
         Args:
             bands: Rows of X~ X^T, and which they are.
@@ -53,12 +53,11 @@ class ColumnProblem:
         weights = {name: cast(nn.Linear, x).weight.detach().to(self.order.device) for name, x in self.layers.items()}
         self.pulls = {name: self.group.gram.new_empty(w.shape[1], w.shape[0]) for name, w in weights.items()}
         for which, cross in bands:
+            drift = (cross - self.group.gram[which]).mul_(share)
             for name, weight in weights.items():
                 for start in range(0, len(weight), ROWS):
                     rows = slice(start, start + ROWS)
-                    columns = weight[rows].T.float()
-                    drawn = (cross @ columns).addmm_(self.group.gram[which], columns, alpha=-1)
-                    self.pulls[name][which, rows] = drawn.mul_(share)
+                    self.pulls[name][which, rows] = drift @ weight[rows].float().T
 
     def add_varied(self) -> None:
         """Find `varied`, while the inputs of the float model are there."""
