@@ -41,7 +41,7 @@ from quark.torch.layers.low_rank import LowRankBranch, branch_of, put_branch
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.batches import evaluating, forward_batch, input_device
-from quark.torch.model.blocks import Call, short_calls
+from quark.torch.model.blocks import Call, short_runs
 
 SAMPLES, TOKENS = 4, 64
 """How many calibration samples are compared, and how many of their first tokens: of 128 x 512, four times 0.4 %."""
@@ -62,11 +62,13 @@ class BlockErrorCheck:
         self.block, self.layers = block, dict(layers)
         picked = _picked(len(block.calls))
         rows = -(-SAMPLES // max(1, len(picked)))
-        self.calls = short_calls(block.module, [block.calls[index] for index in picked], TOKENS, rows)
-        float_calls = self.calls
+        runs = short_runs(block.module, [block.calls[index] for index in picked], TOKENS, rows)
+        self.calls = [call for call, _ in runs]
         if any(block.float_calls[index].hidden is not block.calls[index].hidden for index in picked):
-            float_calls = short_calls(block.module, [block.float_calls[index] for index in picked], TOKENS, rows)
-        self.expected = [_tensor_of(call, block.module) for call in float_calls]
+            runs = short_runs(block.module, [block.float_calls[index] for index in picked], TOKENS, rows)
+        self.expected = [
+            _tensor_of(call, block.module) if x is None or not x.is_floating_point() else x for call, x in runs
+        ]
         self.names: list[str] = []
         self.error = self._error()
 

@@ -1,6 +1,14 @@
 """The blocks of a model: found, called, and stood aside."""
 
-from quark.torch.model.blocks.calls import Call, JoinedCalls, joined_call, short_call, short_calls, takes_joined
+from quark.torch.model.blocks.calls import (
+    Call,
+    JoinedCalls,
+    joined_call,
+    short_call,
+    short_calls,
+    short_runs,
+    takes_joined,
+)
 from quark.torch.model.blocks.recording import WHOLE, BlockOutput, find_blocks, passing_through, record_calls
 from quark.torch.model.blocks.unchanged import Unchanged
 
@@ -16,5 +24,6 @@ __all__ = [
     "record_calls",
     "short_call",
     "short_calls",
+    "short_runs",
     "takes_joined",
 ]

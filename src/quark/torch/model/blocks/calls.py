@@ -93,15 +93,22 @@ def short_calls(module: nn.Module, calls: Sequence[Call], tokens: int | None = S
         tokens: How many; None: all.
         rows: How many.
     """
-    found = [call.loaded() for call in calls]
+    return [call for call, _ in short_runs(module, calls, tokens, rows)]
+
+
+def short_runs(
+    module: nn.Module, calls: Sequence[Call], tokens: int | None = SHORT, rows: int = 1
+) -> list[tuple[Call, torch.Tensor | None]]:
+    """What `short_calls` gives, each with what the module returned for it, first; None for a call that stays."""
+    found: list[tuple[Call, torch.Tensor | None]] = [(call.loaded(), None) for call in calls]
     left = [*range(len(found))]
     for keep_last in (False, True):
-        tried = {index: _cut(module, found[index], tokens, rows, keep_last) for index in left}
+        tried = {index: _cut(module, found[index][0], tokens, rows, keep_last) for index in left}
         ran = {index: short for index, short in tried.items() if short is not None}
-        flags = read_flags([is_finite for _, is_finite in ran.values()])
-        fine = {index: shorter for (index, (shorter, _)), flag in zip(ran.items(), flags, strict=True) if flag}
-        for index, shorter in fine.items():
-            found[index] = shorter
+        flags = read_flags([torch.isfinite(output).all() for _, output in ran.values()])
+        fine = {index: short for (index, short), flag in zip(ran.items(), flags, strict=True) if flag}
+        for index, short in fine.items():
+            found[index] = short
         left = [index for index in left if index not in fine]
     return found
 
@@ -109,7 +116,7 @@ def short_calls(module: nn.Module, calls: Sequence[Call], tokens: int | None = S
 def _cut(
     module: nn.Module, call: Call, tokens: int | None, rows: int, keep_last: bool
 ) -> tuple[Call, torch.Tensor] | None:
-    """A shorter call, and whether what the module gives for it is finite; None where it does not take it, or is short.
+    """A shorter call, and what the module gives for it, first; None where it does not take it, or is short.
 
     Args:
         keep_last: Whether the last axis of values is never cut.
@@ -140,7 +147,7 @@ def _cut(
         output = tree_leaves(shorter.run(module))[0]
     except (RuntimeError, ValueError, IndexError):
         return None
-    return (shorter, torch.isfinite(output).all()) if output.shape[:2] == head.shape[:2] else None
+    return (shorter, output) if output.shape[:2] == head.shape[:2] else None
 
 
 class JoinedCalls:
