@@ -54,6 +54,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("index_head_dim", "mamba_d_state", "state_size"), 16),
     **dict.fromkeys(("index_n_heads",), 2),
     **dict.fromkeys(("num_latents",), 8),
+    "encoder_hash_byte_group_vocab": 64,
     "time_step_rank": 4,
 }  # fmt: skip
 """What configs call their sizes -> what a tiny model has."""
