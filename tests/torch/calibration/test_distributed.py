@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -88,8 +89,11 @@ def as_rank(rank: int, port: int, work: Callable[[Path], None], folder: Path, co
 
 
 def together(work: Callable[[Path], None], folder: Path, count: int = 2) -> None:
-    """Run `work` as torchrun with several processes does."""
-    spawning.spawn(as_rank, (free_port(), work, folder, count), nprocs=count)
+    """Run `work` as torchrun with several processes does, forked from one that has imported all where that can be."""
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    if method == "forkserver":  # its first module puts this checkout before an installed one
+        multiprocessing.set_forkserver_preload(["tests.conftest", __name__])
+    spawning.start_processes(as_rank, (free_port(), work, folder, count), nprocs=count, start_method=method)
 
 
 def free_port() -> int:
