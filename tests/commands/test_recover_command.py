@@ -46,9 +46,11 @@ def sqnr(folder: Path) -> float:
 
 @pytest.mark.slow
 def test_the_table_says_what_each_step_gave_and_the_file_is_the_best(folder: Path) -> None:
-    plain = command(folder, "--recover --reach 0 --target generic")
+    # Of A8W8 on this model no step leaves more.
+    line = LINE.replace("A8W8", "U8S8_AAWS")
+    plain = command(folder, "--recover --reach 0 --target generic", line)
     target = round(float(cells(plain.out)[0][2].removesuffix(" dB")) + 0.2, 2)
-    done = command(folder, f"--recover --budget 2m --reach {target} --target generic")
+    done = command(folder, f"--recover --budget 2m --reach {target} --target generic", line)
     assert (done.code, done.err) == (0, "")
     rows = cells(done.out)
     assert rows[0][0] == "the config as it is" and rows[0][4] == "kept"

@@ -2,6 +2,8 @@
 
 A slice is what a wanted tensor still needs. Of what it computes only the tensors that something later reads are kept,
 for all samples; codes (what QuantizeLinear or a Cast to bfloat16 gives) are not, but computed again from what is.
+A run in codes keeps these, in place of what they stand for: slices then begin and end as the integer kernels of the
+runtime do, which compute them.
 """
 
 from __future__ import annotations
@@ -18,10 +20,33 @@ from quark.core.array import NumpyArray
 from quark.onnx.calibration.data.samples import Samples, Store
 from quark.onnx.graph.edit import reads_of
 from quark.onnx.graph.model_file import PLAIN
-from quark.onnx.graph.sessions import open_session, run_sample
+from quark.onnx.graph.sessions import integer_kernels_are_exact, open_session, run_sample
 from quark.onnx_ops.saving import SMALL, stand_in
 
 KEPT = ("FLOAT", "FLOAT16", "DOUBLE", "INT64", "INT32", "BOOL")
+CODES = ("UINT8", "INT8", "UINT16", "INT16")
+"""Types of codes that numpy has, too."""
+
+
+def holds_codes(value: ir.Value) -> bool:
+    """Whether a QuantizeLinear gives a tensor of codes that numpy has; the type is that of its zero point."""
+    node = value.producer()
+    if node is None or node.op_type != "QuantizeLinear" or len(node.inputs) < 3 or node.inputs[2] is None:
+        return False
+    zero = node.inputs[2].const_value
+    return zero is not None and zero.dtype.name in CODES
+
+
+def has_plain_codes(model: ir.Model) -> bool:
+    """Whether all codes of activations are of types that numpy has, made by operators that each runtime has."""
+    for node in model.graph:
+        if node.domain not in ("", "ai.onnx", "com.microsoft"):
+            return False
+        if node.op_type == "QuantizeLinear" and not holds_codes(node.outputs[0]):
+            return False
+        if node.op_type == "Cast" and node.attributes.get_int("to", 0) == ir.DataType.BFLOAT16:
+            return False
+    return True
 
 
 class SlicedRun:
@@ -33,10 +58,19 @@ class SlicedRun:
         count: How many of them are run, from the first.
         store: Where tensors wait; several walks may share it.
         goals: What will be asked for.
+        in_codes: Whether codes are kept, of a model that `has_plain_codes`.
     """
 
-    def __init__(self, model: ir.Model, data: Samples, count: int, store: Store, goals: Iterable[ir.Value]) -> None:
-        self.model, self.data, self.count, self.store = model, data, count, store
+    def __init__(
+        self,
+        model: ir.Model,
+        data: Samples,
+        count: int,
+        store: Store,
+        goals: Iterable[ir.Value],
+        in_codes: bool = False,
+    ) -> None:
+        self.model, self.data, self.count, self.store, self.in_codes = model, data, count, store, in_codes
         self.goals = set(goals)
         self._reads = {node: list(reads_of(node)) for node in model.graph}
         self._order = {node: position for position, node in enumerate(self._reads)}
@@ -66,24 +100,6 @@ class SlicedRun:
         """A tensor of each sample in turn, with the weights of now; nothing is kept of it."""
         for (array,) in self._compute(self._slice(goal, set(self._reads)), [goal]):
             yield array
-
-    def add(self, goal: ir.Value, vector: NumpyArray, axis: int) -> None:
-        """Add to a goal that was reached what a weight that has changed since gives it.
-
-        Args:
-            goal: The tensor.
-            vector: What is added, the same for every sample and position.
-            axis: Along which the vector lies.
-        """
-        for sample in range(self.count):
-            held = self.store[self, sample, goal]
-            shape = [1] * held.ndim
-            shape[axis] = len(vector)
-            change = vector.reshape(shape).astype(held.dtype)
-            if held.flags.writeable:  # what waits in a file is not
-                held += change
-            else:
-                self.store[self, sample, goal] = held + change
 
     def release(self, goal: ir.Value) -> None:
         """Forget a goal, once nothing that is to come reads it."""
@@ -123,13 +139,18 @@ class SlicedRun:
             if producer not in inside or producer in again or value in kept:
                 continue
             assert producer is not None
-            storable = value.dtype is not None and value.dtype.name in KEPT and producer not in self._static
-            if storable or value in self.goals:
+            if value in self.goals or (producer not in self._static and self._is_kept(value, producer)):
                 kept[value] = None
             else:
                 again.add(producer)
                 stack += self._reads[producer]
         return list(kept), again
+
+    def _is_kept(self, value: ir.Value, producer: ir.Node) -> bool:
+        """Whether a tensor may wait, or is computed again from what does."""
+        if self.in_codes and producer.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            return holds_codes(value)
+        return value.dtype is not None and value.dtype.name in KEPT
 
     def _forget(self) -> None:
         needed = {value for node in self._todo for value in self._reads[node]} | self.goals
@@ -148,8 +169,9 @@ class SlicedRun:
         read = self._read_around(nodes)
         inputs = [value for value in read if not _is_fixed(value)]
         proto, weights = self._proto(nodes, inputs, [value for value in read if _is_fixed(value)], outputs)
-        # A slice may begin behind a DequantizeLinear: in integers, ONNX Runtime would quantize its input once more.
-        session = open_session(proto, threads=os.cpu_count() or 1, in_float=True, weights=weights)
+        # A slice that begins behind a DequantizeLinear, as one not in codes may, has no integers to compute with.
+        in_float = not (self.in_codes and integer_kernels_are_exact())
+        session = open_session(proto, threads=os.cpu_count() or 1, in_float=in_float, weights=weights)
         names = [value.name or "" for value in outputs]
         for sample in range(self.count):
             yield run_sample(session, names, {value.name or "": self.value(sample, value) for value in inputs})

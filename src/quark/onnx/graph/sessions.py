@@ -6,9 +6,11 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 
@@ -153,6 +155,26 @@ def require_loads(
             session_over(model, weights or {}, options)
     except Exception as error:
         raise _refusal(error)(f"{name} is no valid ONNX model: ONNX Runtime says: {reason(error)}") from error
+
+
+@cache
+def integer_kernels_are_exact() -> bool:
+    """Whether products of 8 bits are summed as they are on this processor: without VNNI, sums of two saturate."""
+    size = 64
+    for kind, most in (("UINT8", 255), ("INT8", 127)):
+        node = onnx.helper.make_node("MatMulInteger", ["x", "w"], ["y"])
+        types = onnx.TensorProto
+        x, y = (
+            onnx.helper.make_tensor_value_info(name, types.DataType.Value(each), [size, size])
+            for name, each in (("x", kind), ("y", "INT32"))
+        )
+        weight = onnx.numpy_helper.from_array(np.full((size, size), 127, np.int8), "w")
+        graph = onnx.helper.make_graph([node], "products", [x], [y], [weight])
+        proto = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 13)], ir_version=8)
+        (found,) = open_session(proto).run(None, {"x": np.full((size, size), most, kind.lower())})
+        if not np.all(found == size * most * 127):
+            return False
+    return True
 
 
 def ask_for(proto: onnx.ModelProto, names: Iterable[str]) -> None:

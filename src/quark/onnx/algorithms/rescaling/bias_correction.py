@@ -1,8 +1,9 @@
 """Bias correction of an ONNX model, layer after layer, each with those before it corrected already.
 
-Both models run once over the data, the float one for its means alone. The quantized one is cut at the output of each
-layer: what a correction adds is added there, and the layers behind go on from it. Layers with a bias of their own, or
-of an Add behind a MatMul; one without gets zeros first. The formula is in `core/solvers/bias_correction.py`.
+Both models run once over the data, the float one for its means alone. The quantized one is cut at what each layer
+reads: the means of what it gives follow from that (`linear_means.py`), its bias moves, and the next slice begins with
+it. Slices compute in the integer kernels of the runtime where these are exact. Layers with a bias of their own, or of
+an Add behind a MatMul; one without gets zeros first. The formula is in `core/solvers/bias_correction.py`.
 
 The named configurations with one scale a weight correct biases by themselves. Small channels have few codes, and their
 errors a mean, which adds up from layer to layer where noise cancels; a scale that is a power of two clips the largest
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,8 @@ from quark.core.spec import ScaleType
 from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import PRODUCTS, RealRows
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers, decoded
-from quark.onnx.algorithms.sliced_run import SlicedRun
+from quark.onnx.algorithms.rescaling.linear_means import LinearMeans, decoded_codes, is_plain_decoder
+from quark.onnx.algorithms.sliced_run import SlicedRun, has_plain_codes, holds_codes
 from quark.onnx.calibration.besides import SampleRows, position_means
 from quark.onnx.calibration.data.padding import Padding
 from quark.onnx.calibration.data.samples import Samples, Store, required
@@ -138,25 +141,51 @@ def _correct(quantized: QuantizedLayers, data: Samples, skips: bool = False) -> 
     layers, count = [layer for layer in quantized.layers if _qualifies(layer)], 0
     means = _Means(quantized, data)
     goals = means.of_float(layers)
-    outputs = {layer: quantized.output_of(layer) for layer in layers}
-    run = SlicedRun(quantized.decision.model, data, len(data), Store(), outputs.values())
+    model = quantized.decision.model
+    reads = {layer: _Read.of(quantized.input_of(layer)) for layer in layers}
+    in_codes = has_plain_codes(model)
+    left = [read.value for read in reads.values()]
+    run = SlicedRun(model, data, len(data), Store(), left, in_codes=in_codes)
     for layer in progress(layers, "layers", len(layers), name=lambda layer: layer.name):
         data.check_time()
-        output = outputs[layer]
-        run.reach(output)
-        found = np.concatenate([means(layer, sample, run.value(sample, output)) for sample in range(len(data))])
+        value = reads[layer].value
+        run.reach(value)
+        found = means.of_quantized(layer, reads[layer], run)
         if not skips or len(found) >= least:
-            added = _move_bias(quantized, layer, goals.pop(layer) - found, least)
+            _move_bias(quantized, layer, goals.pop(layer) - found, least)
             count += 1
-            # The bias of an Add behind a product is still to be read.
-            if matmul_bias(layer.twin) is None:
-                run.add(output, added, _axis(layer))
-        run.release(output)
+        left.remove(value)
+        if value not in left:
+            run.release(value)
     return count
 
 
-def _move_bias(quantized: QuantizedLayers, layer: QuantizedLayer, differences: NumpyArray, least: int) -> NumpyArray:
-    """Correct the bias of a layer; return what that adds to each channel of its output.
+@dataclass(frozen=True)
+class _Read:
+    """What a layer reads in the quantized model: codes, and what decodes them; or floats.
+
+    Attributes:
+        value: The tensor that waits.
+        decoder: The DequantizeLinear behind it.
+    """
+
+    value: ir.Value
+    decoder: ir.Node | None
+
+    @classmethod
+    def of(cls, value: ir.Value) -> _Read:
+        """By what is read."""
+        source = value.producer()
+        codes = source.inputs[0] if source is not None and is_plain_decoder(source) else None
+        return cls(codes, source) if codes is not None and holds_codes(codes) else cls(value, None)
+
+    def __call__(self, held: NumpyArray) -> NumpyArray:
+        """The floats that are read."""
+        return held if self.decoder is None else decoded_codes(self.decoder, held)
+
+
+def _move_bias(quantized: QuantizedLayers, layer: QuantizedLayer, differences: NumpyArray, least: int) -> None:
+    """Correct the bias of a layer.
 
     Args:
         quantized: The models.
@@ -173,7 +202,6 @@ def _move_bias(quantized: QuantizedLayers, layer: QuantizedLayer, differences: N
     except CalibrationError as error:
         raise CalibrationError(f"{layer.name}: {error}") from None
     layer.offset = offset + change.astype(np.float32)
-    return layer.factor * (_written(quantized, layer) - before)
 
 
 def _qualifies(layer: QuantizedLayer) -> bool:
@@ -197,15 +225,33 @@ class _Means:
     """
 
     def __init__(self, quantized: QuantizedLayers, data: Samples) -> None:
-        self._reference, self._data, self._known = quantized.reference, data, quantized.besides
+        self._quantized, self._data, self._known = quantized, data, quantized.besides
         self._real = RealRows(Padding.of(quantized.reference), data)
 
-    def __call__(self, layer: QuantizedLayer, sample: int, output: NumpyArray) -> NumpyArray:
-        """Those of a sample."""
+    def of_quantized(self, layer: QuantizedLayer, read: _Read, run: SlicedRun) -> NumpyArray:
+        """Those of all samples in the quantized model, as it is now.
+
+        Args:
+            layer: The layer.
+            read: What it reads.
+            run: Where that waits.
+        """
+        output = self._quantized.output_of(layer)
+        linear = None if (node := output.producer()) is None else LinearMeans.of(node)
+        if linear is None:
+            outputs = run.peek(output)
+            return np.concatenate([self._of(layer, sample, x, _axis(layer)) for sample, x in enumerate(outputs)])
+        inputs = (read(run.value(sample, read.value)) for sample in range(len(self._data)))
+        if layer.twin.op_type in PRODUCTS:
+            return linear(np.concatenate([self._of(layer, sample, x, -1) for sample, x in enumerate(inputs)]))
+        return linear(np.concatenate([linear.window(x) for x in inputs]))
+
+    def _of(self, layer: QuantizedLayer, sample: int, array: NumpyArray, axis: int) -> NumpyArray:
+        """Those of what a layer gives for a sample, or of the rows that it reads."""
         # The positions of a convolution are not apart.
         apart = layer.twin.op_type in PRODUCTS
-        examples = self._real.examples(sample, self._real(sample, output)) if apart else [output]
-        return np.concatenate([position_means(each, _axis(layer)) for each in examples])
+        examples = self._real.examples(sample, self._real(sample, array)) if apart else [array]
+        return np.concatenate([position_means(each, axis) for each in examples])
 
     def of_float(self, layers: Sequence[QuantizedLayer]) -> dict[QuantizedLayer, NumpyArray]:
         """Those of all samples in the float model: of calibration, or of a run in parts that hold no more outputs."""
@@ -216,10 +262,10 @@ class _Means:
         found = {layer: SampleRows() for layer in layers}
         run: SlicedSession | None = None
         for sample, feed in enumerate(self._data):
-            run = run or SlicedSession(self._reference, list(named), feed, _open)
+            run = run or SlicedSession(self._quantized.reference, list(named), feed, _open)
             for outputs in run.run(feed):
                 for name, output in outputs.items():
-                    found[named[name]].add(self(named[name], sample, output))
+                    found[named[name]].add(self._of(named[name], sample, output, _axis(named[name])))
         return {layer: rows.array for layer, rows in found.items()}
 
 

@@ -1,0 +1,163 @@
+"""The mean of what a linear layer gives, from the means of what it reads: the layer itself need not run.
+
+    mean_p y[o, p] = b[o] + 1/P sum_{c, t} W[o, c, t] S[c, t]
+
+    S[c, t] = sum_h x[c, h] prod_axes A[t, h]        A[t, h]: whether tap t of the window reads position h, at any of
+                                                     the P positions of the output; a product has one tap
+
+apart for each example. Beside the layer's own products this is nothing: W is read once for a whole position map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from quark.core.array import NumpyArray
+from quark.onnx.graph.channels import matmul_bias
+from quark.onnx.graph.model_file import constant, is_constant
+
+
+def is_plain_decoder(node: ir.Node | None) -> bool:
+    """Whether a node is a DequantizeLinear whose scale is constant, one or one for each channel."""
+    if node is None or node.op_type != "DequantizeLinear":  # of ONNX or com.microsoft
+        return False
+    block: int = node.attributes.get_int("block_size", 0)
+    return not block and all(is_constant(value) for value in node.inputs[1:])
+
+
+def decoded_codes(node: ir.Node, codes: NumpyArray) -> NumpyArray:
+    """What a DequantizeLinear of one scale, or of one for each channel, makes of codes, float32."""
+    scale = np.asarray(constant(node.inputs[1]), np.float32)
+    zero = constant(node.inputs[2]) if len(node.inputs) > 2 else None
+    shape = [1] * codes.ndim
+    if scale.ndim and codes.ndim:
+        shape[node.attributes.get_int("axis", 1)] = -1
+    found = codes.astype(np.float32)
+    if zero is not None and np.any(zero):
+        found -= np.asarray(zero, np.float32).reshape(shape if np.ndim(zero) else ())
+    found *= scale.reshape(shape if scale.ndim else ())
+    return found
+
+
+@dataclass(frozen=True)
+class LinearMeans:
+    """A layer whose means follow from what it reads.
+
+    Attributes:
+        node: Conv, ConvTranspose, Gemm or MatMul.
+        weight: What it computes with, float32.
+        bias: What it adds, (channels,), or None.
+    """
+
+    node: ir.Node
+    weight: NumpyArray
+    bias: NumpyArray | None
+
+    @classmethod
+    def of(cls, node: ir.Node) -> LinearMeans | None:
+        """The layer of a quantized model as it is now; None where the means do not follow so."""
+        if not _is_linear(node):
+            return None
+        weight = _constant_input(node, 1)
+        bias = None if matmul_bias(node) is not None else _constant_input(node, 2)
+        has_bias = len(node.inputs) > 2 and node.inputs[2] is not None
+        if weight is None or (has_bias and bias is None) or (node.op_type == "MatMul" and weight.ndim != 2):
+            return None
+        return cls(node, weight, bias)
+
+    def window(self, x: NumpyArray) -> NumpyArray:
+        """Of a convolution: S / P of what it reads, (examples, channels, positions ...) -> (.., channels, taps ..)."""
+        kernel, count = self.weight.shape[2:], 1
+        for axis in reversed(range(len(kernel))):
+            taps, positions = _taps(self.node, axis, x.shape[2 + axis], kernel[axis])
+            x, count = _summed(x, 2 + axis, taps), count * positions
+        return x / np.float32(max(count, 1))
+
+    def __call__(self, means: NumpyArray) -> NumpyArray:
+        """Means of what the layer gives, (examples, channels).
+
+        Args:
+            means: Of a convolution what `window` gives; of a product those of its rows, (examples, inputs).
+        """
+        if self.node.op_type in ("Conv", "ConvTranspose"):
+            return self._with_bias(self._convolved(means))
+        weight = self.weight.T if self.node.attributes.get_int("transB", 0) else self.weight
+        product = self.node.attributes.get_float("alpha", 1.0) * (means.astype(np.float32) @ weight)
+        return self._with_bias(product, self.node.attributes.get_float("beta", 1.0))
+
+    def _convolved(self, means: NumpyArray) -> NumpyArray:
+        groups, taps = self.node.attributes.get_int("group", 1), int(np.prod(self.weight.shape[2:]))
+        if self.node.op_type == "ConvTranspose":  # (inputs of all groups, outputs of one, taps)
+            weight = self.weight.reshape(groups, -1, self.weight.shape[1], taps).swapaxes(1, 2)
+        else:
+            weight = self.weight.reshape(groups, len(self.weight) // groups, -1, taps)
+        sums = means.reshape(len(means), groups, -1).swapaxes(0, 1)
+        found = np.matmul(sums, weight.reshape(groups, weight.shape[1], -1).swapaxes(1, 2))
+        return found.swapaxes(0, 1).reshape(len(means), -1)
+
+    def _with_bias(self, means: NumpyArray, factor: float = 1.0) -> NumpyArray:
+        return np.asarray(means if self.bias is None else means + factor * self.bias.reshape(-1), np.float64)
+
+
+def _is_linear(node: ir.Node) -> bool:
+    """Whether the weight and the geometry of a node are ones that the formula has."""
+    if node.domain not in ("", "ai.onnx"):
+        return False
+    attributes = node.attributes
+    if node.op_type == "ConvTranspose":
+        return attributes.get_string("auto_pad", "NOTSET") == "NOTSET" and "output_shape" not in attributes
+    return node.op_type in ("Conv", "MatMul") or (node.op_type == "Gemm" and not attributes.get_int("transA", 0))
+
+
+def _constant_input(node: ir.Node, index: int) -> NumpyArray | None:
+    """A constant, or what is decoded from one, float32; None for what a run computes."""
+    value = node.inputs[index] if index < len(node.inputs) else None
+    if value is None:
+        return None
+    if is_constant(value):
+        return np.asarray(constant(value), np.float32)
+    source = value.producer()
+    if source is None or not is_plain_decoder(source) or not is_constant(source.inputs[0]):
+        return None
+    return decoded_codes(source, constant(source.inputs[0]))
+
+
+def _summed(x: NumpyArray, axis: int, taps: NumpyArray) -> NumpyArray:
+    """For each tap the sum over the positions of an axis that it reads, in place of the axis."""
+    if axis < x.ndim - 1:
+        return np.moveaxis(np.tensordot(x, taps, (axis, 1)), -1, axis)
+    return (x.reshape(-1, x.shape[axis]) @ taps.T).reshape(*x.shape[:axis], len(taps))
+
+
+def _taps(node: ir.Node, axis: int, size: int, kernel: int) -> tuple[NumpyArray, int]:
+    """Which positions of an axis of what is read each tap of the window uses, (taps, positions); how many it gives."""
+    stride, step = _at(node, "strides", axis, 1), _at(node, "dilations", axis, 1)
+    reach, pads = step * (kernel - 1) + 1, node.attributes.get_ints("pads", [])
+    before, after = (pads[axis], pads[axis + len(pads) // 2]) if pads else (0, 0)
+    place = np.arange(size)[None, :]
+    tap = step * np.arange(kernel)[:, None]
+    if node.op_type == "ConvTranspose":
+        count = stride * (size - 1) + _at(node, "output_padding", axis, 0) + reach - before - after
+        given = place * stride + tap - before
+        return ((given >= 0) & (given < count)).astype(np.float32), count
+    auto = node.attributes.get_string("auto_pad", "NOTSET")
+    if auto in ("SAME_UPPER", "SAME_LOWER"):
+        count = -(-size // stride)
+        padding = max((count - 1) * stride + reach - size, 0)
+        before = padding // 2 if auto == "SAME_UPPER" else padding - padding // 2
+    else:
+        before, after = (0, 0) if auto == "VALID" else (before, after)
+        count = (size + before + after - reach) // stride + 1
+    start = place + before - tap
+    read = (start % stride == 0) & (start >= 0) & (start < count * stride)
+    return read.astype(np.float32), count
+
+
+def _at(node: ir.Node, name: str, axis: int, default: int) -> int:
+    """One number of an attribute with one for each axis."""
+    values: Sequence[int] = node.attributes.get_ints(name, [])
+    return int(values[axis]) if values else default
