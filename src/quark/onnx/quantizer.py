@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from quark.onnx.config.preset_rows import QROWS
 from quark.onnx.config.presets import get_default_config
 from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
-from quark.onnx.graph.model_file import checked_proto, load, read
+from quark.onnx.graph.model_file import checked_proto, load
 from quark.onnx.graph.sessions import require_loads
 from quark.onnx_ops.custom_libraries import custom_libraries
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, model_files, save
@@ -45,6 +45,21 @@ __all__ = ["ModelQuantizer", "quantize_dynamic", "quantize_static"]
 
 
 Model = str | os.PathLike[str] | onnx.ModelProto
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is quantized.
+
+    Attributes:
+        given: By the user.
+        model: The float model as it was loaded, which nothing changes.
+        kept: Some of its calibration samples, where there are any.
+    """
+
+    given: Model
+    model: ir.Model
+    kept: SpreadSamples | None
 
 
 class ModelQuantizer:
@@ -110,12 +125,13 @@ class ModelQuantizer:
             with discreet(settings):
                 model = load(model_input)
                 kept = reader = None if reader is None else SpreadSamples(reader, model)
+                source = _Source(model_input, model.clone(), kept)
                 if settings.metrics:
                     reader = repeatable(reader, model, settings)
                 model = quantize(model, settings, reader)
-                self.metrics = _metrics(load(model_input), model, settings, reader) if settings.metrics else None
+                self.metrics = _metrics(source.model, model, settings, reader) if settings.metrics else None
             notes = [cpu_price(model, settings), in_integers_unasked(model, settings)]
-            written = self._written(model, model_output, model_input, kept)
+            written = self._written(model, model_output, source)
         if not settings.crypto:
             logger.info("Model quantization has been completed.")
             for note in filter(None, notes):
@@ -176,6 +192,7 @@ class ModelQuantizer:
             with discreet(self.settings):
                 model = load(model_input)
                 kept = None if reader is None else SpreadSamples(reader, model)
+                source = _Source(model_input, model.clone(), kept)
                 data = repeatable(kept, model, self.settings)
                 found, model = recover(
                     model, self.settings, data, measure, target, seconds, QUICK_STEPS if quick else STEPS,
@@ -184,12 +201,12 @@ class ModelQuantizer:
                 )  # fmt: skip
                 if found.lost and weights_alone is not None:
                     found, model = or_weights_alone(
-                        (found, model), load(model_input), weights_alone.settings, data, seconds
+                        (found, model), source.model.clone(), weights_alone.settings, data, seconds
                     )
-            return replace(found, model=self._written(model, model_output, model_input, kept))
+            return replace(found, model=self._written(model, model_output, source))
 
     def _written(
-        self, model: ir.Model, output: str | os.PathLike[str] | None, source: Model, kept: SpreadSamples | None
+        self, model: ir.Model, output: str | os.PathLike[str] | None, source: _Source
     ) -> onnx.ModelProto | None:
         """The model, checked; None where it went to a file in clear."""
         from quark.onnx.flow.flow import finish
@@ -197,11 +214,12 @@ class ModelQuantizer:
 
         self.damage = None
         finish(model, self.settings)
-        shorten_where_larger(model, source.ByteSize() if isinstance(source, onnx.ModelProto) else file_bytes(source))
+        given = source.given
+        shorten_where_larger(model, given.ByteSize() if isinstance(given, onnx.ModelProto) else file_bytes(given))
         if output is None:
             proto = checked_proto(model)
             if not self.settings.crypto:
-                self._compare(source, proto, kept)
+                self._compare(source, proto)
             return proto
         if self.settings.crypto:
             proto = checked_proto(model)
@@ -209,13 +227,13 @@ class ModelQuantizer:
             return proto
 
         def look(file: Path) -> None:
-            self._compare(source, file, kept)
+            self._compare(source, file)
             check_file(output, self.settings.overwrite)
 
         save(model, output, self.settings.external_data, look=look)
         return None
 
-    def _compare(self, source: Model, quantized: onnx.ModelProto | Path, kept: SpreadSamples | None) -> None:
+    def _compare(self, source: _Source, quantized: onnx.ModelProto | Path) -> None:
         """Find what the outputs lost.
 
         Raises:
@@ -227,21 +245,18 @@ class ModelQuantizer:
         from quark.onnx.search.lost_outputs.advice import Retrying, refuse_damage
         from quark.onnx.search.lost_outputs.damage import MADE, damage
 
-        judged = kept is not None or self.settings.least_sqnr is not None
-        looked_at = judged or self.settings.measurement.whole_file
-        model, feeds = read(source) if looked_at else None, [] if kept is None else kept.feeds()
-        if model is not None and kept is not None:
+        model, kept = source.model, source.kept
+        feeds = [] if kept is None else kept.feeds()
+        if kept is not None:
             self.damage = damage(model, quantized, feeds, self.settings, kept)
         # What was compared was loaded for it.
         if self.damage is None and (isinstance(quantized, Path) or quantized.ByteSize() < PROTOBUF_LIMIT):
             with suppress(NotSupportedError):  # of operators that it does not know it cannot say
                 require_loads(quantized, MADE)
-        if model is None:
-            return
         if kept is not None:
-            retry = Retrying(source, self.settings, kept.feeds()) if self.settings.tries_advice else None
+            retry = Retrying(source.given, self.settings, kept.feeds()) if self.settings.tries_advice else None
             refuse_damage(self.damage, self.settings.least_sqnr, model, quantized, kept.feeds(), retry)
-        elif judged:
+        elif self.settings.least_sqnr is not None:
             _refuse_lost_on_noise(model, quantized, self.settings)
         if self.settings.measurement.whole_file:
             refuse_slower(model, quantized, feeds, self.settings)
