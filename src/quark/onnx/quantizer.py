@@ -18,7 +18,7 @@ from quark.base.log import logger
 from quark.core.metrics import Metric
 from quark.errors import CalibrationError, ConfigError, DamageError, NotSupportedError
 from quark.onnx.calibration.calibrate import repeatable
-from quark.onnx.calibration.data.inputs import file_bytes, model_inputs
+from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.padding import without_padding
 from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.calibration.data.samples import Samples
@@ -31,7 +31,7 @@ from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
 from quark.onnx.graph.model_file import checked_proto, load
 from quark.onnx.graph.sessions import require_loads
 from quark.onnx_ops.custom_libraries import custom_libraries
-from quark.onnx_ops.saving import PROTOBUF_LIMIT, model_files, save
+from quark.onnx_ops.saving import PROTOBUF_LIMIT, files_read, model_files, save
 
 # The flow and its searches are imported by the functions that run them: they are half of what this takes to load.
 if TYPE_CHECKING:
@@ -60,6 +60,13 @@ class _Source:
     given: Model
     model: ir.Model
     kept: SpreadSamples | None
+
+    @property
+    def bytes(self) -> int:
+        """Of the message, or of the files."""
+        if isinstance(self.given, onnx.ModelProto):
+            return self.given.ByteSize()
+        return sum(file.stat().st_size for file in (Path(self.given), *files_read(self.model)))
 
 
 class ModelQuantizer:
@@ -214,8 +221,7 @@ class ModelQuantizer:
 
         self.damage = None
         finish(model, self.settings)
-        given = source.given
-        shorten_where_larger(model, given.ByteSize() if isinstance(given, onnx.ModelProto) else file_bytes(given))
+        shorten_where_larger(model, source.bytes)
         if output is None:
             proto = checked_proto(model)
             if not self.settings.crypto:

@@ -80,6 +80,7 @@ class SlicedRun:
             if all(_is_fixed(value) or value.producer() in self._static for value in values):
                 self._static.add(node)
         self._held: set[ir.Value] = set()
+        self._constants: dict[ir.Value, NumpyArray] = {}
         self._todo = {node for goal in self.goals for node in self._slice(goal, set(self._reads))}
 
     def reach(self, goal: ir.Value) -> None:
@@ -113,6 +114,12 @@ class SlicedRun:
         if value.is_graph_input():
             return self.data[sample][value.name or ""]
         return self.store[self, sample, value]
+
+    def constant(self, value: ir.Value) -> NumpyArray:
+        """An initializer as the next slice that reads it will: codes are computed once for both."""
+        assert value.const_value is not None
+        self._constants[value] = value.const_value.numpy()
+        return self._constants[value]
 
     def _slice(self, goal: ir.Value, among: set[ir.Node]) -> list[ir.Node]:
         """The nodes, in order, that a tensor needs and that are not behind a tensor that is held."""
@@ -201,7 +208,10 @@ class SlicedRun:
             tensor, name = value.const_value, value.name or ""
             assert tensor is not None
             # Read now: what is mapped from a file, or computed when it is read, becomes part of the slice.
-            own: ir.TensorProtocol = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
+            array = self._constants.pop(value, None)
+            own: ir.TensorProtocol = ir.Tensor(
+                tensor.numpy() if array is None else array, dtype=tensor.dtype, name=name
+            )
             if tensor.dtype in PLAIN and own.nbytes >= SMALL:
                 weights[name] = np.asarray(own.numpy(), order="C")
                 own = stand_in(own, name)

@@ -237,7 +237,7 @@ class _Means:
             run: Where that waits.
         """
         output = self._quantized.output_of(layer)
-        linear = None if (node := output.producer()) is None else LinearMeans.of(node)
+        linear = None if (node := output.producer()) is None else LinearMeans.of(node, run.constant)
         if linear is None:
             outputs = run.peek(output)
             return np.concatenate([self._of(layer, sample, x, _axis(layer)) for sample, x in enumerate(outputs)])

@@ -10,7 +10,7 @@ apart for each example. Beside the layer's own products this is nothing: W is re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,11 +58,16 @@ class LinearMeans:
     bias: NumpyArray | None
 
     @classmethod
-    def of(cls, node: ir.Node) -> LinearMeans | None:
-        """The layer of a quantized model as it is now; None where the means do not follow so."""
+    def of(cls, node: ir.Node, read: Callable[[ir.Value], NumpyArray] = constant) -> LinearMeans | None:
+        """The layer of a quantized model as it is now; None where the means do not follow so.
+
+        Args:
+            node: The layer.
+            read: Gives the codes of its weight.
+        """
         if not _is_linear(node):
             return None
-        weight = _constant_input(node, 1)
+        weight = _constant_input(node, 1, read)
         bias = None if matmul_bias(node) is not None else _constant_input(node, 2)
         has_bias = len(node.inputs) > 2 and node.inputs[2] is not None
         if weight is None or (has_bias and bias is None) or (node.op_type == "MatMul" and weight.ndim != 2):
@@ -113,7 +118,7 @@ def _is_linear(node: ir.Node) -> bool:
     return node.op_type in ("Conv", "MatMul") or (node.op_type == "Gemm" and not attributes.get_int("transA", 0))
 
 
-def _constant_input(node: ir.Node, index: int) -> NumpyArray | None:
+def _constant_input(node: ir.Node, index: int, read: Callable[[ir.Value], NumpyArray] = constant) -> NumpyArray | None:
     """A constant, or what is decoded from one, float32; None for what a run computes."""
     value = node.inputs[index] if index < len(node.inputs) else None
     if value is None:
@@ -123,7 +128,9 @@ def _constant_input(node: ir.Node, index: int) -> NumpyArray | None:
     source = value.producer()
     if source is None or not is_plain_decoder(source) or not is_constant(source.inputs[0]):
         return None
-    return decoded_codes(source, constant(source.inputs[0]))
+    codes = source.inputs[0]
+    assert codes is not None
+    return decoded_codes(source, read(codes) if codes.is_initializer() else constant(codes))
 
 
 def _summed(x: NumpyArray, axis: int, taps: NumpyArray) -> NumpyArray:
