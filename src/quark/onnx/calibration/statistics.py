@@ -112,7 +112,8 @@ class Statistics:
         arrays["counts"] = np.concatenate([s["counts"][b] for s, b in zip(states, used, strict=True)] or [np.zeros(0)])
         arrays["digest"] = np.array(_digest(arrays))
         with atomic_file(path) as temporary, temporary.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **arrays)
+            # numpy before 2.2 takes every keyword for an array: allow_pickle would be one of the file.
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], fingerprint: str) -> Statistics:
