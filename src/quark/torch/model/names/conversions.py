@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,6 +26,13 @@ def conversions(model: nn.Module, legacy: bool = False) -> list[Any]:
         return []
     found: list[Any] = mapping.get_model_conversion_mapping(model, add_legacy=legacy)
     return found
+
+
+def renamed(name: str, renamings: Iterable[Any]) -> str:
+    """A name after all renamings of transformers, one after another."""
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
 
 
 def expert_leaves(known: Sequence[Any], fused: str) -> tuple[str, ...]:

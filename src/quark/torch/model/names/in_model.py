@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from quark.torch.model.names.conversions import conversions
+from quark.torch.model.names.conversions import conversions, renamed
 from quark.torch.model.names.published import published_names
 
 
@@ -119,7 +119,7 @@ def names_in(model: Any) -> Callable[[str], str]:
     roots = {name.partition(".")[0] for name, _ in model.named_modules() if name}
 
     def find(name: str) -> str:
-        out: str = core.apply_renamings(name, renames) if core is not None and renames else name
+        out = renamed(name, renames)
         first = out.partition(".")[0]
         if not prefix or first in roots:
             return out

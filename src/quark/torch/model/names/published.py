@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from quark.torch.model.names.conversions import conversions
+from quark.torch.model.names.conversions import conversions, renamed
 
 
 def published_names(model: nn.Module) -> Callable[[str], str]:
@@ -23,8 +23,8 @@ def published_names(model: nn.Module) -> Callable[[str], str]:
     reverse = [renaming.reverse_transform() for renaming in reversed(renamings)]
 
     def publish(name: str) -> str:
-        out: str = core.apply_renamings(name, reverse)
-        return out if core.apply_renamings(out, renamings) == name else name
+        out = renamed(name, reverse)
+        return out if renamed(out, renamings) == name else name
 
     return publish
 
