@@ -100,7 +100,8 @@ def test_every_requirement_is_imported() -> None:
 
 def test_all_is_every_extra() -> None:
     extras = PROJECT["optional-dependencies"]
-    assert set(extras["all"]) == {f"openquark[{extra}]" for extra in EXTRAS}
+    # An extra whose packages need a newer Python is left out there; by itself it is asked for, and pip says so.
+    assert {one.partition(";")[0] for one in extras["all"]} == {f"openquark[{extra}]" for extra in EXTRAS}
     assert "openquark[all]" in extras["dev"]
 
 
