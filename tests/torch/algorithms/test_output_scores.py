@@ -82,7 +82,7 @@ def test_where_it_is_chosen_and_there_is_no_room_it_is_as_without(
     data = text_windows("calibration", 32, 4)
     plain, by_scores = weights(False), weights(True)
     assert not equal(plain, by_scores)
-    with caplog.at_level("INFO", logger="quark"):
+    with caplog.at_level("DEBUG", logger="quark"):
         assert equal(weights("auto"), by_scores)
         assert "qronos by Fisher information" in caplog.text and "without Fisher" not in caplog.text
         assert equal(weights("auto", head=False), plain)
