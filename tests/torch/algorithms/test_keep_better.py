@@ -13,7 +13,7 @@ from quark.jobs.words import torch_algorithms
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms import ALGORITHMS, Algorithm, Block
 from quark.torch.algorithms.input_group import InputGroup
-from quark.torch.algorithms.keep_better import SAMPLES, BlockErrorCheck
+from quark.torch.algorithms.keep_better import SAMPLES, BlockErrorCheck, judging
 from quark.torch.algorithms.layer_weights import freeze_weight, weight_spec
 from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.config.algo_configs import (
@@ -136,6 +136,55 @@ def test_a_large_batch_is_judged_by_some_of_its_rows() -> None:
     calls = record_calls(model, [name], [token_batches(1)[0].repeat(32, 1)])[name]
     block = Block(name, model.get_submodule(name), calls, calls)
     assert [call.hidden.shape[0] for call in BlockErrorCheck(block, quantized_layers(block.module)).calls] == [SAMPLES]
+
+
+class Watching(Algorithm):
+    judged_apart: ClassVar[bool] = True
+    seen: ClassVar[list[int]] = []
+
+    def on_inputs(self, group: InputGroup, block: Block) -> None:
+        self.seen.extend(x.shape[1] for x in group.inputs)
+
+
+@dataclass
+class WatchingConfig(AlgoConfig):
+    """Changes nothing."""
+
+    name: str = "watching"
+
+
+def test_some_batches_judge_and_no_algorithm_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judging(3) is None
+    assert [judging(count) for count in (4, 8, 32)] == [[2], [2, 6], [4, 12, 20, 28]]
+    data = [batch[:, : 9 + index] for index, batch in enumerate(token_batches(8))]
+    made = LLMTemplate.get("llama").get_config("int8")
+    plain = ModelQuantizer(made).quantize_model(tiny_llama(), data).state_dict()
+    monkeypatch.setitem(ALGORITHMS, WatchingConfig, Watching)
+    monkeypatch.setattr(Watching, "seen", [])
+    made = LLMTemplate.get("llama").get_config("int8", [WatchingConfig(keep_better=True)])
+    state = ModelQuantizer(made).quantize_model(tiny_llama(), data).state_dict()
+    assert set(Watching.seen) == {9, 10, 12, 13, 14, 16}
+    assert all(torch.equal(state[name], tensor) for name, tensor in plain.items())  # ranges are those of all batches
+
+
+def test_what_static_ranges_cut_off_counts() -> None:
+    model = tiny_llama()
+    name = find_blocks(model)[0]
+    calls = record_calls(model, [name], DATA)[name]
+    nothing = [call.with_hidden(call.hidden * 0) for call in calls]
+    seen: list[float] = []
+
+    class Measuring(Watching):
+        def enter(self, block: Block) -> None:
+            for read in (block.calls, nothing):
+                judge, of_read = replace(block, calls=calls), replace(block, calls=read)
+                seen.append(BlockErrorCheck(judge, quantized_layers(block.module), of_read).error)
+
+    made = LLMTemplate.get("llama").get_config("int8", [WatchingConfig()])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ALGORITHMS, WatchingConfig, Measuring)
+        ModelQuantizer(made).quantize_model(model, DATA)
+    assert seen[1] > 2 * seen[0]
 
 
 def test_names_keep_the_better_and_what_is_written_out_runs_as_written() -> None:

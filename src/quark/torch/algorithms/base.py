@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,6 +37,7 @@ class Block:
         lent: Tokens of others that experts read while inputs of layers are collected.
         all_experts: Whether each expert reads all tokens then.
         left: Experts that no token reached, which are rounded to nearest.
+        numbers: Which of the batches of this process the calls are of; None: all.
     """
 
     name: str
@@ -50,6 +51,17 @@ class Block:
     lent: Lent = field(default_factory=dict)
     all_experts: bool = False
     left: set[str] = field(default_factory=set)
+    numbers: Sequence[int] | None = None
+
+    @property
+    def batches(self) -> Sequence[int]:
+        """The number of the batch of each call."""
+        return range(len(self.calls)) if self.numbers is None else self.numbers
+
+    def of(self, numbers: Sequence[int]) -> Block:
+        """The same block with some of its batches."""
+        calls, float_calls = ([of[n] for n in numbers] if of else [] for of in (self.calls, self.float_calls))
+        return replace(self, calls=calls, float_calls=float_calls, numbers=numbers)
 
     def lending(self, module: nn.Module, choose: Choose | None = None) -> AbstractContextManager[None]:
         """Within: the experts of this block, or of a copy, read tokens of others, too; see `lending`."""
@@ -122,6 +134,7 @@ class Algorithm:
         sums: Whether it reads inputs as sums alone, which add up over processes.
         measured_whole: Whether `prepare` changes what the whole model loses, so that the model's output is measured.
         solves_after_blocks: Whether it solves linear layers behind the blocks, too, each by what it reads.
+        judged_apart: Whether what it chooses fits the chance of few samples, too, so that others judge it.
         learns: Whether `learn` runs the model on the calibration data before the first block.
     """
 
@@ -133,6 +146,7 @@ class Algorithm:
     sums: ClassVar[bool] = True
     measured_whole: ClassVar[bool] = False
     solves_after_blocks: ClassVar[bool] = False
+    judged_apart: ClassVar[bool] = False
     learns: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
@@ -153,6 +167,11 @@ class Algorithm:
     def keeps_better(self) -> bool:
         """Whether a block that it makes worse is left as it was."""
         return bool(getattr(self.config, "keep_better", False))
+
+    @property
+    def reads_some(self) -> bool:
+        """Whether it is not shown the batches that judge it, where some can be spared."""
+        return self.keeps_better and self.judged_apart
 
     def blocks_path(self, model: nn.Module) -> str | None:
         """Name of the list of blocks that the config gives; None: it is found."""

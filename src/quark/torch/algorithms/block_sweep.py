@@ -33,7 +33,7 @@ from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_loop import Hidden, is_inside, layers_inside, loop_over_blocks, record_inputs
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import no_tokens
-from quark.torch.algorithms.keep_better import BlockErrorCheck, prepare_where_better
+from quark.torch.algorithms.keep_better import BlockErrorCheck, judging, prepare_where_better
 from quark.torch.algorithms.layer_inputs import input_groups, lockstep
 from quark.torch.calibration.calibrate import waiting_activations
 from quark.torch.calibration.distributed import broadcast_from_first, merge_observers, part_of, rank, world
@@ -217,16 +217,12 @@ def sweep_block(
     experts: ExpertCalibration,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Run the algorithms on one block; its outputs and, if an algorithm needs them, those of the float block."""
-    block.all_experts = experts.all_experts
-    if any(stage.by_inputs for stage in stages) or waiting_activations(layers_inside(layers, block.name), ("input",)):
-        block.lent = experts.lent(block.module, block.calls, any(stage.needs_float for stage in stages))
-    with block.lending(block.module):
-        block.groups, left = quantized_groups(block, layers)
-    block.left = _experts_of(block, left)
+    _find_groups(block, layers, stages, experts)
     hidden: list[torch.Tensor] = []
     float_hidden: list[torch.Tensor] = []
     original: nn.Module | None = None
-    check = BlockErrorCheck(block, layers_inside(layers, block.name))
+    read, judge = _read_and_judge(block, stages)
+    check = BlockErrorCheck(judge, layers_inside(layers, block.name), read)
     for index, stage in enumerate(stages):
         if stage.needs_float and original is None:
             # After the transforms, which change what the layers read but not what the block computes.
@@ -236,7 +232,8 @@ def sweep_block(
         _refuse_repeated(block, stage)
         watch = _observing_inputs(block, layers, experts) if last else nullcontext()
         float_once = not any(later.needs_float for later in stages[index + 1 :])
-        hidden, beside = _run(block, stage, original if stage.needs_float else None, watch, float_once)
+        some = read if stage.reads_some else None
+        hidden, beside = _run(block, stage, original if stage.needs_float else None, watch, float_once, some)
         float_hidden = beside or float_hidden
         if not check.keeps(stage, before, start) and last:
             # What was observed, and what the next block reads, came from weights that are gone.
@@ -244,6 +241,29 @@ def sweep_block(
                 hidden = block.run(block.calls)
     experts.left += len(block.left)
     return hidden, float_hidden
+
+
+def _find_groups(
+    block: Block, layers: Mapping[str, QuantLayer], stages: Sequence[Algorithm], experts: ExpertCalibration
+) -> None:
+    """Set the groups of the block, what its experts are lent, and which of them are left."""
+    block.all_experts = experts.all_experts
+    if any(stage.by_inputs for stage in stages) or waiting_activations(layers_inside(layers, block.name), ("input",)):
+        block.lent = experts.lent(block.module, block.calls, any(stage.needs_float for stage in stages))
+    with block.lending(block.module):
+        block.groups, left = quantized_groups(block, layers)
+    block.left = _experts_of(block, left)
+
+
+def _read_and_judge(block: Block, stages: Sequence[Algorithm]) -> tuple[Block | None, Block]:
+    """The block with the batches that algorithms read which are judged apart, and with those that judge; None and all
+    of them where there is no such algorithm, or no batch can be spared.
+    """
+    apart = any(stage.reads_some for stage in stages)
+    numbers = judging(len(block.calls)) if apart else None
+    if numbers is None:
+        return None, block
+    return block.of([n for n in range(len(block.calls)) if n not in numbers]), block.of(numbers)
 
 
 def _repeated(block: Block) -> set[str]:
@@ -280,31 +300,54 @@ def _run(
     original: nn.Module | None,
     watch: AbstractContextManager[None],
     float_once: bool,
+    read: Block | None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """One algorithm on one block; `watch` is around the forward, not around what the algorithm runs before."""
-    stage.enter(block)
+    """One algorithm on one block; `watch` is around the forwards, not around what the algorithm runs before.
+
+    Args:
+        block: With all batches, whose outputs are wanted.
+        stage: The algorithm.
+        original: The float block, where the algorithm compares with it.
+        watch: What is around the forwards.
+        float_once: Whether the float block runs for the last time.
+        read: The same block with the batches that the algorithm reads; None: all.
+    """
+    shown = read or block
+    stage.enter(shown)
     once = block.groups  # a batch halts at each layer once
     if not stage.by_inputs:
         repeated = _repeated(block)
         once = [group for group in block.groups if repeated.isdisjoint(group)]
     with watch:
-        outputs = lockstep(
+        hidden, float_hidden = lockstep(
             block.name,
             block.module,
-            block.calls,
+            shown.calls,
             once,
-            lambda group: stage.on_inputs(group, block),
+            lambda group: stage.on_inputs(group, shown),
             original,
-            block.float_calls if original is not None else (),
-            (lambda groups: stage.on_expert_inputs(groups, block)) if stage.batches_experts else None,
+            shown.float_calls if original is not None else (),
+            (lambda groups: stage.on_expert_inputs(groups, shown)) if stage.batches_experts else None,
             float_once,
             block.place,
             block.lending,
             block.all_experts,
+            shown.batches,
         )
-    stage.leave(block)
+        if read:
+            hidden = _with_others(block, read, hidden)
+    stage.leave(shown)
     broadcast_from_first(block.module)
-    return outputs
+    return hidden, float_hidden
+
+
+def _with_others(block: Block, read: Block, hidden: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs of a block for all its batches, given those for some."""
+    found = dict(zip(read.batches, hidden, strict=True))
+    others = [number for number in block.batches if number not in found]
+    with block.lending(block.module):
+        found |= zip(others, block.run([block.calls[number] for number in others]), strict=True)
+    return [found[number] for number in block.batches]
 
 
 @contextmanager

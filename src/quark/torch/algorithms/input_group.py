@@ -55,6 +55,7 @@ class InputGroup:
         go_on: Lets the float batches run on, which wait for nothing but the others.
         waiting: Where inputs are, which may lie in a file or in the memory of the host.
         statistics: What was found of the inputs, by name.
+        numbers: Which batches of this process the inputs are of; None: all.
         shared: Whether other groups that read the same inputs have the same statistics: experts that read all tokens.
     """
 
@@ -66,7 +67,9 @@ class InputGroup:
         go_on: Callable[[], None] = lambda: None,
         waiting: Waiting | None = None,
         statistics: dict[Any, Any] | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
+        self.numbers = numbers
         self.statistics: dict[Any, Any] = {} if statistics is None else statistics
         self.shared = statistics is not None
         self.layers, self.inputs, self.float_inputs = dict(layers), inputs, float_inputs
@@ -83,13 +86,13 @@ class InputGroup:
     def in_turn(self, inputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Inputs of all processes where the layers compute, one at a time, in the order of the data."""
         # What is behind the blocks may be on another device than what it reads, until it runs.
-        return (x.to(self.device) for x in in_order(inputs, self.waiting.load, self.device))
+        return (x.to(self.device) for x in in_order(inputs, self.waiting.load, self.device, self.numbers))
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor], name: Any = None) -> InputGroup:
         """The group with each input changed; `name` says what of, where statistics are shared."""
         inputs = [self.waiting.leave(change(self.waiting.load(x))) for x in self.inputs]
         statistics = self.statistics.setdefault(name, {}) if self.shared and name is not None else None
-        return InputGroup(self.layers, inputs, self.float_inputs, self.go_on, self.waiting, statistics)
+        return InputGroup(self.layers, inputs, self.float_inputs, self.go_on, self.waiting, statistics, self.numbers)
 
     def found(self, name: Any, find: Callable[[], Any]) -> Any:
         """What `find` gives; where statistics are shared, it is kept with them under that name."""
@@ -127,7 +130,7 @@ class InputGroup:
             torch.stack([tokens.float().square().sum(0) for tokens in torch.split(flat(x), TILE)])
             for x in map(self.waiting.load, self.inputs)
         )
-        for of_batch in in_order(squares):
+        for of_batch in in_order(squares, numbers=self.numbers):
             for of_tokens in of_batch:
                 total += of_tokens
         total /= self.count
@@ -167,7 +170,7 @@ class InputGroup:
         """Mean magnitude of each channel, shape (in_features,), float32."""
         self._require_tokens()
         magnitudes = (flat(x).abs().sum(0, dtype=torch.float32) for x in map(self.waiting.load, self.inputs))
-        return torch.stack(list(in_order(magnitudes))).sum(0) / self.count
+        return torch.stack(list(in_order(magnitudes, numbers=self.numbers))).sum(0) / self.count
 
     def rescale(self, scale: torch.Tensor) -> None:
         """Divide channel i of all inputs by scale[i]: what a fold into the producer does to them."""

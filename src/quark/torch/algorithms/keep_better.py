@@ -7,6 +7,10 @@ gives where an algorithm compares with it, else x. Q rounds each weight as it wi
 chosen anything, and each input and output with the range that passes. An algorithm judges one group of layers at a
 time, by their own outputs; what that does to the block, where one error hides another or adds to it, is seen here.
 
+Samples that an algorithm read say too much good of it, if what it chose fits their chance, too (`judged_apart`). It is
+judged by one batch of eight (two of few, four at most) that it does not read, and none of them may come further from
+the float output. Static ranges are then those of the others, so what lies beyond them is clipped.
+
 What an algorithm does to a whole model before the first block is judged likewise, by what the model returns. It is
 tried on a copy, so a model that would lose by it is never touched.
 """
@@ -28,12 +32,13 @@ from torch.utils._pytree import tree_leaves
 
 from quark.base.log import logger
 from quark.core.checks import gathered, read
+from quark.core.observers import Observer
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.torch.algorithms.base import Algorithm, Block, BlockErrors
 from quark.torch.calibration.calibrate import calibrate_tensor, share_scales
-from quark.torch.calibration.distributed import summed
+from quark.torch.calibration.distributed import merge_observers, rank, summed, world
 from quark.torch.calibration.spill import SpillFile
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
@@ -46,6 +51,9 @@ from quark.torch.model.blocks import Call, short_runs
 SAMPLES, TOKENS = 4, 64
 """How many calibration samples are compared, and how many of their first tokens: of 128 x 512, four times 0.4 %."""
 
+SHARE, FEW, LEAST = 8, 2, 4
+"""One batch of eight judges, or two where that would be fewer; never more than one of four."""
+
 _Params = tuple[nn.Parameter, torch.Tensor]
 _State = tuple[FakeQuantize, QParams | None, Mode]
 
@@ -54,12 +62,13 @@ class BlockErrorCheck:
     """Measures a block before the first algorithm and after each, and undoes what made it worse.
 
     Args:
-        block: Float as yet; its quantizers are off.
+        block: Float as yet; its quantizers are off. Some of its batches are compared.
         layers: Its quantized layers, by full name.
+        read: The block with the batches that algorithms read: ranges are those of them. None: of what is compared.
     """
 
-    def __init__(self, block: Block, layers: Mapping[str, QuantLayer]) -> None:
-        self.block, self.layers = block, dict(layers)
+    def __init__(self, block: Block, layers: Mapping[str, QuantLayer], read: Block | None = None) -> None:
+        self.block, self.layers, self.read = block, dict(layers), read
         picked = _picked(len(block.calls))
         rows = -(-SAMPLES // max(1, len(picked)))
         runs = short_runs(block.module, [block.calls[index] for index in picked], TOKENS, rows)
@@ -70,7 +79,8 @@ class BlockErrorCheck:
             _tensor_of(call, block.module) if x is None or not x.is_floating_point() else x for call, x in runs
         ]
         self.names: list[str] = []
-        self.error = self._error()
+        self.errors = self._errors()
+        self.error = self._total()
 
     def keep(self) -> Before:
         """What an algorithm may change, as it is now."""
@@ -94,16 +104,22 @@ class BlockErrorCheck:
             before: What the block was, from `keep`; None: the algorithm runs as written, whatever it gives.
             start: When the algorithm began, as `time.perf_counter` says it.
         """
-        error, name = self._error(), algorithm.name
+        name, earlier, earlier_error = algorithm.name, self.errors, self.error
+        self.errors = self._errors()
+        error = self._total()
         # A block that returns no tensor cannot be measured.
-        kept = before is None or any(expected is None for expected in self.expected) or error <= self.error
+        kept = before is None or any(expected is None for expected in self.expected) or error <= earlier_error
+        if before is not None and self.read is not None and self.errors is not None and earlier is not None:
+            grown = torch.tensor(int((self.errors[:, 0] > earlier[:, 0]).any()))
+            kept = kept and not int(summed(grown))
         done = BlockErrors(
-            self.block.name, name, tuple(self.names), self.error, error, kept, time.perf_counter() - start
+            self.block.name, name, tuple(self.names), earlier_error, error, kept, time.perf_counter() - start
         )
         algorithm.errors.append(done)
         logger.log(logging.DEBUG if kept else logging.INFO, "%s", done)  # the loop says the gain of each block
         if before is not None and not kept:
             before.restore()
+            self.errors = earlier
             return False
         self.names.append(name)
         self.error = error
@@ -130,16 +146,52 @@ class BlockErrorCheck:
                     parameters["weight"] = nn.Parameter(rounded, requires_grad=False)
             yield
 
-    def _error(self) -> float:
+    def _ranges(self) -> dict[FakeQuantize, QParams | None]:
+        """What the static ranges of the block's inputs and outputs are by the batches that algorithms read.
+
+        What others do to them, clipping where they reach further, is a part of the error.
+        """
+        quantizers = _static_quantizers(self.layers)
+        if self.read is None or not quantizers:
+            return {}
+        before = [(quantizer, quantizer.params, quantizer.mode) for quantizer in quantizers.values()]
+        with ExitStack() as undo:
+            for state in before:
+                undo.callback(_put_back, *state)
+            for quantizer in quantizers.values():
+                quantizer.start_observing()
+            for call in self.read.calls:
+                call.run(self.block.module)
+            merge_observers(quantizers)
+            observers = {q: cast(Observer, q.observer) for q in quantizers.values()}
+            found: dict[FakeQuantize, QParams | None] = {
+                q: observer.qparams() for q, observer in observers.items() if observer.count
+            }
+            for quantizer in quantizers.values():
+                quantizer.observer = None
+            return found
+
+    def _errors(self) -> torch.Tensor | None:
+        """Of each call sum |Q(block)(x) - block(x')|^2 and sum |block(x')|^2, (calls, 2); None of what cannot be
+        measured.
+        """
         if any(expected is None for expected in self.expected):
-            return float("nan")
+            return None
         sums: list[torch.Tensor] = []
-        with self.rounded_weights(), quantizers_off(self.layers.values()), _rounded_activations(self.layers.values()):
+        with ExitStack() as within:
+            within.enter_context(self.rounded_weights())
+            within.enter_context(quantizers_off(self.layers.values()))
+            within.enter_context(_rounded_activations(self.layers.values(), self._ranges()))
             for call, expected in zip(self.calls, cast(list[torch.Tensor], self.expected), strict=True):
                 error = cast(torch.Tensor, _tensor_of(call, self.block.module)).float() - expected.float()
                 sums.append(torch.stack([error.square().sum(), expected.float().square().sum()]).double())
-        total = read(torch.stack(sums).sum(0)) if sums else [0.0, 0.0]
-        noise, signal = summed(torch.tensor(total, dtype=torch.float64)).tolist()  # all processes decide the same
+        return torch.tensor(read(torch.stack(sums)) if sums else [], dtype=torch.float64).reshape(-1, 2)
+
+    def _total(self) -> float:
+        """The error of all calls together, of all processes, which so decide the same."""
+        if self.errors is None:
+            return float("nan")
+        noise, signal = summed(self.errors.sum(0)).tolist()
         return float((noise / max(signal, torch.finfo(torch.float32).tiny)) ** 0.5)
 
 
@@ -162,6 +214,27 @@ class Before:
             put_branch(layer, branch)
 
 
+def _static_quantizers(layers: Mapping[str, QuantLayer]) -> dict[str, FakeQuantize]:
+    """Those of inputs and outputs whose scale is that of a range, by the names of their tensors."""
+    found = {f"{name}.{role}": layer.quantizer(role) for name, layer in layers.items() for role in ("input", "output")}
+    quantizers = {name: quantizer for name, quantizer in found.items() if isinstance(quantizer, FakeQuantize)}
+    return {name: q for name, q in quantizers.items() if q.spec.needs_calibration and not q.spec.dynamic}
+
+
+def judging(count: int) -> list[int] | None:
+    """Numbers of those of so many batches of this process that judge, and that no algorithm reads; evenly taken.
+
+    None where there are too few, of all processes together, for some to be spared.
+    """
+    own = range(rank(), world() * count, world())
+    total = int(summed(torch.tensor(count)))
+    some = min(SAMPLES, max(total // SHARE, min(FEW, total // LEAST)))
+    chosen = {(2 * index + 1) * total // (2 * some) for index in range(some)}
+    if not some or any(chosen.issuperset(range(first, total, world())) for first in range(world())):
+        return None  # a process would have none to read
+    return [number for number, batch in enumerate(own) if batch in chosen]
+
+
 def _picked(count: int) -> list[int]:
     """Numbers of the batches that are compared, evenly taken."""
     some = min(count, SAMPLES)
@@ -182,14 +255,20 @@ def _put_back(quantizer: FakeQuantize, params: QParams | None, mode: Mode) -> No
 
 
 @contextmanager
-def _rounded_activations(layers: Sequence[QuantLayer] | Any) -> Iterator[None]:
-    """Within: what the layers read and give is rounded as it will be, a static scale being that of the sample."""
+def _rounded_activations(
+    layers: Sequence[QuantLayer] | Any, ranges: Mapping[FakeQuantize, QParams | None]
+) -> Iterator[None]:
+    """Within: what the layers read and give is rounded as it will be, a static scale of no known range being that of
+    the sample.
+    """
 
     def before(layer: nn.Module, args: tuple[Any, ...]) -> Any:
-        return (rounded(args[0], cast(QuantLayer, layer).spec.input), *args[1:])
+        own = cast(Any, layer)
+        return (rounded(args[0], own.spec.input, ranges.get(own.quantizer("input"))), *args[1:])
 
     def after(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return rounded(output, cast(QuantLayer, layer).spec.output)
+        own = cast(Any, layer)
+        return rounded(output, own.spec.output, ranges.get(own.quantizer("output")))
 
     with ExitStack() as hooks:
         for layer in layers:
@@ -200,12 +279,13 @@ def _rounded_activations(layers: Sequence[QuantLayer] | Any) -> Iterator[None]:
         yield
 
 
-def rounded(x: torch.Tensor, spec: TensorSpec | None) -> torch.Tensor:
-    """X as a spec rounds it, with the range that it has itself; x where there is no spec."""
+def rounded(x: torch.Tensor, spec: TensorSpec | None, params: QParams | None = None) -> torch.Tensor:
+    """X as a spec rounds it, with scales, or with the range that it has itself; x where there is no spec."""
     if spec is None or x.numel() == 0:
         return x
     x = x.contiguous()
-    params = None if spec.dynamic or spec.is_cast else compute_qparams(x, spec)
+    if params is None and not spec.dynamic and not spec.is_cast:
+        params = compute_qparams(x, spec)
     return fake_quantize(x, params, spec)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ def lockstep(
     place: WorkDevice = WHERE_IT_IS,
     lending: Callable[[nn.Module, Choose | None], AbstractContextManager[None]] = lambda *_: nullcontext(),
     all_experts: bool = False,
+    batches: Sequence[int] = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Run all calls, halting at each group.
 
@@ -87,6 +89,7 @@ def lockstep(
         place: Where the block computes, and where its batches wait.
         lending: Within what it gives for a block, experts read tokens of others, too. It gets whose tokens they read.
         all_experts: Whether each expert reads all tokens within it: of what they read, statistics are then found once.
+        batches: Numbers of the batches of this process that the calls are of; none: of all.
 
     Returns:
         The outputs of the block, and of the float block, one for each batch, as they wait.
@@ -97,11 +100,11 @@ def lockstep(
     blocks = [one for one in (block, float_block) if one is not None]
     own = (x for one in blocks for x in (*one.parameters(), *one.buffers()))
     waiting = place.halted(own, [*calls, *float_calls])
-    runs = [_BatchRun(block, call, place, waiting) for call in calls]
+    runs = [_BatchRun(block, call, place, waiting, number) for number, call in _numbered(calls, batches)]
     float_runs: list[_BatchRun] = []
     if float_block is not None:
         pairs = zip(float_calls, runs, strict=True)
-        float_runs = [_BatchRun(float_block, call, place, waiting, pair) for call, pair in pairs]
+        float_runs = [_BatchRun(float_block, call, place, waiting, pair.number, pair) for call, pair in pairs]
     known = SharedStatistics() if all_experts else None
     expert_groups = groups if on_expert_inputs is not None else ()
     with (
@@ -114,9 +117,15 @@ def lockstep(
         _looking_ahead(float_block, expert_groups),
         _freeing(float_block if float_once else None, groups, len(float_runs)),
     ):
-        meet = partial(_meet, name, block, groups, on_inputs=on_inputs, on_expert_inputs=on_expert_inputs, known=known)
+        shown = partial(_show, on_inputs=on_inputs, on_expert_inputs=on_expert_inputs)
+        meet = partial(_meet, name, block, groups, shown=shown, known=known)
         _run_all([*runs, *float_runs], meet)
     return [run.output for run in runs], [run.output for run in float_runs]
+
+
+def _numbered(calls: Sequence[Call], batches: Sequence[int]) -> Iterator[tuple[int, Call]]:
+    """Each call with the number of its batch."""
+    return zip(batches or range(len(calls)), calls, strict=True)
 
 
 def _run_all(runs: Sequence[_BatchRun], meet: Callable[[list[_BatchRun]], None]) -> None:
@@ -179,8 +188,7 @@ def _meet(
     block: nn.Module,
     groups: Groups,
     halted: Sequence[_BatchRun],
-    on_inputs: OnInputs,
-    on_expert_inputs: OnExpertInputs | None,
+    shown: Callable[[list[InputGroup]], None],
     known: SharedStatistics | None,
 ) -> None:
     """Show what all batches have reached, and hand them their inputs as the algorithm leaves them."""
@@ -203,9 +211,10 @@ def _meet(
             go_on,
             halted[0].waiting,
             None if known is None else known.of(next(iter(layers)), [run.inputs[index] for run in runs]),
+            list(map(attrgetter("number"), runs)),
         )
     give_back_memory()  # what the batches freed on their way here, before the algorithm makes its matrices
-    _show(list(reached.values()), on_inputs, on_expert_inputs)
+    shown(list(reached.values()))
     for batch, run in enumerate(runs):
         run.inputs = {index: group.inputs[batch] for index, group in reached.items()}
 
@@ -228,6 +237,7 @@ class _BatchRun(greenlet):  # type: ignore[misc]
             groups in between.
         output: What the block returned, in the end, as it waits.
         waiting: Where the tensors that it holds are while it halts.
+        number: Of the batch, among those of this process.
         pair: For the float block: the run of the same batch through the other one.
         routes: Name of a mixture of experts -> the experts that its router chose for each token.
         places: Name of a mixture whose experts are modules of their own -> the tokens that its router chose for each.
@@ -235,10 +245,17 @@ class _BatchRun(greenlet):  # type: ignore[misc]
     """
 
     def __init__(
-        self, block: nn.Module, call: Call, place: WorkDevice, waiting: Waiting, pair: _BatchRun | None = None
+        self,
+        block: nn.Module,
+        call: Call,
+        place: WorkDevice,
+        waiting: Waiting,
+        number: int,
+        pair: _BatchRun | None = None,
     ) -> None:
         super().__init__()
         self.block, self.call, self.place, self.waiting, self.pair = block, call, place, waiting, pair
+        self.number = number
         self.spilled: list[Any] = []
         self.routes: dict[str, torch.Tensor] = {}
         self.places: dict[str, Places | None] = {}

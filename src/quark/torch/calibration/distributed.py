@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
@@ -217,27 +217,30 @@ def in_order(
     own: Iterable[torch.Tensor],
     load: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
     device: torch.device | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[torch.Tensor]:
     """What all ranks have, one tensor for each of their batches, in the order of the data; on each of them.
 
-    One tensor is in memory beside the rank's own, which `load` brings there. Batch i is that of rank i modulo
-    `world()`, see `part_of`.
+    One tensor is in memory beside the rank's own, which `load` brings there. Batch i of the data is that of rank i
+    modulo `world()`, see `part_of`.
 
     Args:
         own: Those of this rank.
         load: Brings one to memory.
         device: Where it comes; default: where they are.
+        numbers: Which batches of this rank they are of; None: all.
     """
     if world() == 1:
         yield from map(load, own)
         return
     here = list(own)
-    shapes: list[list[torch.Size]] = [[] for _ in range(world())]
-    collective(lambda: dist.all_gather_object(shapes, [x.shape for x in here]))
-    for index in range(sum(map(len, shapes))):
-        turn, owner = divmod(index, world())
+    shapes: list[list[tuple[int, torch.Size]]] = [[] for _ in range(world())]
+    own_shapes = [(n, x.shape) for n, x in zip(numbers or range(len(here)), here, strict=True)]
+    collective(lambda: dist.all_gather_object(shapes, own_shapes))
+    order = sorted((n, owner, place) for owner, of in enumerate(shapes) for place, (n, _) in enumerate(of))
+    for _, owner, place in order:
         mine = owner == rank()
-        x = load(here[turn]).contiguous() if mine else here[0].new_empty(shapes[owner][turn], device=device)
+        x = load(here[place]).contiguous() if mine else here[0].new_empty(shapes[owner][place][1], device=device)
         if x.numel():
             collective(partial(dist.broadcast, x, owner))
         yield x

@@ -96,13 +96,13 @@ class OutputScores(ScorePasses):
         index = self.names.index(block.name)
         scores = self.store.read(self.scores_of(index + 1))
         self.store.drop(self.scores_of(index))  # of a block that is finished: a killed run does not read it again
-        calls = block.float_calls or block.calls
+        calls = dict(zip(block.batches, block.float_calls or block.calls, strict=True))
         with ExitStack() as hooks, without_gradients(block.module), torch.enable_grad():
             for leaf in leaves:
                 hook = partial(watch, block.full(leaf))
                 hooks.enter_context(block.layer(leaf).register_forward_hook(hook))
             for turn in range(-(-len(self.data) // world())):
-                if turn < len(calls):  # another process may have one more
+                if turn in calls:  # another process may have one more
                     call = calls[turn].loaded()
                     given = call.with_hidden(call.hidden.detach().requires_grad_()).run(block.module)
                     given.backward(to_device(scores[turn], given.device))  # type: ignore[no-untyped-call]

@@ -55,6 +55,7 @@ class SVDQuant(Algorithm):
 
     needs_whole = True
     sums = False
+    judged_apart = True
 
     def __init__(self, config: SVDQuantConfig) -> None:
         super().__init__(config)

@@ -73,7 +73,8 @@ class InputStatistics:
 
 def _sample(group: InputGroup) -> torch.Tensor:
     step = max(1, group.count // SAMPLE)
-    return torch.cat(list(in_order(flat(x)[::step] for x in map(group.waiting.load, group.inputs)))).float()
+    some = (flat(x)[::step] for x in map(group.waiting.load, group.inputs))
+    return torch.cat(list(in_order(some, numbers=group.numbers))).float()
 
 
 class Folding(Algorithm):
@@ -183,7 +184,16 @@ class Folding(Algorithm):
                     statistics = InputStatistics.of(group, self.needs)
                     seen[index] = seen[index].merged(statistics) if index in seen else statistics
 
-        lockstep(block.name, block.module, block.calls, block.groups, collect, place=block.place, lending=block.lending)
+        lockstep(
+            block.name,
+            block.module,
+            block.calls,
+            block.groups,
+            collect,
+            place=block.place,
+            lending=block.lending,
+            batches=block.batches,
+        )
         for index, statistics in seen.items():
             self._apply(folds[index], block, statistics)
 

@@ -41,6 +41,7 @@ class SmoothQuant(Folding):
     """SmoothQuant (Xiao et al. 2022) of every input that can be scaled; see `SmoothQuantConfig`."""
 
     needs = ("max_abs",)
+    judged_apart = True
 
     def scale(self, fold: Fold, layers: dict[str, QuantLayer], statistics: InputStatistics) -> torch.Tensor | None:
         assert statistics.max_abs is not None
@@ -73,6 +74,7 @@ class AutoSmoothQuant(Folding):
     """AutoSmoothQuant; see `AutoSmoothQuantConfig`."""
 
     needs = ("max_abs", "sample")
+    judged_apart = True
     sums = False
 
     def __init__(self, config: object) -> None:
