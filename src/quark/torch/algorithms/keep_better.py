@@ -41,6 +41,7 @@ from quark.torch.calibration.calibrate import calibrate_tensor, share_scales
 from quark.torch.calibration.distributed import merge_observers, rank, summed, world
 from quark.torch.calibration.spill import SpillFile
 from quark.torch.layers import QuantLayer
+from quark.torch.layers.base import hook_input
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.low_rank import LowRankBranch, branch_of, put_branch
 from quark.torch.layers.modes import quantizers_off
@@ -262,9 +263,9 @@ def _rounded_activations(
     the sample.
     """
 
-    def before(layer: nn.Module, args: tuple[Any, ...]) -> Any:
+    def before(layer: nn.Module, x: torch.Tensor) -> Any:
         own = cast(Any, layer)
-        return (rounded(args[0], own.spec.input, ranges.get(own.quantizer("input"))), *args[1:])
+        return rounded(x, own.spec.input, ranges.get(own.quantizer("input")))
 
     def after(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         own = cast(Any, layer)
@@ -273,7 +274,7 @@ def _rounded_activations(
     with ExitStack() as hooks:
         for layer in layers:
             if layer.spec.input is not None:
-                hooks.enter_context(layer.register_forward_pre_hook(before))
+                hooks.enter_context(hook_input(layer, before))
             if layer.spec.output is not None:
                 hooks.enter_context(layer.register_forward_hook(after))
         yield

@@ -30,6 +30,7 @@ from quark.torch.calibration.experts import expert_of, reached_together
 from quark.torch.calibration.lent_tokens import Choose, Places, is_shown
 from quark.torch.calibration.spill import Waiting, tensors_of
 from quark.torch.calibration.work_device import WHERE_IT_IS, WorkDevice
+from quark.torch.layers.base import hook_input
 from quark.torch.model.blocks import Call
 from quark.torch.model.passes import UnfusedExperts
 
@@ -433,14 +434,10 @@ def _same_experts(block: nn.Module, float_block: nn.Module | None) -> Iterator[N
 def _hooked(block: nn.Module, layers: Sequence[str], hook: Callable[[str, torch.Tensor], Any]) -> Iterator[None]:
     """Within: `hook(name, x)` runs before each of the layers; what it returns, if anything, replaces x."""
 
-    def before(name: str) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
-        def call(module: nn.Module, args: tuple[Any, ...]) -> Any:
-            x = None if is_shown(module) else hook(name, args[0])
-            return None if x is None else (x, *args[1:])
-
-        return call
+    def before(name: str) -> Callable[[nn.Module, Any], Any]:
+        return lambda module, x: None if is_shown(module) else hook(name, x)
 
     with ExitStack() as hooks:
         for name in layers:
-            hooks.enter_context(block.get_submodule(name).register_forward_pre_hook(before(name)))
+            hooks.enter_context(hook_input(block.get_submodule(name), before(name)))
         yield

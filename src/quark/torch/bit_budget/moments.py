@@ -29,6 +29,7 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.torch.algorithms.input_group import flat
 from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.calibration.distributed import in_order, summed, world
+from quark.torch.layers.base import input_of
 
 
 class Moments:
@@ -161,8 +162,10 @@ def collecting(
         for name, layer in layers.items()
     }
 
-    def note(own: Moments, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        own.add_inputs(args[0].detach())
+    def note(
+        own: Moments, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
+    ) -> torch.Tensor:
+        own.add_inputs(input_of(args, kwargs).detach())
         if not torch.is_grad_enabled():
             return output
         if not output.requires_grad:  # it reads what no block gives: a timestep, a text
@@ -172,5 +175,5 @@ def collecting(
 
     with ExitStack() as hooks:
         for name, layer in layers.items():
-            hooks.enter_context(layer.register_forward_hook(partial(note, moments[name])))
+            hooks.enter_context(layer.register_forward_hook(partial(note, moments[name]), with_kwargs=True))
         yield moments

@@ -20,6 +20,7 @@ from quark.base.log import logger
 from quark.core.checks import read
 from quark.core.metrics import Comparison
 from quark.torch.diffusion.component import TIMESTEPS
+from quark.torch.layers.base import hook_input
 from quark.torch.model.batches import run_batches
 from quark.torch.model.calibration_data.model_arguments import positional_parameters
 from quark.torch.model.calibration_data.recorded_steps import timestep_of
@@ -129,12 +130,12 @@ def noting_ranges(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterato
             found.times.append(time)
 
     def noted(name: str) -> Any:
-        return lambda _, args: found.note(name, args[0] if args else None)
+        return lambda _, x: found.note(name, x)
 
     with ExitStack() as hooks:
         hooks.enter_context(model.register_forward_pre_hook(begin, with_kwargs=True))
         for name, module in modules.items():
-            hooks.enter_context(module.register_forward_pre_hook(noted(name)))
+            hooks.enter_context(hook_input(module, noted(name)))
         yield found
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from functools import partial, update_wrapper
 from types import MethodType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from quark.core.spec import LayerSpec
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
@@ -115,3 +117,22 @@ def take_over_forward(layer: nn.Module, module: nn.Module) -> None:
     take_over = getattr(around, "take_over", None)
     if take_over is not None:
         take_over(layer)
+
+
+def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a layer was called with: its first argument, by position or by name (`layer(input=x)`); None: nothing."""
+    return args[0] if args else kwargs["input"] if "input" in kwargs else next(iter(kwargs.values()), None)
+
+
+def hook_input(layer: nn.Module, hook: Callable[[nn.Module, Any], Any]) -> RemovableHandle:
+    """Run `hook(layer, x)` before each forward, x as of `input_of`; what it returns, if not None, replaces x."""
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        new = hook(module, input_of(args, kwargs))
+        if new is None:
+            return None
+        if args:
+            return (new, *args[1:]), kwargs
+        return args, kwargs | {"input" if "input" in kwargs else next(iter(kwargs)): new}
+
+    return layer.register_forward_pre_hook(before, with_kwargs=True)

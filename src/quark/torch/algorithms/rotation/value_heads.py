@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from quark.torch.layers.base import input_of
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.record_forward import is_linear
@@ -53,16 +54,16 @@ def find_value_paths(block: nn.Module, run: Callable[[], Any]) -> list[ValuePath
     outputs: dict[str, torch.Tensor] = {}
 
     def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[torch.Tensor, ...], result: Any) -> None:
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any], result: Any) -> None:
             # Routers are linear layers, of which some return more than scores.
             if isinstance(result, torch.Tensor) and result.numel() == result.shape[-1]:
-                inputs[name], outputs[name] = args[0].reshape(-1), result.reshape(-1)
+                inputs[name], outputs[name] = input_of(args, kwargs).reshape(-1), result.reshape(-1)
 
         return hook
 
     with ExitStack() as hooks, torch.no_grad(), quantizers_off(quantized_layers(block).values()):
         for name in (name for name, module in block.named_modules() if is_linear(module)):
-            hooks.enter_context(block.get_submodule(name).register_forward_hook(note(name)))
+            hooks.enter_context(block.get_submodule(name).register_forward_hook(note(name), with_kwargs=True))
         run()
     pairs = [(value, output) for output in inputs for value in outputs if value != output]
     rows = _on_cpu([*inputs.values(), *outputs.values()])

@@ -34,6 +34,7 @@ from quark.torch.algorithms.rounding.learned_rounding import LearnedRounding, in
 from quark.torch.algorithms.rounding.output_scores import ByScores
 from quark.torch.calibration.experts import expert_of
 from quark.torch.layers import QuantLayer
+from quark.torch.layers.base import hook_input
 from quark.torch.layers.fake_quant import Mode
 from quark.torch.model.batches import hidden_width, to_device, tokens_in
 from quark.torch.model.blocks import Call, JoinedCalls, Unchanged, takes_joined
@@ -222,12 +223,11 @@ def reached(layers: Mapping[str, QuantLayer]) -> Iterator[dict[str, int]]:
     rows = dict.fromkeys(layers, 0)
 
     def count(name: str) -> RemovableHandle:
-        def add(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        def add(module: nn.Module, inputs: torch.Tensor) -> None:
             # Of sorted rows, those of 0 are of tokens that the router sends elsewhere.
-            inputs = args[0]
             rows[name] += inputs.shape[:-1].numel() if expert_of(name) is None else int(inputs.any(-1).sum())
 
-        return layers[name].register_forward_pre_hook(add)
+        return hook_input(layers[name], add)
 
     with ExitStack() as hooks:
         for name in layers:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from quark.torch.layers.base import hook_input
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
 
@@ -157,11 +158,7 @@ def _default_float64() -> Iterator[None]:
 
 @contextmanager
 def _on_input(module: nn.Module, name: str, act: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    def before(m: nn.Module, args: tuple[Any, ...]) -> Any:
-        changed = act(args[0])
-        return None if changed is None else (changed, *args[1:])
-
-    with module.get_submodule(name).register_forward_pre_hook(before):
+    with hook_input(module.get_submodule(name), lambda _, x: act(x)):
         yield
 
 
