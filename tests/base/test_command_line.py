@@ -251,3 +251,19 @@ def test_no_cell_of_a_table_is_cut() -> None:
     table.add_row(name, "Mul")
     Console(file=printed, width=40).print(table)
     assert "…" not in printed.getvalue() and printed.getvalue().replace("│", "").count("x") == 60
+
+
+@pytest.mark.parametrize(("words", "asked"), [([], "error"), (["--verbose"], None)])
+def test_other_libraries_are_silent_unless_more_is_asked_for(
+    words: list[str], asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read it while they are imported, which the command does; what the user has set stays."""
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    monkeypatch.setenv("DIFFUSERS_VERBOSITY", "info")
+    seen: list[str | None] = []
+
+    def work() -> None:
+        seen.extend(os.environ.get(name) for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"))
+
+    run(program(work), "tool", words)
+    assert seen == [asked, "info"] and "TRANSFORMERS_VERBOSITY" not in os.environ

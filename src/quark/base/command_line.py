@@ -35,6 +35,12 @@ from quark.errors import INTERRUPTED, USAGE, QuarkError, UsageError, is_interrup
 DEBUG, DEBUG_VARIABLE = "--debug", "QUARK_DEBUG"
 JSON, QUIET, VERBOSE = "--json", "--quiet", "--verbose"
 ANYWHERE = (DEBUG, JSON, QUIET, VERBOSE)
+QUIET_LIBRARIES = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""What other libraries read while they are imported; a variable that is set stays. --verbose shows what they say."""
 DEBUG_HELP = (
     f"Anywhere on the line: {DEBUG} (or {DEBUG_VARIABLE}=1) shows the traceback of an error; {JSON} prints what is "
     f"printed as one JSON object; {QUIET} logs warnings only; {VERBOSE} logs more."
@@ -149,8 +155,12 @@ def run(app: typer.Typer, name: str = "quark", arguments: Sequence[str] | None =
 
 @contextmanager
 def _said_as_asked(words: Sequence[str]) -> Iterator[None]:
-    """Within: the log has the level, and results the form, that the words of a command line ask for."""
+    """Within: logs have the level, and results the form, that the words of a command line ask for."""
     level = logger.level
+    quiet = (
+        {} if VERBOSE in words else {name: value for name, value in QUIET_LIBRARIES.items() if name not in os.environ}
+    )
+    os.environ.update(quiet)
     if not _is_first("RANK"):
         logger.setLevel(logging.ERROR)
     elif QUIET in words or VERBOSE in words:
@@ -161,6 +171,8 @@ def _said_as_asked(words: Sequence[str]) -> Iterator[None]:
     finally:
         Results.collected = None
         logger.setLevel(level)
+        for variable in quiet:
+            os.environ.pop(variable, None)
 
 
 def _run(app: typer.Typer, name: str, words: list[str], debug: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from quark.base.loading import without_collection
 with without_collection():
     import torch
 
+from quark.base.log import logger
 from quark.errors import ConfigError, FormatError, as_format_error, did_you_mean
 from quark.jobs.folders.model_inputs import ModelInputs
 from quark.jobs.folders.step_inputs import StepInputs
@@ -28,10 +30,11 @@ from quark.torch.model.model_folder import import_transformers, read_config
 
 
 def _quiet_transformers() -> Any:
-    """Transformers without its bars and reports: what they say is checked, and raised."""
+    """Transformers, without bars and reports unless --verbose asks for them: what they say is checked, and raised."""
     transformers = import_transformers()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    if not logger.isEnabledFor(logging.DEBUG):
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
     return transformers
 
 
