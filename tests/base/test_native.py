@@ -68,3 +68,19 @@ def test_a_cache_that_cannot_be_made_is_said(source: Path, tmp_path: Path) -> No
     (tmp_path / "cache").write_text("")
     with pytest.raises(OutputError, match="cache folder .* cannot be made: Not a directory"):
         native.library(source, "one", "")
+
+
+def test_without_a_compiler_it_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("QUARK_CACHE", str(tmp_path))
+    native._say_once.cache_clear()
+    try:
+        with caplog.at_level("INFO", logger="quark"):
+            for name in ("one", "two"):
+                assert native.loaded(Path(native.__file__), name, "numpy does it.") is None
+    finally:
+        native._say_once.cache_clear()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["The compiled parts of quark cannot be built here, so some steps take longer; --verbose says why."]

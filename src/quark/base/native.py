@@ -10,6 +10,7 @@ A library is code: none is loaded that another user may have put there. Its call
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -58,6 +59,24 @@ def library(source: Path, purpose: str, without: str) -> Path:
         logger.info("Compiling %s, once: %s", purpose, path)
         _build(command, source, path, without)
     return path
+
+
+def loaded(source: Path, purpose: str, without: str) -> ctypes.CDLL | None:
+    """The compiled library of a C++ file whose work can be done without it; None where it cannot be built.
+
+    The log says so once in a process, for the first of them. Arguments are those of `library`.
+    """
+    try:
+        return ctypes.CDLL(str(library(source, purpose, without)))
+    except (QuarkError, OSError) as error:
+        _say_once()
+        logger.debug("%s", error)
+        return None
+
+
+@cache
+def _say_once() -> None:
+    logger.info("The compiled parts of quark cannot be built here, so some steps take longer; --verbose says why.")
 
 
 def _texts(source: Path) -> bytes:

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.base import native
-from quark.base.log import logger
 from quark.core.array import Array, dtype_name, is_torch, on_cpu
-from quark.errors import OutputError, QuarkError
 
 WORTH_COMPILING = 512
 """Columns from which on a model is a real one, which is worth a second of compiling, once on a machine."""
@@ -85,11 +83,9 @@ def _as_it_lies(matrix: Array) -> tuple[int, int, bool, bool]:
 @cache
 def _library() -> Any:
     """The compiled code; None where it cannot be built, or the processor lacks the instruction."""
-    try:
-        source = Path(__file__).with_name("products.cpp")
-        found = ctypes.CDLL(str(native.library(source, "products of bfloat16", "They are found in float32.")))
-    except (QuarkError, OutputError, OSError) as error:
-        logger.debug("Products of bfloat16 are found in float32: %s", error)
+    source = Path(__file__).with_name("products.cpp")
+    found: Any = native.loaded(source, "products of bfloat16", "They are found in float32.")
+    if found is None:
         return None
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     found.has_pairs.restype = ctypes.c_int32

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from quark.base import native
-from quark.base.log import logger
 from quark.core.array import Array, dtype_name, is_torch, namespace
 from quark.core.blocks.block_types import BlockType
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.packing import SEQUENTIAL
 from quark.core.rounding import RoundType
 from quark.core.spec import ScaleType, TensorSpec
-from quark.errors import OutputError, QuarkError, ShapeError
+from quark.errors import ShapeError
 
 COMPILED = ("bfloat16", "float32")
 """dtypes with compiled passes."""
@@ -242,11 +241,9 @@ def _function(name: str, x: Array) -> Any:
 @cache
 def _library() -> Any:
     """The compiled passes, or None where they cannot be built."""
-    try:
-        source = Path(__file__).with_name("runs.cpp")
-        found = ctypes.CDLL(str(native.library(source, "the maker of codes", "torch makes them too.")))
-    except (QuarkError, OutputError, OSError) as error:
-        logger.debug("Codes are made by torch: %s", error)
+    source = Path(__file__).with_name("runs.cpp")
+    found: Any = native.loaded(source, "the maker of codes", "torch makes them too.")
+    if found is None:
         return None
     pointer, count, rule = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(CodeRule)
     arguments = {

@@ -18,9 +18,7 @@ from typing import Any
 import numpy as np
 
 from quark.base import native
-from quark.base.log import logger
 from quark.core.array import Array, NumpyArray, astype, namespace, on_cpu, to_numpy, view
-from quark.errors import OutputError, QuarkError
 
 Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
 Extremes = tuple[np.float32, np.float32]
@@ -56,12 +54,11 @@ def count_with_numpy(values: np.ndarray[Any, np.dtype[np.float32]], counts: Coun
 @cache
 def _compiled() -> Any:
     """The compiled function, or None where it cannot be built."""
-    try:
-        path = native.library(Path(__file__).with_name("counts.cpp"), "the counter of histograms", "numpy counts too.")
-        function = ctypes.CDLL(str(path)).count_patterns
-    except (QuarkError, OutputError, OSError) as error:
-        logger.debug("Histograms are counted by numpy: %s", error)
+    source = Path(__file__).with_name("counts.cpp")
+    found: Any = native.loaded(source, "the counter of histograms", "numpy counts too.")
+    if found is None:
         return None
+    function = found.count_patterns
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
     function.restype = None
     return function

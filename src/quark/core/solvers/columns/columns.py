@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from quark.base import native
-from quark.base.log import logger
 from quark.core.array import Array, chunk_bytes_for, dtype_name, is_torch, namespace, on_cpu
 from quark.core.kernels.element_rule import ElementRule
 from quark.core.quantize import quantize_elements
 from quark.core.spec import TensorSpec
-from quark.errors import OutputError, QuarkError
 
 BLOCK = 64
 """Columns of a block."""
@@ -317,11 +315,9 @@ def _stride(x: Array) -> int:
 @cache
 def _library() -> Any:
     """The compiled blocks, or None where they cannot be built."""
-    try:
-        source = Path(__file__).with_name("columns.cpp")
-        found = ctypes.CDLL(str(native.library(source, "the column solver", "numpy and torch solve columns too.")))
-    except (QuarkError, OutputError, OSError) as error:
-        logger.debug("Columns are solved one by one: %s", error)
+    source = Path(__file__).with_name("columns.cpp")
+    found: Any = native.loaded(source, "the column solver", "numpy and torch solve columns too.")
+    if found is None:
         return None
     pointer, count, rule = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ElementRule)
     found.solve_columns.argtypes = [pointer] * 8 + [count] * 5 + [rule]
