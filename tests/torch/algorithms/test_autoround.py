@@ -172,21 +172,20 @@ def test_scores_are_taken_of_as_many_tokens_as_moments_need() -> None:
 
 
 class TwoStreams(nn.Module):
-    """A block whose layers run on one half of the tokens, then on the other."""
+    """A block whose layers run on so many tokens, then on the next ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.up, self.down, self.tokens = nn.Linear(64, 64), nn.Linear(64, 64), tokens
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        halves = x[:, :2], x[:, 2:]
-        return x + torch.cat([self.down(self.up(half).tanh()) for half in halves], 1)
+        return x + torch.cat([self.down(self.up(part).tanh()) for part in x.split(self.tokens, 1)], 1)
 
 
 class TwoStreamModel(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, tokens: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([TwoStreams(), TwoStreams()])
+        self.blocks = nn.ModuleList([TwoStreams(tokens), TwoStreams(tokens)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -195,9 +194,11 @@ class TwoStreamModel(nn.Module):
 
 
 @pytest.mark.slow
-def test_layers_that_run_twice_in_a_block_are_learned_and_by_others_refused() -> None:
+@pytest.mark.parametrize("tokens", [3, 64])
+def test_layers_that_run_twice_in_a_block_are_learned_and_by_others_refused(tokens: int) -> None:
+    """Those that run twice on a long sequence, and once on a short one, too."""
     torch.manual_seed(0)
-    model, data = TwoStreamModel(), [torch.randn(2, 5, 64) for _ in range(3)]
+    model, data = TwoStreamModel(tokens), [torch.randn(2, 2 * tokens - 1, 64) for _ in range(3)]
     expected = [model(x).detach() for x in data]
     errors = {}
     for name, taken in ((None, None), ("autoround", data)):

@@ -42,13 +42,11 @@ from quark.torch.calibration.lent_tokens import ExpertCalibration
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.batches import evaluating
-from quark.torch.model.blocks import Call, find_blocks, short_calls
+from quark.torch.model.blocks import find_blocks
 from quark.torch.model.blocks.after_blocks import CallAfterBlocks, around_hidden, layers_after_blocks, without_blocks
 from quark.torch.model.blocks.recording import with_first
 from quark.torch.model.blocks.streams import StreamCall
 
-FEW, MANY = 61, 1 << 30
-"""Tokens on which the layers that read one tensor are found, a number that no model has of its own; and all rows."""
 LEARNED = "learned-{index}-{rank}"
 """Folder of what an algorithm learns in a process."""
 
@@ -373,15 +371,6 @@ def _with_quantized_weights(block: Block, layers: Mapping[str, QuantLayer]) -> l
     return [leaf for leaf in linear if block.full(leaf) in layers and layers[block.full(leaf)].spec.weight]
 
 
-def _of_few_tokens(block: Block, linear: Sequence[str]) -> list[Call]:
-    """A call that costs little and reaches all layers; none where there are experts, to which few tokens go.
-
-    With all rows of a batch: of one row, the first one is the whole.
-    """
-    experts = any(expert_of(block.full(leaf)) for leaf in linear)
-    return [] if experts else short_calls(block.module, block.calls[:1], FEW, MANY)
-
-
 def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> tuple[list[tuple[str, ...]], set[str]]:
     """Groups of linear layers with quantized weights that read one tensor, in running order; layers that none reaches.
 
@@ -389,7 +378,7 @@ def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> tuple[li
     """
     linear = _with_quantized_weights(block, layers)
     found: list[list[tuple[str, ...]]] = []
-    for call in (*_of_few_tokens(block, linear), *block.calls):
+    for call in block.calls:  # whole: a layer that takes a long sequence in parts runs once on a short one
         found.append(input_groups(block.module, linear, call))
         if len({leaf for group in found[-1] for leaf in group}) == len(linear):
             return found[-1], set()
