@@ -79,6 +79,9 @@ class BlockErrorCheck:
         self.expected = [
             _tensor_of(call, block.module) if x is None or not x.is_floating_point() else x for call, x in runs
         ]
+        # Of all processes, of which one may have none to compare: each of them goes the same way.
+        unknown = torch.tensor(int(any(expected is None for expected in self.expected)))
+        self.measured = not int(summed(unknown))
         self.names: list[str] = []
         self.errors = self._errors()
         self.error = self._total()
@@ -109,7 +112,7 @@ class BlockErrorCheck:
         self.errors = self._errors()
         error = self._total()
         # A block that returns no tensor cannot be measured.
-        kept = before is None or any(expected is None for expected in self.expected) or error <= earlier_error
+        kept = before is None or not self.measured or error <= earlier_error
         if before is not None and self.read is not None and self.errors is not None and earlier is not None:
             grown = torch.tensor(int((self.errors[:, 0] > earlier[:, 0]).any()))
             kept = kept and not int(summed(grown))
@@ -176,7 +179,7 @@ class BlockErrorCheck:
         """Of each call sum |Q(block)(x) - block(x')|^2 and sum |block(x')|^2, (calls, 2); None of what cannot be
         measured.
         """
-        if any(expected is None for expected in self.expected):
+        if not self.measured:
             return None
         sums: list[torch.Tensor] = []
         with ExitStack() as within:
