@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.source_tree import FILES, imported, parsed, relative
 
@@ -124,6 +126,33 @@ def test_pip_lines_name_extras_that_there_are() -> None:
     assert len(named) > 3
     wrong = [(page, line) for page, line in named if not set(line.split(",")) <= {*EXTRAS, "all", *TOOLS}]
     assert not wrong, wrong
+
+
+def test_what_continuous_integration_installs_is_pinned_in_versions_that_are_allowed() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    pinned = {canonicalize_name(name): version for name, version in pins.items()}
+    extras = [line for lines in PROJECT["optional-dependencies"].values() for line in lines]
+    asked = [one for one in map(Requirement, (*PROJECT["dependencies"], *extras)) if one.name != PROJECT["name"]]
+    assert len(asked) > 30
+    wrong = [str(one) for one in asked if pinned.get(canonicalize_name(one.name), "none") not in one.specifier]
+    assert not wrong, wrong
+
+
+def test_every_requirement_has_an_oldest_version() -> None:
+    lines = (*PROJECT["dependencies"], *(line for extra in EXTRAS for line in PROJECT["optional-dependencies"][extra]))
+    for line in lines:
+        # `make release` installs this version, to see that it runs.
+        assert [one.operator for one in Requirement(line).specifier] == [">="], line
+
+
+def test_each_extra_is_installed_by_itself_before_a_release() -> None:
+    release = (ROOT / ".ci" / "release").read_text(encoding="utf-8")
+    listed = re.search(r"^EXTRAS=\$\{EXTRAS:-(.*)\}$", release, re.MULTILINE)
+    assert listed is not None
+    assert set(listed[1].split()) == {"none", "oldest", *EXTRAS}
+    # With each, a command runs that reaches its code or the one beside it.
+    for extra in EXTRAS:
+        assert re.search(rf"^    ([\w |]* )?{extra}( [\w |]*)?\) (for|quark) ", release, re.MULTILINE), extra
 
 
 @pytest.mark.slow
