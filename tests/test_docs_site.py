@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from quark import onnx as onnx_flow
-from tests import command_reference
+from tests import command_reference, rooms_picture
 from tests.source_tree import FILES
+from tests.test_architecture import ARROWS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -77,6 +78,12 @@ def test_the_reference_has_every_home_of_the_onnx_flow() -> None:
 def test_the_reference_of_the_commands_is_what_help_says() -> None:
     """Anew: python -m tests.command_reference > docs/reference/commands.md."""
     assert (DOCS / "reference" / "commands.md").read_text(encoding="utf-8") == command_reference.page()
+
+
+def test_the_picture_of_the_rooms_is_what_the_arrows_say() -> None:
+    """`python -m tests.rooms_picture > docs/rooms.svg` draws it anew; a room that is not described would be missing."""
+    assert {"compat", "__version__", "__main__"} | rooms_picture.WHAT.keys() == set(" ".join(ARROWS).split())
+    assert (DOCS / "rooms.svg").read_text(encoding="utf-8") == rooms_picture.picture() + "\n"
 
 
 def test_the_questions_quote_messages_that_there_are() -> None:
