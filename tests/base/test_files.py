@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import mmap
 import os
 import re
 import shutil
@@ -12,7 +14,9 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import onnx_ir as ir
@@ -25,6 +29,7 @@ from quark.base.files import (
     check_apart,
     check_file,
     check_folder,
+    digest_of,
     move_folder,
     replace_file,
     require_config,
@@ -479,3 +484,20 @@ def test_what_is_renamed_is_on_the_disk_before_and_its_name_behind(
     for index in renamed:
         assert events[index - 1] == events[index].replace("rename", "flush")
     assert events[-1] == f"flush {here}"
+
+
+@pytest.mark.parametrize("size", [0, 1, mmap.ALLOCATIONGRANULARITY, 3 * mmap.ALLOCATIONGRANULARITY + 5])
+def test_a_digest_is_of_all_bytes(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIECE", mmap.ALLOCATIONGRANULARITY)
+    file, content = tmp_path / "weights", os.urandom(size)
+    file.write_bytes(content)
+    assert digest_of(file) == hashlib.sha256(content).hexdigest()
+
+
+def test_a_digest_that_nobody_needs_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIECE", mmap.ALLOCATIONGRANULARITY)
+    (tmp_path / "weights").write_bytes(bytes(2 * mmap.ALLOCATIONGRANULARITY))
+    ended = Event()
+    ended.set()
+    with pytest.raises(CancelledError):
+        digest_of(tmp_path / "weights", ended)
