@@ -25,10 +25,10 @@ from quark.errors import (
     OutputExistsError,
 )
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
-from quark.torch.checkpoint.safetensors_file import DTYPES, TensorFile, create_file, write_tensor
+from quark.torch.checkpoint.safetensors_file import DTYPES, ByteRange, TensorFile, create_file, write_tensor
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_tensor
-from quark.torch.flows import checkpoint_job
+from quark.torch.flows import checkpoint_job, file2file
 from quark.torch.flows.from_disk import stream
 from tests.models.architectures import build
 from tests.models.families import family
@@ -114,6 +114,20 @@ def test_formats(options: dict[str, str], tmp_path: Path) -> None:
     config = scheme("int4_wo_32")
     expected = in_memory(config, source, tmp_path / "memory", freeze=False, **options)
     assert file_to_file(config, source, tmp_path / "files", **options) == expected
+
+
+def test_tensors_are_copied_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, config, pieces = save_float(tmp_path / "float"), scheme("int4_wo_32"), []
+    expected = file_to_file(config, source, tmp_path / "whole")
+
+    def write(tensor: torch.Tensor, place: ByteRange) -> None:
+        pieces.append(place.length)
+        write_tensor(tensor, place)
+
+    monkeypatch.setattr(file2file, "PIECE", 64)
+    monkeypatch.setattr(file2file, "write_tensor", write)
+    assert file_to_file(config, source, tmp_path / "pieces") == expected
+    assert pieces.count(64) > 100
 
 
 @pytest.mark.parametrize("exclude", [["lm_head"], []])

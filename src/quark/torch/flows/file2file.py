@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -64,6 +64,8 @@ class TensorJob:
 
 MOST_WORKERS = 4
 """More would hold more tensors at once than reading and writing keep busy."""
+PIECE = 1 << 24
+"""Bytes that are copied at once."""
 
 Family = tuple[TensorJob, ...]
 """Tensors that share a second-level scale, or one alone: what a worker takes at once."""
@@ -252,21 +254,32 @@ class Converter:
         if len(family) > 1:
             largest = torch.stack([self._second_scale(item) for item in family]).amax(0)
         for item in family:
-            for suffix, tensor in self._convert(item, largest).items():
+            if item.spec is None:
+                self._copy(item)
+                continue
+            for suffix, tensor in self._convert(item, item.spec, largest).items():
                 write_tensor(tensor, item.places[suffix])
             item.source.release(self.source)
 
-    def _convert(self, item: TensorJob, largest: torch.Tensor | None) -> Tensors:
+    def _copy(self, item: TensorJob) -> None:
+        """Write a tensor as it is, and give back each piece of it before the next one."""
+        place = item.places[""]
+        flat = item.source.read(self.source, item.dtype, item.shape).reshape(-1)
+        for values in torch.split(flat, max(1, PIECE // item.dtype.itemsize)):
+            length = values.numel() * item.dtype.itemsize
+            write_tensor(values, replace(place, length=length))
+            place = replace(place, begin=place.begin + length, length=place.length - length)
+            item.source.release(self.source)
+
+    def _convert(self, item: TensorJob, spec: TensorSpec, largest: torch.Tensor | None) -> Tensors:
         x = self._read(item)
-        if item.spec is None:
-            return {"": x}
-        layout = QuarkLayout(item.spec, item.dtype, self.conversion.pack_method, self.conversion.real)
+        layout = QuarkLayout(spec, item.dtype, self.conversion.pack_method, self.conversion.real)
         with naming(item.name):
-            if item.spec.is_cast:
+            if spec.is_cast:
                 return layout.store(x, None)
             if largest is not None:
-                return layout.store(x, qparams_under(largest, x, item.spec))
-            return layout.store(x, tensor_qparams(x, item.spec))
+                return layout.store(x, qparams_under(largest, x, spec))
+            return layout.store(x, tensor_qparams(x, spec))
 
     def _second_scale(self, item: TensorJob) -> torch.Tensor:
         assert item.spec is not None
@@ -278,5 +291,4 @@ class Converter:
         return scale
 
     def _read(self, item: TensorJob) -> torch.Tensor:
-        x = item.source.read(self.source, item.dtype, item.shape)
-        return x.to(self.device) if item.spec else x
+        return item.source.read(self.source, item.dtype, item.shape).to(self.device)
