@@ -20,8 +20,9 @@ def lines() -> Iterator[str]:
     """The page: for each command what it does, its examples and a table of options for each panel of the help."""
     yield "# The commands"
     yield ""
-    yield "What `quark COMMAND --help` says. Results go to stdout, the log to stderr; `--debug` adds the traceback to"
-    yield "an error. [What quark promises](../guide/promises.md#exit-codes-and-streams) has the exit codes."
+    yield "This page lists the commands and their options, as `quark COMMAND --help` shows them. Results are printed to"
+    yield "stdout and the log to stderr; `--debug` adds the traceback to an error. The exit codes are in [What quark"
+    yield "promises](../guide/promises.md#exit-codes-and-streams)."
     group: Any = typer.main.get_command(app())
     for name, command in group.commands.items():
         paragraphs = [" ".join(text.split()) for text in command.help.split("\n\n")]

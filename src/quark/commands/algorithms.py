@@ -11,7 +11,7 @@ from quark.base.command_line import new_table, results
 
 
 def algorithms() -> None:
-    """List the algorithms with their parameters and defaults, as --algorithm NAME:PARAMETER=VALUE takes them.
+    """List the algorithms with their parameters and defaults, for --algorithm NAME:PARAMETER=VALUE.
 
     Example: quark algorithms
     """

@@ -14,7 +14,7 @@ from quark.report.page import check_page
 
 @takes(COMPARE, Model)
 def compare(request: CompareFolders | CompareFiles) -> None:
-    """Quantize a model by each of several schemes, and compare size and accuracy; no model is written.
+    """Quantize a model with several schemes, and compare size and accuracy. No model is written.
 
     Example: quark compare ./llama --schemes int8_wo,uint4_wo_32 --calib heldout.txt
 

@@ -16,9 +16,9 @@ from quark.jobs.convert import CONVERT, ConvertRequest, require_quantized_model,
 
 @takes(CONVERT, Annotated[Path, typer.Argument(help="A quantized folder, or a GGUF file.")])
 def convert(request: ConvertRequest) -> None:
-    """Write a quantized model in another format, without the float model: every value stays as it is, to the bit.
+    """Write a quantized model in another format, with exactly the same values. The float model is not needed.
 
-    What a format cannot hold to the bit is refused, unless --requantize names a scheme. Nothing is overwritten.
+    If a format cannot store the same values, this is an error, unless --requantize names a scheme. No file is replaced.
 
     Example: quark convert ./llama-uint4 --format compressed-tensors -o ./llama-ct
 

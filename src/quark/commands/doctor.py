@@ -27,7 +27,7 @@ DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "onnx_ir": "onnx-ir"}
 
 
 def doctor() -> None:
-    """Show versions and devices, and what is missing, with the line that installs it.
+    """Show versions, devices, and missing packages with the commands that install them.
 
     Example: quark doctor
     """

@@ -24,13 +24,13 @@ from quark.report.page import check_page
 
 Float = Annotated[Path, typer.Argument(metavar="FLOAT", help="Folder or ONNX file of the float model.")]
 Quantized = Annotated[
-    Path, typer.Argument(metavar="QUANTIZED", help="Folder, GGUF or ONNX file of the same, quantized.")
+    Path, typer.Argument(metavar="QUANTIZED", help="Folder, GGUF file or ONNX file of the quantized model.")
 ]
 
 
 @takes(EVALUATE, Float, quantized=Quantized)
 def evaluate(request: EvaluateFolders | EvaluateFiles) -> None:
-    """Compare outputs, size, latency and the damage of each layer, and of language models the perplexity.
+    """Compare a quantized model with the float model: outputs, size, latency, layers, perplexity.
 
     Example: quark evaluate ./llama ./llama-uint4 --text heldout.txt
 

@@ -9,7 +9,7 @@ from quark.jobs.words import FILE_FORMS, FOLDER_FORMS
 
 
 def formats() -> None:
-    """List the formats of a quantized model folder, and the programs that were seen to load schemes in them.
+    """List the formats of a quantized model folder, and the programs that are known to load them.
 
     Example: quark formats
     """

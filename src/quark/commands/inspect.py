@@ -30,16 +30,17 @@ def inspect(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help="An ONNX or GGUF file, or a folder of a Hugging Face model.")],
     measure: Annotated[
-        bool, onnx_option("--measure", help="Time the nodes here, in float and as they are; on one thread.")
+        bool,
+        onnx_option(
+            "--measure", help="Measure the quantized nodes on this machine, and the same nodes in float; on one thread."
+        ),
     ] = False,
     data: Annotated[
         Path | None,
-        onnx_option(
-            help="With --measure: samples, the first of which is run. Default: noise, where all sizes are known."
-        ),
+        onnx_option(help="With --measure: samples; the first one is used. Default: noise, if all sizes are known."),
     ] = None,
 ) -> None:
-    """Show what is quantized in a model; of an ONNX file also what ONNX Runtime runs in integers, and why not the rest.
+    """Show what is quantized in a model, and which nodes of an ONNX file ONNX Runtime computes in integers, or why not.
 
     Example: quark inspect model-a8w8.onnx
     """

@@ -57,11 +57,11 @@ def _asked(model: Path, said: Mapping[str, Any]) -> FolderRequest | FileRequest:
     scheme=Annotated[str | None, option_for("scheme", "--scheme", "--config", help=SCHEME_HELP, rich_help_panel=None)],
 )
 def plan(request: FolderRequest | FileRequest) -> None:
-    """Show what a scheme, or a budget, would do to a model, and the size it would have.
+    """Show how each layer of a model would be quantized, and how large the result would be.
 
-    It takes the options of `quark quantize`, but those of the output.
+    It has the options of `quark quantize`, except for those of the output.
 
-    With --bits or --size the weights are read, and calibration data or a file of sensitivities are needed.
+    With --bits or --size it reads the weights, and needs calibration data or a file of sensitivities.
 
     Example: quark plan ./llama --scheme mxfp4
 

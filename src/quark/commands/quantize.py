@@ -23,12 +23,15 @@ from quark.jobs.recipes.recipe import Recipe, check_recipe, save_recipe
 from quark.jobs.request import QUANTIZE, is_adapter
 from quark.jobs.words import ONNX, usage
 
-Model = Annotated[Path, typer.Argument(help="Folder of a Hugging Face model, or an ONNX file; see --for comfyui.")]
+Model = Annotated[
+    Path,
+    typer.Argument(help="Folder of a Hugging Face model, or an ONNX file; with --for comfyui also a safetensors file."),
+]
 
 
 @takes(QUANTIZE, Model)
 def quantize(request: FolderRequest | FileRequest) -> None:
-    """Quantize a model folder for transformers and vLLM, or an ONNX file for ONNX Runtime and NPUs.
+    """Quantize a model folder for vLLM, transformers or llama.cpp, or an ONNX file for ONNX Runtime, OpenVINO or NPUs.
 
     Example: quark quantize ./llama --for vllm -o ./llama-vllm
 

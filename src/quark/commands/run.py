@@ -39,17 +39,17 @@ def _print_schema(asked: bool) -> None:
 
 
 def run(
-    recipe: Annotated[Path, typer.Argument(help="File of YAML, such as the quark_recipe.yaml of a folder.")],
+    recipe: Annotated[Path, typer.Argument(help="YAML file, such as the quark_recipe.yaml in a quantized folder.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Options of `quark quantize`, in the place of what the recipe says.")
+        list[str] | None, typer.Argument(help="Options of `quark quantize`, which replace those of the recipe.")
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="Another model than that of the recipe.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Model to quantize, instead of that of the recipe.")] = None,
     schema: Annotated[
         bool,
         typer.Option("--schema", is_eager=True, callback=_print_schema, help="Print the JSON schema of recipes."),
     ] = False,
 ) -> None:
-    """Quantize as a recipe says, and evaluate, if it says so. Options of `quark quantize` may follow it.
+    """Quantize as a recipe says, and evaluate if it asks for that. Options of `quark quantize` may follow.
 
     Example: quark run ./llama-uint4/quark_recipe.yaml -o ./llama-again
 

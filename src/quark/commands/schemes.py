@@ -15,7 +15,9 @@ from quark.jobs.words import usage
 
 
 def schemes(
-    goal: Annotated[str | None, typer.Option("--for", help=f"What one program loads: {', '.join(GOALS)}.")] = None,
+    goal: Annotated[
+        str | None, typer.Option("--for", help=f"Only what this program loads: {', '.join(GOALS)}.")
+    ] = None,
 ) -> None:
     """List the schemes of model folders, the mixes of GGUF files, and the configurations of ONNX files.
 

@@ -29,11 +29,11 @@ class CompareFolders(MeasureFolders):
 
     schemes: tuple[str, ...] = option(
         (),
-        "Schemes, mixes of GGUF, or named configurations of an ONNX file, and families of them (int4); with commas "
-        "between them, or repeated.",
+        "Schemes, GGUF mixes, families of schemes (int4), or configurations for an ONNX file; separated by commas, or "
+        "repeated.",
         required=True,
     )
-    calib: Path | None = same_as(JobRequest, "calib", help="Calibration data, as of `quark quantize`.")
+    calib: Path | None = same_as(JobRequest, "calib", help="Calibration data, as for `quark quantize`.")
     data: Path | None = same_as(MeasureFolders, "data", help=MEASURED_ON)
 
 

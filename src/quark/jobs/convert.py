@@ -20,12 +20,16 @@ from quark.jobs.words import ONNX
 class ConvertRequest(ModelRequest):
     """What may be asked for of a quantized model; see the help texts."""
 
-    output: Path = option(Path(), "Folder or GGUF file to make.", "--output", "-o", metavar="PATH", required=True)
+    output: Path = option(Path(), "Folder or GGUF file to write.", "--output", "-o", metavar="PATH", required=True)
     format: str = option(
-        "", "quark, awq, gptq, fp8, compressed-tensors or gguf.", "--format", "--export-format", required=True
+        "",
+        "Format to write: quark, awq, gptq, fp8, compressed-tensors or gguf.",
+        "--format",
+        "--export-format",
+        required=True,
     )
     requantize: str | None = option(
-        None, "Scheme, or mix of GGUF, to round the values to anew: where the codes have no place."
+        None, "Scheme or GGUF mix to quantize to again, if the format cannot store the codes."
     )
     log_file: Path | None = same_as(JobRequest, "log_file")
 

@@ -29,7 +29,9 @@ class MeasureRequest(ModelRequest):
 
     report: Path | None = same_as(JobRequest, "report", key="")
     log_file: Path | None = same_as(JobRequest, "log_file")
-    data: Path | None = option(None, "Held-out data: text, a folder of images, audio or arrays, .npz, .npy (ONNX).")
+    data: Path | None = option(
+        None, "Held-out data: a text, a folder of images, audio or arrays, .npz, or .npy (ONNX)."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class MeasureFolders(MeasureRequest):
     """What may be said of a measurement of model folders."""
 
     length: int = option(256, "Tokens in a window.", least=2)
-    windows: int = option(64, "Most windows or other samples; 0: all.", least=0)
+    windows: int = option(64, "Number of windows, or of other samples, to use; 0: all.", least=0)
     device: str = same_as(FolderRequest, "device")
     dtype: str = same_as(FolderRequest, "dtype")
     trust_remote_code: bool = same_as(FolderRequest, "trust_remote_code")
@@ -53,7 +55,7 @@ class MeasureFolders(MeasureRequest):
 class MeasureFiles(MeasureRequest):
     """What may be said of a measurement of ONNX files."""
 
-    samples: int | None = option(None, "Most samples; all by default.", least=1)
+    samples: int | None = option(None, "Number of samples to use. Default: all.", least=1)
     batch_size: int | None = same_as(FileRequest, "batch_size", key="")
     mean: str | None = same_as(FileRequest, "mean", key="")
     std: str | None = same_as(FileRequest, "std", key="")
@@ -65,12 +67,13 @@ class EvaluateFolders(MeasureFolders):
     """What may be asked of two folders. `quantized` may be a GGUF file, too."""
 
     quantized: Path
-    layers: int = option(10, "How many of the worst layers to show.", least=0)
+    layers: int = option(10, "Number of layers to show, those with the largest errors first.", least=0)
     prompt: tuple[str, ...] | None = option(
-        None, "Of a pipeline of diffusers: what a picture is made of; repeatable. Default with --report: two."
+        None,
+        "For a pipeline of diffusers: prompt of a picture; repeatable. Default with --report: two built-in prompts.",
     )
     num_inference_steps: int | None = option(
-        None, "Of a pipeline of diffusers: steps of a picture. Default: as many as it takes by itself.", least=1
+        None, "For a pipeline of diffusers: steps of a picture. Default: that of the pipeline.", least=1
     )
     text: Path | None = option(None, "Held-out text file: the same as --data.", key=None)
 

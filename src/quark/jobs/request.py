@@ -41,42 +41,40 @@ class ModelRequest:
 class JobRequest(ModelRequest):
     """What may be asked for of either kind of model that is quantized; see the help texts."""
 
-    output: str = option("", "Folder or file to make.", "--output", "-o", metavar="PATH", key="output.path",
+    output: str = option("", "Folder or file to write.", "--output", "-o", metavar="PATH", key="output.path",
                          changes_output=False, required=True)  # fmt: skip
     goal: str | None = option(
         None,
-        f"Program that is to run the result: {', '.join(GOALS)}. It chooses scheme and format.",
+        f"Program that will run the result: {', '.join(GOALS)}. It chooses scheme and format.",
         "--for",
         key="for",
     )
     effort: str | None = option(
-        None, "With --for: fast, balanced (default with --calib) or best; which algorithms run, how long."
+        None, "With --for: time to spend on accuracy: fast, balanced (default with --calib) or best."
     )
     calib: Path | None = option(
         None,
-        "Calibration data: text, JSON lines (.jsonl), datasets:NAME, a folder of images or audio, or arrays by name "
-        "(.npz). Without them language models get a text of the package.",
+        "Calibration data: text, JSON lines (.jsonl), datasets:NAME, a folder of images or audio, or named arrays "
+        "(.npz). Default for language models: a text of the package.",
         key="data.path",
     )
     samples: int | None = option(
-        None, f"Most samples of --calib. Default {SAMPLES}; ONNX: all.", least=1, key="data.samples"
+        None, f"Number of samples to use of --calib. Default: {SAMPLES}; ONNX: all.", least=1, key="data.samples"
     )
-    exclude: tuple[str, ...] | None = option(None, "Pattern of layers or nodes to keep in float; repeatable.")
+    exclude: tuple[str, ...] | None = option(None, "Pattern of layers or nodes that stay in float; repeatable.")
     algorithm: tuple[str, ...] | None = option(
         None,
-        "gptq, awq ..., or gptq:refine_passes=3,NAME=VALUE; `quark algorithms` lists them; repeatable.",
+        "Algorithm, such as gptq or gptq:refine_passes=3,NAME=VALUE; `quark algorithms` lists them; repeatable.",
         key="algorithms",
     )
-    write_recipe: Path | None = option(
-        None, "Write what was asked for as a recipe, which `quark run` takes.", metavar="FILE", key=None
-    )
-    force: bool = option(False, "Replace the output.", "--force", key=None)
+    write_recipe: Path | None = option(None, "Write the options as a recipe for `quark run`.", metavar="FILE", key=None)
+    force: bool = option(False, "Replace an existing output.", "--force", key=None)
     report: Path | None = option(
-        None, "Write a page (HTML) of what was found.", "--report", metavar="FILE", key="output.report",
+        None, "Write the results as an HTML page.", "--report", metavar="FILE", key="output.report",
         changes_output=False,
     )  # fmt: skip
     log_file: Path | None = option(
-        None, "Write how far the work is as lines of JSON, after those of earlier runs.", "--log-file", metavar="FILE",
+        None, "Append the progress of the job as lines of JSON.", "--log-file", metavar="FILE",
         changes_output=False,
     )  # fmt: skip
 
@@ -103,76 +101,86 @@ class FolderRequest(JobRequest):
     )
     packing: bool | None = option(
         None,
-        "Texts of --calib one after another, cut into windows (default), or a sample of each line or document.",
+        "Join the texts of --calib and cut them into windows (default), or make a sample of each line or document.",
         "--packing/--no-packing",
         key="data.packing",
     )
     seed: int | None = option(
-        None, "Take samples of all --calib by chance. Default: the first ones.", "--seed", least=0, key="data.seed"
+        None,
+        "Choose random samples of --calib, with this seed. Default: the first ones.",
+        "--seed",
+        least=0,
+        key="data.seed",
     )
     synthetic: int | None = option(
-        None, "Samples that the model itself writes, beside those of --calib.", "--synthetic", least=1,
+        None, "Number of samples that the model generates, in addition to those of --calib.", "--synthetic", least=1,
         key="data.synthetic",
     )  # fmt: skip
     scheme: str | None = option(None, "Name of a scheme; `quark schemes` lists them.")
     bits: float | None = option(
         None,
-        "In place of --scheme: bits for each weight, scales included; layers get schemes that lose least.",
+        "Instead of --scheme: average bits per weight, scales included; chooses a scheme for each layer.",
         least=0,
     )
     size: str | None = option(
         None,
-        "In place of --scheme: size of all tensors, as in 2.1GB, or a share of the model's, as in 30%; a tokenizer, in "
-        "GGUF files too, comes on top. Layers get schemes that lose least.",
+        "Instead of --scheme: size of all tensors, such as 2.1GB, or a share of the model's size, such as 30%, without "
+        "the tokenizer; chooses a scheme for each layer.",
     )
     candidates: tuple[str, ...] | None = option(
-        None, "Schemes that --bits and --size choose from, with commas or repeated."
+        None, "Schemes that --bits and --size choose from; separated by commas, or repeated."
     )
     sensitivity: Path | None = option(
-        None, "File of what each layer loses: written, or read for another --bits or --size.", "--sensitivity"
+        None, "File with the loss of each layer; written, or read again for another --bits or --size.", "--sensitivity"
     )
-    layer: tuple[str, ...] | None = option(None, "PATTERN=SCHEME for some layers; repeatable.", key="layers")
+    layer: tuple[str, ...] | None = option(None, "Scheme for some layers, as PATTERN=SCHEME; repeatable.", key="layers")
     component: tuple[str, ...] | None = option(
         None,
-        "Of a pipeline of diffusers: NAME in place of what it calls once a step, or NAME=SCHEME beside that, as in "
-        "text_encoder=int8_wo; repeatable.",
+        "For a pipeline of diffusers: NAME quantizes this component instead of the denoiser; NAME=SCHEME, such as "
+        "text_encoder=int8_wo, quantizes it too; repeatable.",
         key="components",
     )
-    imatrix: Path | None = option(None, "Importance matrix of llama.cpp, which weighs the errors of a GGUF mix.")
+    imatrix: Path | None = option(None, "Importance matrix of llama.cpp, which weights the errors of a GGUF mix.")
     save_imatrix: Path | None = option(
-        None, "Write the importance matrix of --calib: NAME.gguf, or the older NAME.dat.", key="output.save_imatrix",
+        None,
+        "Write the importance matrix of --calib to NAME.gguf, or in the older form to NAME.dat.",
+        key="output.save_imatrix",
         changes_output=False,
-    )  # fmt: skip
+    )
     kv_cache: str | None = option(None, "Quantize the key and value cache: fp8, int8, fp8_per_head, int8_per_head.")
     attention: str | None = option(None, "Quantize queries and attention probabilities: fp8.")
     calibrate_all_experts: bool = option(
-        False, "Calibrate each expert of a mixture by all tokens, not by its own.", "--calibrate-all-experts"
+        False,
+        "Calibrate each expert of a mixture with all tokens, not only with those routed to it.",
+        "--calibrate-all-experts",
     )
-    device: str = option("cpu", "cpu, cuda, cuda:1 ...")
-    dtype: str = option("auto", "Compute in float32, float16, bfloat16; auto: as stored.")
+    device: str = option("cpu", "Device to compute on: cpu, cuda, cuda:1 ...")
+    dtype: str = option("auto", "Type to compute in: float32, float16, bfloat16, or auto for the type of the files.")
     export_format: str | None = option(
         None,
-        f"quark (default), {', '.join(FOLDER_FORMS[1:])}; {', '.join(FILE_FORMS)} (a file). Default for -o X.gguf: "
-        "gguf; for -o X.safetensors: comfyui.",
+        f"Format: quark (default), {', '.join(FOLDER_FORMS[1:])}; for one file {', '.join(FILE_FORMS)}. Default for -o "
+        "X.gguf: gguf; for -o X.safetensors: comfyui.",
         "--export-format",
         "--format",
         key="output.format",
     )
-    weight_format: str = option("real_quantized", "real_quantized or fake_quantized.", key="output.weight_format")
+    weight_format: str = option(
+        "real_quantized",
+        "real_quantized stores codes and scales; fake_quantized stores float values.",
+        key="output.weight_format",
+    )
     pack_method: str = option("reorder", "Order of 4-bit codes: reorder or order.", key="output.pack_method")
-    max_shard_size: str = option("5GB", "Largest safetensors file.", key="output.max_shard_size")
+    max_shard_size: str = option("5GB", "Largest size of a safetensors file.", key="output.max_shard_size")
     stream: bool | None = option(
         None,
-        "Load, quantize and write one block at a time; a killed run goes on. Default: where memory is too small, and "
-        "tensor by tensor where no data are needed.",
+        "Load, quantize and write one block at a time; a killed run can continue. Default: if memory is too small; "
+        "if no data are needed, one tensor at a time.",
         changes_output=False,
     )
-    trust_remote_code: bool = option(
-        False, "Run the code that the folder brings along.", "--trust-remote-code", key=None
-    )
+    trust_remote_code: bool = option(False, "Run Python code from the model folder.", "--trust-remote-code", key=None)
     keep_unexpected: bool = option(
         False,
-        "Accept tensors that the class of the model does not use; they are copied as they are.",
+        "Accept tensors that the model class does not use, and copy them unchanged.",
         "--keep-unexpected",
     )
 
@@ -187,40 +195,46 @@ class FileRequest(JobRequest):
     """What may be asked for of an ONNX file."""
 
     # With a goal these say of either kind of model what it is to be.
-    scheme: str | None = option(None, "With --for: a configuration, or a family of them.")
-    bits: float | None = option(None, "With --for: bits of a weight.", least=0)
+    scheme: str | None = option(None, "With --for: a configuration, or a family of configurations.")
+    bits: float | None = option(None, "With --for: bits per weight.", least=0)
 
     config: str | None = option(
         None,
-        "Named configuration: A8W8, XINT8 ... Default: for ONNX Runtime on this CPU, the best found in a minute.",
+        "Named configuration: A8W8, XINT8 ... Default: the best for ONNX Runtime on this CPU, searched for a minute.",
     )
     target: str | None = option(
         None,
-        "Layout to write: npu, ort_x64, ort_arm64, openvino, generic. --for chooses it, and the configuration too.",
+        "Runtime that the Q/DQ nodes are placed for: npu, ort_x64, ort_arm64, openvino, generic. --for chooses it too.",
     )
-    statistics: Path | None = option(None, "File of calibration statistics, written or reused.")
-    batch_size: int | None = option(None, "Rows of --calib in a sample.", least=1, key="data.batch_size")
-    mean: str | None = option(None, "Of images: (image / 255 - mean) / std, as in 0.5 or 0.4,0.5,0.6.", key="data.mean")
-    std: str | None = option(None, "Of images, with --mean.", key="data.std")
+    statistics: Path | None = option(None, "File with calibration statistics; written, or reused if it exists.")
+    batch_size: int | None = option(None, "Rows of the data in a sample.", least=1, key="data.batch_size")
+    mean: str | None = option(
+        None, "For images: the mean in (image / 255 - mean) / std, such as 0.5 or 0.4,0.5,0.6.", key="data.mean"
+    )
+    std: str | None = option(None, "For images: the std in (image / 255 - mean) / std.", key="data.std")
     allow_noop: bool | None = option(
         None,
-        "Whether an algorithm that finds nothing to do is a warning (default) or an error.",
+        "Only warn if an algorithm has no effect (default), or raise an error.",
         "--allow-noop/--no-allow-noop",
     )
-    allow_damage: bool = option(False, "Write a model that lost its outputs on calibration samples.", "--allow-damage")
-    recover: bool = option(
-        False, "Try other ranges and algorithms; keep what helps on samples that are held out.", "--recover"
+    allow_damage: bool = option(
+        False, "Write the model even if it lost its outputs on calibration samples.", "--allow-damage"
     )
-    budget: str | None = option(None, "Time for --recover: 90s, 10m (default), 1h ...")
-    metric: str | None = option(None, "Of --recover: sqnr (default), psnr, cosine or l2.")
-    reach: float | None = option(None, "Of --recover: the metric that is enough, as in 30 (dB of sqnr).")
+    recover: bool = option(
+        False, "Try other ranges and algorithms, and keep those that help on held-out samples.", "--recover"
+    )
+    budget: str | None = option(None, "With --recover: time for the search, such as 90s, 10m (default) or 1h.")
+    metric: str | None = option(None, "With --recover: metric of the outputs: sqnr (default), psnr, cosine or l2.")
+    reach: float | None = option(
+        None, "With --recover: value of the metric at which the search ends, such as 30 (dB of sqnr)."
+    )
     measure: bool | None = option(
         None,
-        "Time the kernels of this processor, and leave in float what is faster so; for --target ort_x64.",
+        "Measure the kernels of this processor, and leave nodes in float that are faster so; for --target ort_x64.",
         "--measure/--no-measure",
     )
-    profile: Path | None = option(None, "File of these times, written or reused; with --measure.")
-    allow_wider: bool = option(False, "Of --recover: more bits than the config asks for.", "--allow-wider")
+    profile: Path | None = option(None, "With --measure: file with the times; written, or reused if it exists.")
+    allow_wider: bool = option(False, "With --recover: allow more bits than the configuration has.", "--allow-wider")
 
 
 WITH_A_GOAL = ("scheme", "bits")
