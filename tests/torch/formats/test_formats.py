@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quark.core.granularity import PerBlock, PerChannel, PerGroup
+from quark.core.quantize import fake_quantize
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec, spec
 from quark.errors import ConfigError, FormatError, OutputError, OutputExistsError, QuarkError
@@ -24,8 +25,10 @@ from quark.torch import (
     load_params,
     save_params,
 )
+from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
+from quark.torch.formats.quark.layout import QuarkLayout
 from quark.torch.layers.replace import quantized_layers
 from tests.models.checkpoints import stored
 from tests.models.torch_zoo import every_layer, mlp, tiny_llama, token_batches
@@ -403,3 +406,23 @@ def test_float_and_foreign_models_are_refused(tmp_path: Path) -> None:
         export_safetensors(model, tmp_path / "out")
     with pytest.raises(QuarkError):
         load_params(mlp(), tmp_path / "none.json", tmp_path / "none.safetensors")
+
+
+FOUR_BITS = [name for name, layer in SCHEMES.items() if layer.weight and layer.weight.dtype.bits == 4]
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_codes_of_frozen_weights_are_those_that_decode_to_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0)).bfloat16() * 0.02  # worth compiling
+    weight[0, :512] = 0
+    weight[1] *= 1e-3
+    weight[2, ::9] *= 30
+    of = SCHEMES[name].weight
+    assert of is not None
+    params = tensor_qparams(weight, of)
+    layout, shape = QuarkLayout(of, torch.bfloat16), tuple(weight.shape)
+    x = fake_quantize(weight, params, of)
+    found = layout.store(x, params, frozen=True)
+    monkeypatch.setattr(QuarkLayout, "_store_compiled", lambda *_: None)
+    assert torch.equal(found[""].view(torch.uint8), layout.store(x, params, frozen=True)[""].view(torch.uint8))
+    assert torch.equal(layout.load_codes(found[""], shape), layout.codes(x, params, frozen=True))

@@ -93,7 +93,9 @@ class QuarkLayout(CodedLayout):
 
     def _store_rows(self, x: torch.Tensor, params: QParams, frozen: bool) -> torch.Tensor:
         """Packed codes of x, made from rows that stay in the cache: no step of it holds all of x in float32."""
-        compiled = None if frozen or self.spec.code_spec else self._store_compiled(x, params)
+        # The 16 codes of 4 bits lie so far apart that a frozen value, rounded to bfloat16, is still nearest to its own.
+        nearest = not frozen or self.element.bits == 4
+        compiled = self._store_compiled(x, params) if nearest and not self.spec.code_spec else None
         if compiled is not None:
             return compiled
         step = _rows_at_once(self.spec, tuple(x.shape))
