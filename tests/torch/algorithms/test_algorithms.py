@@ -12,7 +12,9 @@ from torch import nn
 
 from quark.core.granularity import PerChannel, PerGroup
 from quark.core.quantize import compute_qparams, fake_quantize
+from quark.core.schemes import SCHEMES
 from quark.core.solvers import gptq
+from quark.core.solvers.importance import weighted_qparams
 from quark.core.spec import LayerSpec, TensorSpec, spec
 from quark.errors import CalibrationError, ConfigError, NonFiniteError, QuarkError, StructureError
 from quark.torch import LLMTemplate, ModelQuantizer
@@ -20,6 +22,7 @@ from quark.torch.algorithms import Algorithm, Block
 from quark.torch.algorithms.block_sweep import sweep
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_inputs import input_groups, lockstep
+from quark.torch.algorithms.rounding import fix_scales
 from quark.torch.algorithms.rounding.imatrix import ImportanceScale
 from quark.torch.config.algo_configs import (
     AlgoConfig,
@@ -472,3 +475,20 @@ def test_scales_that_are_found_before_leave_the_float_model_to_what_follows() ->
     alone, behind = inputs(), inputs(ImportanceScale(ImportanceScaleConfig()))
     assert len(alone) == len(behind) == 2 * 2 * 8
     assert all(torch.equal(a, b) for a, b in zip(alone, behind, strict=True))
+
+
+@pytest.mark.parametrize("name", ["uint4_wo_128", "int4_wo_per_channel", "mxfp4", "nvfp4"])
+def test_scales_searched_by_rows_are_those_of_the_whole_weight(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fix_scales, "PIECE", 3 * 256 + 5)
+    generator, of = torch.Generator().manual_seed(0), SCHEMES[name].weight
+    assert of is not None
+    weight, importance = torch.randn(10, 256, generator=generator), torch.rand(256, generator=generator)
+    rows = []
+    search = fix_scales.weighted_qparams
+    monkeypatch.setattr(fix_scales, "weighted_qparams", lambda x, *rest: (rows.append(len(x)), search(x, *rest))[1])
+    (found,) = fix_scales._least_loss([weight], [importance], of)
+    whole = weighted_qparams(weight, importance, of)
+    assert rows == ([10] if of.scale_spec else [3, 3, 3, 1])
+    assert torch.equal(found.scale, whole.scale)
+    assert (found.zero_point is None) == (whole.zero_point is None)
+    assert whole.zero_point is None or torch.equal(found.zero_point, whole.zero_point)

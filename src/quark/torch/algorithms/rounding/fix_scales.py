@@ -22,6 +22,8 @@ from quark.torch.layers.fake_quant import Mode
 
 SIDE_BY_SIDE = 1 << 18
 """Elements of small weights, those of experts, whose scales are searched at once."""
+PIECE = 1 << 22
+"""Elements of a large weight whose scales a CPU searches at once: the search has copies of them in float32."""
 
 
 def chosen_layers(group: InputGroup, block: Block, names: Sequence[str]) -> dict[str, QuantLayer]:
@@ -76,10 +78,19 @@ def _least_loss(
     for start in range(0, len(weights), step):
         batch, weighing = weights[start : start + step], importance[start : start + step]
         if len(batch) == 1:
-            yield weighted_qparams(batch[0], weighing[0], spec)
+            whole = alone or batch[0].ndim != 2 or batch[0].device.type != "cpu"
+            search = weighted_qparams if whole else _by_rows
+            yield search(batch[0], weighing[0], spec)
             continue
         of_elements = torch.cat([one.expand(weight.shape) for one, weight in zip(weighing, batch, strict=True)])
         params, rows = weighted_qparams(torch.cat(list(batch)), of_elements, spec), len(batch[0])
         zeros: Any = [None] * len(batch) if params.zero_point is None else torch.split(params.zero_point, rows)
         for scale, zero in zip(torch.split(params.scale, rows), zeros, strict=True):
             yield QParams(scale.clone(), None if zero is None else zero.clone())
+
+
+def _by_rows(weight: torch.Tensor, importance: torch.Tensor, spec: TensorSpec) -> QParams:
+    """`weighted_qparams` of a matrix whose rows have scales of their own, some rows at a time."""
+    found = [weighted_qparams(rows, importance, spec) for rows in torch.split(weight, max(1, PIECE // weight.shape[1]))]
+    zeros = [params.zero_point for params in found if params.zero_point is not None]
+    return QParams(torch.cat([params.scale for params in found]), torch.cat(zeros) if zeros else None)
