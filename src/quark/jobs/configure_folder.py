@@ -354,9 +354,11 @@ def _reason_for_data(request: FolderRequest, scheme: str | None, budget: Budget 
 
     names = (*filter(None, [scheme]), *(item.rpartition("=")[2] for item in request.layer or ()))
     static = [name for name in names if name not in MIXES and scheme_of(name).needs_data]
-    static += filter(None, [request.kv_cache, request.attention])
     if static:
         return f"the scheme {static[0]!r}, which has static activation scales,"
+    for option, kind in (("--kv-cache", request.kv_cache), ("--attention", request.attention)):
+        if kind:
+            return f"{option} {kind}, whose scales are static,"
     algorithms = algorithms_of(config.algo_config or [])
     reading = [algorithm.config.name for algorithm in algorithms if algorithm.reads_inputs or algorithm.learns]
     if reading:

@@ -23,6 +23,7 @@ from quark.torch.config.tensor.shorthand_specs import (
     Int8PerTensorSpec,
     Uint8PerTensorSpec,
 )
+from quark.torch.layers.attention.cache_view import cache_argument
 from quark.torch.layers.attention.heads import stored_heads
 from quark.torch.layers.replace import quantized_layers
 from tests.models.families import family
@@ -149,14 +150,17 @@ def test_after_rope_the_model_computes_as_with_a_quantized_cache(name: str, atte
             scales = [scale_of(model, f"model.layers.{layer}.self_attn.{leaf}") for leaf in leaves]
             return super().update(fp8(keys, scales[0]), fp8(values, scales[1]), layer, *args, **options)
 
-    expected = plain(IDS, past_key_values=Quantized()).logits
+    argument = cache_argument(plain)
+    assert argument is not None
+    given: dict[str, Any] = {argument: Quantized()}
+    expected = plain(IDS, **given).logits
     torch.testing.assert_close(model(IDS, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(expected, plain(IDS).logits, atol=1e-3)
     if name == "llama":
         assert scale_of(model, "model.layers.0.self_attn.k_proj") == pytest.approx(seen[0] / 448, rel=1e-6)
     # Step by step, with a cache of transformers', the same.
     steps = model(IDS[:, :10], use_cache=True)
-    rest = model(IDS[:, 10:], past_key_values=steps.past_key_values).logits
+    rest = model(IDS[:, 10:], **{argument: getattr(steps, argument)}).logits
     torch.testing.assert_close(rest, expected[:, 10:], rtol=1e-4, atol=1e-4)
 
 

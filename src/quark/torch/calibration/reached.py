@@ -32,8 +32,9 @@ from quark.torch.model.passes.unfuse_experts import is_fused
 SHOWN = 4
 """How many names, patterns or arguments a message lists."""
 BESIDE = frozenset(
-    ("attention_mask", "cache_position", "decoder_attention_mask", "decoder_inputs_embeds", "decoder_position_ids",
-     "head_mask", "inputs_embeds", "labels", "logits_to_keep", "past_key_values", "position_ids", "token_type_ids")
+    ("attention_mask", "cache", "cache_position", "decoder_attention_mask", "decoder_inputs_embeds",
+     "decoder_position_ids", "head_mask", "inputs_embeds", "labels", "logits_to_keep", "past_key_values",
+     "position_ids", "token_type_ids")
 )  # fmt: skip
 """Arguments that are given beside others, or in their place: no layer waits for one of them."""
 

@@ -22,6 +22,7 @@ from torch import nn
 from quark.base.files import atomic_file
 from quark.base.log import logger
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
+from quark.torch.layers.attention.cache_view import cache_argument
 from quark.torch.llm.generated_text import ANSWERS, mlperf_rouge_eval, ppl_eval_with_synthetic_dataset
 from quark.torch.llm.model_loading import get_tokenizer
 from quark.torch.llm.named_datasets import NamedDataset, dataset_text
@@ -111,10 +112,11 @@ def _read_one_by_one(model: nn.Module, ids: torch.Tensor, context: int) -> float
     """The negative log likelihood of the tokens after the context, in nats; ids: (1, tokens)."""
     total = 0.0
     done = model(ids[:, :context], use_cache=True)
+    cache = cache_argument(model) or "past_key_values"
     for index in range(context, ids.shape[1]):
         token = ids[:, index : index + 1]
         total += float(nn.functional.cross_entropy(done.logits[:, -1].float(), token[0]))
-        done = model(token, past_key_values=done.past_key_values, use_cache=True)
+        done = model(token, use_cache=True, **{cache: getattr(done, cache)})
     return total
 
 

@@ -1,6 +1,6 @@
 """Where a cache of keys and values is quantized: on the way into it.
 
-    keys, values = past_key_values.update(keys, values, layer_idx)
+    keys, values = cache.update(keys, values, layer_idx)
 
 is how an attention module of transformers stores new keys and values, and gets all that there are. What it passes there
 is what a cache holds: keys after their norm and rotary embedding; with latent attention (MLA) the compressed vector and
@@ -24,8 +24,8 @@ from quark.errors import NotSupportedError
 from quark.torch.layers.attention.heads import holds, stored_heads
 from quark.torch.layers.fake_quant import Extras, FakeQuantize
 
-ARGUMENTS = ("past_key_values", "layer_past", "past_key_value", "layer_state")
-"""What forwards call the cache that they are given."""
+ARGUMENTS = ("past_key_values", "cache", "layer_past", "past_key_value", "layer_state")
+"""What forwards call the cache that they are given; "cache" in transformers from 5.24 on."""
 
 PARTS = ("self_attention_cache", "cross_attention_cache")
 """Caches inside the cache of an encoder and a decoder."""
@@ -199,9 +199,10 @@ class GiveView:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        argument = cache_argument(module)
-        assert argument is not None
-        place = _parameters(module).index(argument)
+        own = cache_argument(module)
+        assert own is not None
+        place = _parameters(module).index(own)
+        argument = next((name for name in ARGUMENTS if name in kwargs), own)
 
         def stored(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return _through(module, self.keys, keys), _through(module, self.values, values)
