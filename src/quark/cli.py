@@ -16,8 +16,7 @@ HELP = "Quantize a model, and see what it cost.\n\nExample: quark quantize ./lla
 
 def main() -> None:
     """Run the command line; a QuarkError becomes one line on stderr and exit code 1, bad usage 2."""
-    # What is there at the end goes with the process: nothing is gained by looking through it for garbage once more.
-    atexit.register(gc.freeze)
+    atexit.register(_leave_garbage)
     try:
         from quark.base.command_line import run
 
@@ -29,6 +28,15 @@ def main() -> None:
             raise
         sys.stderr.write("quark: Interrupted.\n")
         sys.exit(INTERRUPTED)
+
+
+def _leave_garbage() -> None:
+    """What is there at the end goes with the process: nothing is gained by looking through it for garbage once more.
+
+    Except where triton 3.9 or newer is loaded, as torch for GPUs does: its module then prints thirty lines on "leaks".
+    """
+    if "triton._C.libtriton" not in sys.modules:
+        gc.freeze()
 
 
 def _version(asked: bool) -> None:
