@@ -344,6 +344,12 @@ def _refuse_beside_budget(request: FolderRequest, budget: Budget) -> None:
         )
 
 
+def _options_with_scales(request: FolderRequest) -> list[str]:
+    """The options given that have static scales, whatever the scheme is."""
+    given = (("--kv-cache", request.kv_cache), ("--attention", request.attention))
+    return [f"{option} {kind}" for option, kind in given if kind]
+
+
 def _reason_for_data(request: FolderRequest, scheme: str | None, budget: Budget | None, config: Any) -> str | None:
     """What needs calibration data: a scheme with static activations, an algorithm, or a budget that is measured; None
     where nothing does.
@@ -356,9 +362,8 @@ def _reason_for_data(request: FolderRequest, scheme: str | None, budget: Budget 
     static = [name for name in names if name not in MIXES and scheme_of(name).needs_data]
     if static:
         return f"the scheme {static[0]!r}, which has static activation scales,"
-    for option, kind in (("--kv-cache", request.kv_cache), ("--attention", request.attention)):
-        if kind:
-            return f"{option} {kind}, whose scales are static,"
+    if options := _options_with_scales(request):
+        return f"{options[0]}, whose scales are static,"
     algorithms = algorithms_of(config.algo_config or [])
     reading = [algorithm.config.name for algorithm in algorithms if algorithm.reads_inputs or algorithm.learns]
     if reading:
