@@ -2,18 +2,18 @@
 
     QuarkError
     ├── ConfigError              a config, scheme, pattern or option is wrong          (also ValueError)
-    │   └── UsageError           the words of a command line are; exit code 2
+    │   └── UsageError           the command line is wrong; exit code 2
     ├── CalibrationError         the calibration data cannot give what the config needs (also ValueError)
     ├── NonFiniteError           NaN or Inf in a weight or an activation               (also ValueError)
     ├── ShapeError               a shape does not fit a granularity or a layout        (also ValueError)
-    ├── StructureError           a part of a model could not be found, or a change of it not be proved (also ValueError)
+    ├── StructureError           a part of a model was not found, or a change would alter outputs (also ValueError)
     ├── FormatError              a file or folder is corrupt, truncated or of another kind (also ValueError)
-    ├── OutputExistsError        the output is there already and may not be replaced   (also FileExistsError)
+    ├── OutputExistsError        the output exists already, and --force is not given   (also FileExistsError)
     ├── OutputError              the output could not be written; nothing was left behind (also OSError)
     ├── TooLittleMemoryError     a job needs more memory than is free                  (also MemoryError)
-    ├── NotSupportedError        a documented thing that this version does not do      (also NotImplementedError)
+    ├── NotSupportedError        a documented option that this version does not have   (also NotImplementedError)
     ├── ProcessLostError         another process of a group died, failed or cannot be reached   (also RuntimeError)
-    └── MissingDependencyError   an optional package is absent; names the pip line     (also ImportError)
+    └── MissingDependencyError   an optional package is absent; has the pip command    (also ImportError)
 
 Each message says what came, where, and what is possible.
 """
@@ -41,15 +41,15 @@ class ConfigError(QuarkError, ValueError):
 
 
 class UsageError(ConfigError):
-    """The words of a command line are wrong, which is said before any work; exit code 2."""
+    """The command line is wrong. It is raised before any work; exit code 2."""
 
 
 class NothingQualifiesError(ConfigError):
-    """An algorithm finds nothing to do in a model."""
+    """An algorithm has no effect on a model."""
 
 
 class NothingToQuantizeError(ConfigError):
-    """A graph holds nothing of what is to be quantized."""
+    """A graph has no nodes that the configuration quantizes."""
 
 
 class SlowerThanFloatError(ConfigError):
@@ -57,11 +57,11 @@ class SlowerThanFloatError(ConfigError):
 
 
 class CalibrationError(QuarkError, ValueError):
-    """The calibration data cannot give what the configuration needs."""
+    """The calibration data are missing, do not fit the model, or do not reach a layer."""
 
 
 class NonFiniteError(QuarkError, ValueError):
-    """A weight or an activation holds NaN or Inf."""
+    """A weight or an activation contains NaN or infinity."""
 
 
 class ShapeError(QuarkError, ValueError):
@@ -69,7 +69,7 @@ class ShapeError(QuarkError, ValueError):
 
 
 class StructureError(QuarkError, ValueError):
-    """A part of a model could not be found, or a change that must not alter its outputs would."""
+    """A part of a model could not be found, or a transformation would change its outputs although it must not."""
 
 
 class FormatError(QuarkError, ValueError):
@@ -77,23 +77,23 @@ class FormatError(QuarkError, ValueError):
 
 
 class OutputExistsError(QuarkError, FileExistsError):
-    """The output exists already and replacing it was not asked for."""
+    """The output exists already, and neither `overwrite=True` nor `--force` is given."""
 
 
 class OutputError(QuarkError, OSError):
-    """The output could not be written, and nothing of it was left behind."""
+    """The output could not be written. Nothing incomplete was left on the disk."""
 
 
 class ProcessLostError(QuarkError, RuntimeError):
-    """Another process of the group died, failed or could not be reached; names it."""
+    """Another process of the group died, failed or could not be reached. The message names it."""
 
 
 class TooLittleMemoryError(QuarkError, MemoryError):
-    """A job needs more memory than is free, which is known before it begins."""
+    """A job needs more memory than is free. It is raised before the job begins."""
 
 
 class DamageError(QuarkError, ValueError):
-    """A quantized model has lost what the float model gives."""
+    """The outputs of a quantized model differ too much from those of the float model."""
 
 
 class NotSupportedError(QuarkError, NotImplementedError):

@@ -54,33 +54,35 @@ def quantize(
     overwrite: bool = False,
     **options: Any,
 ) -> Any:
-    """Quantize a model with what its goal asks for.
+    """Quantize a model for the program that will run it.
 
     Args:
         model: A `torch.nn.Module`, which is changed in place; the path of a folder of transformers; or the path of an
             ONNX file.
         scheme: A name of `quark schemes`, or a family: "int4", "W8A8", "Q4_K_M". None: the default of the goal.
-        data: Calibration data. Of a module: batches, each a tensor such as token ids (samples, tokens), a dict of
-            arguments, or a tuple; or the path of a file or folder of them (`quark.torch.stored_batches`). Of a path:
-            what --calib takes, a text file, a folder, or an .npz file; of an ONNX file also a data reader, an iterable
-            of feeds, an array of all samples, (samples, ...), or a dict of such.
-        goal: A program, one of `quark.goals.GOALS`: "vllm", "llama.cpp" ... None: "transformers" of a module or a
-            folder, "diffusers" of a network of it, "onnxruntime" of an ONNX file.
-        output: Folder or file to make. A path needs one; of a module None leaves it in memory.
-        bits: Of a weight, in place of a scheme: 2, 3, 4, 5, 6, 8 or 16, as the goal has them; of a folder also 4.25.
-        effort: "fast", "balanced" (default with data) or "best".
-        algorithm: In place of what the effort chooses, with parameters: "gptq:refine_passes=3".
+        data: Calibration data. For a module: a list of batches, each a tensor such as token ids (samples, tokens), a
+            dict of arguments, or a tuple; or the path of stored batches (`quark.torch.stored_batches`). For a folder:
+            the path of a text file, a folder or an .npz file, as for --calib. For an ONNX file: such a path, a data
+            reader, an iterable of feeds, an array of all samples (samples, ...), or a dict of arrays.
+        goal: The program that will run the result, one of `quark.goals.GOALS`: "vllm", "llama.cpp" ... None means
+            "transformers" for a module or a folder, "diffusers" for a network of diffusers, and "onnxruntime" for an
+            ONNX file.
+        output: Folder or file to write. Required if `model` is a path. A module stays in memory if it is None.
+        bits: Bits per weight, instead of a scheme: 2, 3, 4, 5, 6, 8 or 16, if the goal has a scheme with so many. For a
+            folder also a mean, such as 4.25.
+        effort: Time to spend on accuracy: "fast", "balanced" (default with data) or "best".
+        algorithm: Algorithm to use instead of those that the effort chooses: "gptq", "gptq:refine_passes=3".
         exclude: Patterns of layers or nodes that stay in float.
-        samples: Most calibration samples; of batches in memory the first ones.
-        overwrite: Replace the output.
-        options: Of a path, the other options of `quark quantize`, by the names of their fields in `quark.jobs.request`:
-            `device="cuda"`, `kv_cache="fp8"`, `layer=("*.down_proj=int8_wo",)`.
+        samples: Number of calibration samples to use; for batches in memory the first ones.
+        overwrite: Replace an existing output.
+        options: If `model` is a path, other options of `quark quantize`, with the names of the fields in
+            `quark.jobs.request`: `device="cuda"`, `kv_cache="fp8"`, `layer=("*.down_proj=int8_wo",)`.
 
     Returns:
-        The quantized module, or the path of what was made.
+        The quantized module, or the path of the output.
 
     Raises:
-        QuarkError: See `quark.goals.choose`; what the flow raises.
+        QuarkError: An argument is wrong, the goal cannot load the scheme, or the model or the data cannot be used.
 
     Example:
         >>> model = quark.quantize(model, "int4")
@@ -135,18 +137,19 @@ def evaluate(
 
     Args:
         float_model: Folder of transformers, of a network or a pipeline of diffusers, or an ONNX file.
-        quantized: What was made of it: a folder, a GGUF file or an ONNX file.
+        quantized: The quantized model: a folder, a GGUF file or an ONNX file.
         data: Path of a text, of a folder of images, audio or arrays, or of an .npz file.
-        options: The other options of `quark evaluate`: `windows=16`, `device="cuda"`; of ONNX files `samples=100`; of
-            pipelines `prompt="a cat"` and `num_inference_steps=8`, for pictures.
+        options: Other options of `quark evaluate`: `windows=16`, `device="cuda"`; for ONNX files `samples=100`; for
+            pipelines `prompt="a cat"` and `num_inference_steps=8`, which are used for pictures.
 
     Returns:
-        Both models, and what was measured: `outputs` (name -> `sqnr`, `cosine`, `l2`, `psnr`), `sizes` in bytes and
-        `seconds` of each; of folders also `comparison.perplexity` and `damage`, of ONNX files `report.layers`. Of a
-        pipeline `components` (name of a denoiser -> these), and `pictures` (the same -> `pictures`, `picture_sqnr`).
+        The results: `outputs` (name of an output -> `sqnr`, `cosine`, `l2`, `psnr`), and `sizes` in bytes and
+        `seconds` of both models. For folders also `comparison.perplexity` and `damage`, and for ONNX files
+        `report.layers`. For a pipeline `components` (name of a denoiser -> such results), and `pictures` (name of a
+        denoiser -> `pictures`, `picture_sqnr`).
 
     Raises:
-        QuarkError: An option is unknown, or the models or the data cannot be read, or are not of each other.
+        QuarkError: An option is unknown, the models or the data cannot be read, or the two models do not match.
     """
     from quark.jobs.evaluate import EVALUATE, EvaluateFiles, evaluate_files, evaluate_folders, evaluate_pipeline
     from quark.jobs.request import is_pipeline, request_for
@@ -168,21 +171,21 @@ def compare(
     data: Any = None,
     **options: Any,
 ) -> ComparedSchemes:
-    """Quantize a model by each of several schemes, and measure what it gives, as `quark compare` does.
+    """Quantize a model with several schemes, and measure each result, as `quark compare` does.
 
     Args:
-        model: Folder of transformers, or an ONNX file; not changed, and nothing is written.
-        schemes: Names of schemes, mixes of GGUF or configurations of ONNX files, and families of them.
+        model: Folder of transformers, or an ONNX file. It is not changed, and no model is written.
+        schemes: Names of schemes, GGUF mixes, families of schemes, or configurations for ONNX files.
         calib: Path of calibration data.
         data: Path of held-out data. Default: `calib`.
-        options: The other options of `quark compare`.
+        options: Other options of `quark compare`.
 
     Returns:
-        The row of the float model, and one for each scheme: `size` in bytes, `sqnr` in dB, `kl`, `perplexity`, or
-        `reason` where it is not possible.
+        A row for the float model and one for each scheme, with `size` in bytes, `sqnr` in dB, `kl` and `perplexity`. If
+        a scheme is not possible for the model, its row has a `reason`.
 
     Raises:
-        QuarkError: A word is unknown, data are missing, or no scheme can be used.
+        QuarkError: An argument is wrong, data are missing, or no scheme can be used.
     """
     from quark.jobs.compare import COMPARE, resolve_comparison, run_comparison
     from quark.jobs.request import request_for
@@ -200,19 +203,19 @@ def convert(
     *,
     requantize: str | None = None,
 ) -> Path:
-    """Write a quantized model in another format, its codes as they are, as `quark convert` does.
+    """Write a quantized model in another format, with exactly the same values, as `quark convert` does.
 
     Args:
         model: A quantized folder, or a GGUF file.
-        output: Folder or GGUF file to make.
+        output: Folder or GGUF file to write.
         format: "quark", "awq", "gptq", "fp8", "compressed-tensors" or "gguf".
-        requantize: Scheme, or mix of GGUF, to round the values to anew: where the codes have no place.
+        requantize: Scheme or GGUF mix to quantize to again, if the format cannot store the codes.
 
     Returns:
-        What a program opens.
+        The path that a program loads.
 
     Raises:
-        QuarkError: The model cannot be read, the format has no place for it, or the output is there already.
+        QuarkError: The model cannot be read, the format cannot store it, or the output exists already.
     """
     from quark.jobs.convert import CONVERT, require_quantized_model, resolve_conversion, run_conversion
     from quark.jobs.request import request_for
