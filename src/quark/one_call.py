@@ -110,9 +110,10 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
 
     if said["output"] is None:
         raise ConfigError(f"quantize({str(model)!r}) needs output=, the folder or file to make.")
-    twice = sorted({*options} & {*said})
-    if twice:
-        raise ConfigError(f"{', '.join(twice)}: said twice. Possible: data= for calib, overwrite= for force.")
+    of_command = sorted({*options} & {*said})
+    if of_command:
+        named = ", ".join(f"{OF_QUANTIZE[name]}= for {name}" for name in of_command)
+        raise ConfigError(f"{', '.join(of_command)}: so the command calls it. Possible: {named}.")
     _refuse_of_command("quantize", options)
     said["goal"] = said["goal"] or _usual_goal(model)
     if data is not None and not is_onnx(model):

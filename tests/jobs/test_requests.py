@@ -23,7 +23,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too small": ({"samples": 0}, "samples=0 is none: it takes int of 1 or more"),
     "no number": ({"length": "x"}, "length='x' is none: it takes int of 1 or more"),
     "no word": ({"device": 3}, "device=3 is none: it takes str"),
-    "twice": ({"calib": "x"}, "calib: said twice"),
+    "of the command": ({"calib": "x"}, "calib: so the command calls it. Possible: data= for calib"),
     "effort": ({"effort": "bst"}, "effort='bst' is unknown. Did you mean 'best'"),
     "of the other kind": ({"config": "A8W8"}, "config does not apply to .*: it is for an ONNX file"),
     "report": ({"report": "r.html"}, "report: written by the command alone"),
