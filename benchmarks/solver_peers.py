@@ -38,6 +38,7 @@ ROWS = (
     ("quark", "awq"),
     ("amd-quark", "awq"),
     ("quark", "qronos"),
+    ("quark", "gptaq"),
     ("auto-round", "tuned"),
 )
 """Package and algorithm; those that compete stand together."""

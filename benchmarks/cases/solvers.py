@@ -1,7 +1,7 @@
 """Weight solvers at the shape of a 1 billion Llama: hidden 2048, intermediate 5632, three layers of it.
 
 Random weights whose norms have a few strong channels; 8 x 512 random tokens. A process for each case: one warm-up, the
-float forward of all batches, then `quantize_model`. Cases: GPTQ, AWQ and Qronos on uint4 in groups of 128.
+float forward of all batches, then `quantize_model`. Cases: GPTQ, AWQ, GPTAQ and Qronos on uint4 in groups of 128.
 
     forward_seconds, forward_cpu             of the float forward, wall and CPU time
     seconds, cpu_seconds                     of `quantize_model`
@@ -41,7 +41,7 @@ SHAPES = {"1b": Shape(2048, 5632, 3, 32, 4), "wide": Shape(4096, 14336, 1, 32, 8
 DTYPES = ("bfloat16", "float32")
 VOCABULARY, TOKENS, BATCHES = 2048, 512, 8
 STRONG, FACTOR = 6, 12.0
-CASES = ("gptq", "awq", "qronos", "importance")
+CASES = ("gptq", "awq", "gptaq", "qronos", "importance")
 OURS = ("importance",)
 """Cases that only this package has."""
 
@@ -55,6 +55,8 @@ def config_of(case: str) -> Any:
     names: dict[str, Any] = {"inside_layer_modules": inside, "model_decoder_layers": "model.layers"}
     if case == "gptq":
         algorithm: Any = configs.GPTQConfig(**names)
+    elif case == "gptaq":
+        algorithm = configs.GPTAQConfig(**names)
     elif case == "qronos":
         algorithm = configs.QronosConfig(**names)
     elif case == "awq":

@@ -316,7 +316,7 @@ def test_the_check_takes_what_the_compiled_code_finds() -> None:
     for pulled in (False, True):
         arrays = block.solved(compiled, pulled)
         pull = block.pull if pulled else None
-        assert bool(is_solved(block.grid, block.weight, block.weight, *arrays, block.feedback, pull))
+        assert bool(is_solved(block.grid, block.weight, *arrays, block.feedback, pull))
     again = block.refined(compiled, arrays[-1])
     assert bool(is_refined(block.grid, arrays[-1], block.slope, *again, block.hessian))
 

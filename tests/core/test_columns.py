@@ -79,7 +79,6 @@ def test_what_is_carried_is_added_column_by_column(pulled: bool) -> None:
             now[j] += feedback[i, j] * lost[i]
             if pulled:
                 now[j] += pull[i, j] * now[i]
-                goal[j] += pull[i, j] * now[i]
         expected[j] = grid(j, now)
         lost[j] = goal[j] - expected[j]
     assert np.array_equal(result, expected) and np.array_equal(missed, lost)

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.linalg import solve_triangular
 
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams, elementwise, fake_quantize, quantize_elements, range_of
 from quark.core.scales import qparams_from_range
 from quark.core.schemes import SCHEMES
 from quark.core.solvers import gptq, importance
+from quark.core.solvers.columns import triangles
 from quark.core.solvers.importance import weighted_qparams
 from quark.core.solvers.kept_share import freedom, kept_share
 from quark.core.solvers.refine import refine
@@ -157,13 +159,63 @@ def test_of_noise_little_is_kept_and_of_what_holds_nearly_all() -> None:
 
 
 def test_the_drift_of_gptaq_is_what_later_columns_can_project_away() -> None:
-    """Row i of P: w_i (x_i - x~_i) written as a combination of the later columns of X~, by least squares."""
+    """Row i of P F^-1: w_i (x_i - x~_i) written as a combination of the later columns of X~, by least squares."""
     _, x, real = problem()
-    found = gptq.drift_matrix((x - real) @ real.T, *gptq.factor(real @ real.T, 1e-12)[:2], 1.0)
+    feedback, importance, _ = gptq.factor(real @ real.T, 1e-12)
+    found = gptq.drift_matrix((x - real) @ real.T, feedback, importance, 1.0) @ np.linalg.inv(feedback)
     for i in (0, 7, COLUMNS - 2):
         expected = np.linalg.lstsq(real[i + 1 :].T, (x - real)[i], rcond=None)[0]
         assert np.allclose(found[i, i + 1 :], expected, atol=1e-6)
         assert not found[i, : i + 1].any()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_gptaq_and_qronos_are_those_of_their_papers(rule: TensorSpec) -> None:
+    """Weights that are moved, from which errors then count: with the inverse of F, and with W'."""
+    weight, x, real = problem()
+    rounder = grid_of(weight, rule)
+    factored = gptq.factor(real @ real.T, 0.01)[:2]
+    feedback, columns = np.float32(factored[0]), np.float32(weight.T)
+    drift = gptq.drift_matrix((x - real) @ real.T, *factored, 0.5)
+    of_paper, moved, expected = drift @ np.linalg.inv(factored[0]), columns * 1.0, np.empty_like(columns)
+    found = np.empty_like(columns)
+    for j in range(COLUMNS):
+        moved[j] += of_paper[:j, j] @ found[:j]
+        found[j] = moved[j] + feedback[:j, j] @ (moved - expected)[:j]
+        expected[j] = rounder(j, found)
+    solved = gptq.solve(columns, feedback, rounder, drift)
+    # The same codes, but for values within float32 of a tie.
+    assert (~np.isclose(solved, expected, rtol=1e-5, atol=1e-6)).mean() < 0.01
+    pull = (real @ x.T - real @ real.T) @ columns
+    residual = np.empty_like(columns)
+    target = columns + gptq.moved_target(pull, *factored)
+    expected = gptq.solve(target, feedback, rounder)
+    offset = np.float32(gptq.offset_of(pull, *factored))
+    solved = gptq.solve(columns, feedback, rounder, offset=offset, residual=residual)
+    assert (~np.isclose(solved, expected, rtol=1e-5, atol=1e-6)).mean() < 0.01
+    assert np.allclose(residual, feedback.T @ (target - solved), atol=1e-4)
+
+
+@pytest.mark.parametrize("wrap", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+@pytest.mark.parametrize("shape", [(40, 40), (300, 300), (2, 150, 150)], ids=str)
+def test_triangles_are_solved_as_scipy_does(shape: tuple[int, ...], wrap: Callable[[np.ndarray], Any]) -> None:
+    random, columns = np.random.default_rng(0), shape[-1]
+    feedback = np.triu(random.normal(size=shape) / columns, 1) + np.eye(columns)
+    right, square = random.normal(size=(*shape[:-1], 7)), random.normal(size=shape)
+    upper, lower, above = (
+        np.asarray(solve(wrap(value), wrap(other)))
+        for solve, value, other in (
+            (triangles.solve_upper, feedback, right),
+            (triangles.solve_lower, feedback, right),
+            (triangles.above_diagonal, square, feedback),
+        )
+    )
+    for index in np.ndindex(shape[:-2]):
+        f, b, d = feedback[index], right[index], square[index]
+        assert np.allclose(upper[index], solve_triangular(f, b), rtol=1e-10, atol=1e-12)
+        assert np.allclose(lower[index], solve_triangular(f, b, trans=1), rtol=1e-10, atol=1e-12)
+        expected = np.triu(solve_triangular(f, d.T).T, 1)  # Y F^T = D
+        assert np.allclose(above[index], expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("wrap", [np.asarray, torch.from_numpy])

@@ -11,6 +11,7 @@ from torch import nn
 from quark.core.granularity import PerChannel
 from quark.core.quantize import fake_quantize
 from quark.core.spec import LayerSpec, spec
+from quark.errors import NonFiniteError
 from quark.torch.algorithms.input_group import TILE, InputGroup
 from quark.torch.algorithms.rounding import column_problem
 from quark.torch.algorithms.rounding.column_problem import ColumnProblem, as_read
@@ -19,10 +20,10 @@ from quark.torch.layers.replace import replace_layer
 WIDTH = TILE + 40
 
 
-def group_of(width: int, layer: Any) -> InputGroup:
-    """Two batches of a layer's input, and the float model's."""
+def group_of(width: int, layer: Any, tokens: int = 18) -> InputGroup:
+    """Two batches of a layer's input, of so many tokens each, and the float model's."""
     random = torch.Generator().manual_seed(0)
-    x, y = ([torch.randn(2, 9, width, generator=random) for _ in range(2)] for _ in range(2))
+    x, y = ([torch.randn(2, tokens // 2, width, generator=random) for _ in range(2)] for _ in range(2))
     return InputGroup({"layer": layer}, x, y)
 
 
@@ -36,16 +37,34 @@ def test_bands_of_the_moments_are_the_rows_of_the_whole(keep: bool) -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
-def test_pulls_of_bands_are_those_of_the_formula(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [18, 3000])
+def test_pulls_are_those_of_the_formula_from_moments_and_from_outputs(
+    tokens: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(column_problem, "ROWS", 8)
     layer: Any = nn.Linear(WIDTH, 20)
-    group = group_of(WIDTH, layer)
+    group = group_of(WIDTH, layer, tokens // 2)
     problem = ColumnProblem(group, {"layer": layer}, torch.arange(WIDTH))
-    problem.add_pulls(group.cross_bands(), share)
+    problem.add_pulls(share, keep=True)
+    assert ("cross" in group.statistics) is (tokens == 3000)  # of few tokens outputs cost less
     real, ideal = (torch.cat(x).reshape(-1, WIDTH).double() for x in (group.inputs, group.float_inputs))
     expected = share * (real.T @ (ideal - real) / len(real)) @ layer.weight.detach().double().T
     # Sums of WIDTH products of float32, each of at most about 1 / sqrt(WIDTH) in size.
     assert torch.allclose(problem.pulls["layer"].double(), expected, rtol=0, atol=1e-5)
+
+
+def test_the_drift_of_outputs_of_bfloat16_is_off_by_less_than_its_noise() -> None:
+    layer: Any = nn.Linear(WIDTH, 600)
+    group, exact = (group_of(WIDTH, layer, 50) for _ in range(2))
+    group.inputs, group.float_inputs = ([x.bfloat16() for x in side] for side in (group.inputs, group.float_inputs))
+    exact.inputs, exact.float_inputs = ([x.float() for x in side] for side in (group.inputs, group.float_inputs))
+    weights = {"layer": layer.weight.detach().bfloat16()}
+    found, expected = (some.drift_of_outputs(weights)["layer"] for some in (group, exact))
+    # Two roundings, each of a relative error of 2^-9 / sqrt(3) or so, of what is like noise.
+    assert (found - expected).norm() <= 2.0**-8 * expected.norm()
+    group.float_inputs[0][0, 0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match="NaN"):
+        group.drift_of_outputs(weights)
 
 
 def test_inputs_that_are_rounded_still_let_the_float_model_go_on() -> None:

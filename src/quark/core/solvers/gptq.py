@@ -4,13 +4,16 @@
     H = X~ X~^T + damp * mean(diag) I = F diag(d) F^T, F upper triangular, F_jj = 1
 
     GPTQ        q_j = quantize(v_j),  v_j = w_j + sum_{i < j} (w_i - q_i) F_ij                        (X = X~)
-    GPTAQ       ... and w_j += v_i P_ij,  P = alpha * triu(D F^-T, 1) d^-1 F^-1,  D = (X - X~) X~^T
-    Qronos      W' = W + k H^-1 (X~ X^T - X~ X~^T) W first, with k = 1 the best float weight for X~; then GPTQ of W'
+    GPTAQ       v_j += sum_{i < j} v_i P_ij,  P = alpha * triu(D F^-T, 1) d^-1,  D = (X - X~) X~^T
+    Qronos      v_j += y_j,  y = d^-1 F^-1 k (X~ X^T - X~ X~^T) W
                 k: how much of that is learned, and not the noise of few tokens (`kept_share.py`)
 
 Frantar et al. 2022 (arXiv:2210.17323), Li et al. 2025 (arXiv:2504.02692), Zhang et al. 2025 (arXiv:2505.11695).
 The papers write GPTQ with U, of H^-1 = U^T U: e_i = (v_i - q_i) / U_ii, v_j -= e_i U_ij. Then W - Q = e U, so
 (W - Q) U^-1 = e, which is the line above: no inverse is needed (Chee et al. 2023, arXiv:2307.13304).
+Li et al. write GPTAQ with P F^-1, which moves the weight w_i that errors count from, too; Qronos is GPTQ of the moved
+weight W' = W + F^-T y, with k = 1 the best float weight for X~. Both cost a triangular solution more than the lines
+above, which are the same: (w'_i - q_i) F_ij = (w_i - q_i) F_ij + (w'_i - w_i) F_ij, and the latter add up to y_j.
 Rows of W are independent given H, so all layers that read the same input are solved at once with one factor. Work is
 split in halves: what the left half leaves over reaches the right half as one matrix product. Arrays hold the *columns*
 of W as rows (transposed), so that each step reads contiguous memory.
@@ -29,6 +32,7 @@ from quark.base.log import logger
 from quark.core.array import Array, astype, copied_once, dtype_name, is_torch, like, minmax, namespace, row_major
 from quark.core.checks import read
 from quark.core.kernels import products
+from quark.core.solvers.columns import triangles
 from quark.core.solvers.columns.block_solvers import alignment, block_solver, grid_of_block
 from quark.core.solvers.columns.halves import add_product, in_halves
 from quark.errors import CalibrationError
@@ -254,16 +258,23 @@ def _pivots_apart(factor: Array) -> tuple[Array, Array]:
 
 
 def drift_matrix(drift: Array, feedback: Array, importance: Array, alpha: float) -> Array:
-    """GPTAQ's P = alpha * triu(D F^-T, 1) d^-1 F^-1 from D = (X - X~) X~^T, shape (..., columns, columns), in order."""
-    xp = namespace(feedback)
-    drift = astype(drift, dtype_name(feedback))
-    if is_torch(feedback):
-        over = xp.linalg.solve_triangular(_transposed(feedback), drift, upper=False, left=False)
-        over = xp.triu(over, 1) / importance[..., None, :]
-        return astype(alpha * xp.linalg.solve_triangular(feedback, over, upper=True, left=False), "float32")
-    inverse = xp.linalg.inv(feedback)
-    over = xp.triu(drift @ _transposed(inverse), 1) / importance[..., None, :]
-    return astype(alpha * (over @ inverse), "float32")
+    """GPTAQ's P = alpha * triu(D F^-T, 1) d^-1 from D = (X - X~) X~^T, shape (..., columns, columns), in order."""
+    over = triangles.above_diagonal(astype(drift, dtype_name(feedback)), feedback)
+    over *= alpha / importance[..., None, :]
+    return astype(over, "float32")
+
+
+def offset_of(pull: Array, feedback: Array, importance: Array, rounded: bool = False) -> Array:
+    """Qronos' y = d^-1 F^-1 pull, shape (..., columns, rows), in the order of F and of its dtype: F^T (W' - W).
+
+    Args:
+        pull: (X~ X^T - H) W, in the order of F.
+        feedback, importance: F and d.
+        rounded: Whether the solution may round what it multiplies to bfloat16.
+    """
+    found = triangles.solve_upper(feedback, astype(pull, dtype_name(feedback)), rounded)
+    found /= importance[..., None]
+    return found
 
 
 def moved_target(pull: Array, feedback: Array, importance: Array) -> Array:
@@ -273,12 +284,7 @@ def moved_target(pull: Array, feedback: Array, importance: Array) -> Array:
 
     W' is the float weight for X~ that comes nearest to W X; damping pulls it towards W where the data says little.
     """
-    xp = namespace(feedback)
-    pull, weigh = astype(pull, dtype_name(feedback)), importance[..., None]
-    if is_torch(feedback):
-        pull = xp.linalg.solve_triangular(feedback, pull, upper=True) / weigh
-        return astype(xp.linalg.solve_triangular(_transposed(feedback), pull, upper=False), "float32")
-    return astype(xp.linalg.solve(_transposed(feedback), xp.linalg.solve(feedback, pull) / weigh), "float32")
+    return astype(triangles.solve_lower(feedback, offset_of(pull, feedback, importance)), "float32")
 
 
 def may_round(feedback: Array, importance: Array) -> bool:
@@ -326,6 +332,7 @@ def solve(
     align: int = 1,
     residual: Array | None = None,
     rounded: bool = False,
+    offset: Array | None = None,
 ) -> Array:
     """Quantize all columns, each with the errors of those before it made up for.
 
@@ -335,8 +342,9 @@ def solve(
         rounder: Quantizes one column.
         drift: `drift_matrix`, for GPTAQ.
         align: Groups whose scale the rounder finds at their first column: multiples of this are not split.
-        residual: Filled with v - Q, what each column was off when it was rounded; without drift that is F^T (W - Q).
+        residual: Filled with v - Q, what each column was off when it was rounded; without drift that is F^T (W' - Q).
         rounded: Whether what is carried over may be rounded; see `may_round`.
+        offset: `offset_of`, for Qronos: it solves for W' = W + F^-T offset.
 
     Returns:
         The quantized values, shape (..., columns, rows), float32.
@@ -345,14 +353,14 @@ def solve(
     xp, weight, feedback = namespace(weight), row_major(weight), row_major(feedback)
     drift = None if drift is None else row_major(drift)
     work, missed, result = weight * 1.0, xp.empty_like(weight), xp.empty_like(weight)
-    # What the missed part of a column counts from: its weight, and what the drift of those before adds to it.
-    target = weight if drift is None else weight * 1.0
+    if offset is not None:
+        work += offset
     blocks = block_solver(rounder, weight)
 
     def step(start: int, stop: int) -> None:
         here = slice(start, stop)
         grid = grid_of_block(rounder, start, stop, work)
-        now, goal, lost, solved = (x[..., here, :] for x in (work, target, missed, result))
+        now, goal, lost, solved = (x[..., here, :] for x in (work, weight, missed, result))
         pull = None if drift is None else drift[..., here, here]
         blocks.solve(grid, now, goal, lost, solved, feedback[..., here, here], pull)
 
@@ -360,9 +368,7 @@ def solve(
         left, right = slice(start, middle), slice(middle, stop)
         add_product(work[..., right, :], _transposed(feedback[..., left, right]), missed[..., left, :], 1, rounded)
         if drift is not None:
-            pulled = _transposed(drift[..., left, right]) @ work[..., left, :]
-            work[..., right, :] += pulled
-            target[..., right, :] += pulled
+            add_product(work[..., right, :], _transposed(drift[..., left, right]), work[..., left, :])
 
     align = align if align > 1 else alignment(blocks, rounder)
     in_halves(0, weight.shape[-2], step, carry, align, blocks.most if align == 1 else min(blocks.most, align))

@@ -20,7 +20,7 @@ Fit = Callable[[int, Array], Array]
 
 
 def refine(
-    weight: Array,
+    weight: Array | None,
     quantized: Array,
     hessian: Array,
     rounder: Rounder,
@@ -41,7 +41,7 @@ def refine(
         f = 1 + q_g ((W - Q) H)_g / (q_g H_gg q_g)        q_g the quantized columns of group g, one f for each row
 
     Args:
-        weight, quantized: Transposed, shape (..., columns, rows).
+        weight, quantized: Transposed, shape (..., columns, rows). One pass from a known gradient needs no weight.
         hessian: Damped H in the same order, shape (..., columns, columns).
         rounder: Quantizes one column of what it is given.
         passes: How often all columns are visited.
@@ -52,7 +52,7 @@ def refine(
             A column is then visited off by some thousandths of how far others moved, most of which do not.
     """
     hessian = row_major(astype(hessian, "float32"))
-    descent = _Descent(weight, row_major(quantized) * 1.0, hessian, rounder, size or weight.shape[-2], fit, rounded)
+    descent = _Descent(weight, row_major(quantized) * 1.0, hessian, rounder, size, fit, rounded)
     for _ in range(passes):
         descent.run(None if gradient is None else row_major(gradient))
         gradient = None
@@ -64,7 +64,7 @@ class _Descent:
 
     def __init__(
         self,
-        weight: Array,
+        weight: Array | None,
         result: Array,
         hessian: Array,
         rounder: Rounder,
@@ -73,15 +73,19 @@ class _Descent:
         rounded: bool,
     ) -> None:
         self.weight, self.result, self.hessian, self.rounder = weight, result, hessian, rounder
-        self.size, self.fit, self.rounded, self.columns = size, fit, rounded, weight.shape[-2]
+        self.fit, self.rounded, self.columns = fit, rounded, result.shape[-2]
+        self.size = size or self.columns
         self.change, self.gradient = namespace(result).empty_like(result), result
-        self.blocks = block_solver(rounder, weight)
+        self.blocks = block_solver(rounder, result)
         self.align = alignment(self.blocks, rounder)
         self.most = self.blocks.most if self.align == 1 else min(self.blocks.most, self.align)
 
     def run(self, gradient: Array | None = None) -> None:
         """Visit all columns once, from the gradient as it is now, where that is known."""
-        self.gradient = self.hessian @ (self.weight - self.result) if gradient is None else gradient
+        if gradient is None:
+            assert self.weight is not None, "a gradient that is not known is found of the weight"
+            gradient = self.hessian @ (self.weight - self.result)
+        self.gradient = gradient
         in_halves(0, -(-self.columns // self.size), self._refine_groups, self._carry_groups)
 
     def _refine_groups(self, first: int, last: int) -> None:

@@ -43,7 +43,7 @@ class BlockSolver(Protocol):
         Args:
             grid: What `grid_of_block` gives for these columns.
             work: What columns are now, shape (..., columns, rows); becomes what they were when they were rounded.
-            target: What the missed part of a column counts from; with `pull`, what that adds is added to it.
+            target: What the missed part of a column counts from.
             missed, result: Filled.
             feedback, pull: F and P of these columns, shape (..., columns, columns).
         """

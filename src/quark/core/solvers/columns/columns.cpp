@@ -128,8 +128,8 @@ FOR_EACH_CPU void quantize_part(const Grid& grid, const float* x, const float* s
 
 // Columns [0, columns) of a block, each a run of `rows` floats, `stride` apart:
 //     work_j += sum_{i < j} feedback_ij missed_i [+ pull_ij work_i],   result_j = Q(work_j)
-//     missed_j = target_j [+ sum_{i < j} pull_ij work_i] - result_j
-EXPORT void solve_columns(float* work, float* target, float* missed, float* result, const float* feedback,
+//     missed_j = target_j - result_j
+EXPORT void solve_columns(float* work, const float* target, float* missed, float* result, const float* feedback,
                           const float* pull, const float* scale, const float* zero, int64_t stride,
                           int64_t scale_stride, int64_t feedback_stride, int64_t columns, int64_t rows,
                           const Grid* grid) {
@@ -140,10 +140,7 @@ EXPORT void solve_columns(float* work, float* target, float* missed, float* resu
             for (int64_t i = 0; i < j; ++i) {
                 const int64_t from = i * stride + start;
                 add_scaled(feedback[i * feedback_stride + j], missed + from, work + at, n);
-                if (pull) {
-                    add_scaled(pull[i * feedback_stride + j], work + from, work + at, n);
-                    add_scaled(pull[i * feedback_stride + j], work + from, target + at, n);
-                }
+                if (pull) add_scaled(pull[i * feedback_stride + j], work + from, work + at, n);
             }
             quantize_each(*grid, work + at, scale + scale_at, zero ? zero + scale_at : nullptr, result + at, n);
             subtract(target + at, result + at, missed + at, n);

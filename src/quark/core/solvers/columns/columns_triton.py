@@ -1,6 +1,6 @@
 """A block of columns in one launch: the loops of columns.cpp as kernels for GPUs.
 
-    solve     v_j = w_j + sum_{i < j} F_ij (t_i - q_i) + P_ij v_i,   t_j += sum_{i < j} P_ij v_i,   q_j = quantize(v_j)
+    solve     v_j = w_j + sum_{i < j} F_ij (t_i - q_i) + P_ij v_i,   q_j = quantize(v_j)
     refine    q_j <- quantize(q_j + g_j / H_jj),   g_k += H_jk (change of q_j) for k > j
 
 A program keeps the whole block of some rows in registers, (size, tile), and goes through the columns. Registers have
@@ -88,10 +88,7 @@ def solve_kernel(
         later = (column > j) & (column < columns)
         now = now + tl.load(feedback + side, mask=later, other=0.0)[:, None] * lost[None, :]
         if pulled:
-            tl.store(target + at, t, mask=within)
-            drawn = tl.load(pull + side, mask=later, other=0.0)[:, None] * v[None, :]
-            now = now + drawn
-            goal = goal + drawn
+            now = now + tl.load(pull + side, mask=later, other=0.0)[:, None] * v[None, :]
 
 
 @triton.jit

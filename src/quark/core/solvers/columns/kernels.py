@@ -63,7 +63,7 @@ class Kernels:
         pull: Array | None,
     ) -> None:
         def right(before: list[Array]) -> Array:
-            return is_solved(grid, before[0], before[1], work, target, missed, result, feedback, pull)
+            return is_solved(grid, before[0], work, target, missed, result, feedback, pull)
 
         name = "solve" if pull is None else "solve with drift"
         self._run(name, grid, "solve", [work, target, missed, result], [feedback, pull], right)
@@ -117,7 +117,6 @@ class Kernels:
 def is_solved(
     grid: ColumnGrid,
     weight: Array,
-    goal: Array,
     work: Array,
     target: Array,
     missed: Array,
@@ -129,18 +128,17 @@ def is_solved(
 
     Args:
         grid: Of the block.
-        weight, goal: `work` and `target` before.
-        work, target, missed, result: What was found, (..., columns, rows).
+        weight: `work` before.
+        target: What was missed counts from.
+        work, missed, result: What was found, (..., columns, rows).
         feedback, pull: F and P of the block.
     """
     xp, columns = namespace(work), work.shape[-2]
-    terms, drawn = [(xp.triu(feedback, 1), missed)], []
+    terms = [(xp.triu(feedback, 1), missed)]
     if pull is not None:
-        drawn = [(xp.triu(pull, 1), work)]
-        terms += drawn
+        terms.append((xp.triu(pull, 1), work))
     codes = (quantize_elements(work, grid.scale, grid.zero, grid.spec) == result).all()
-    sums = _is_sum(work, weight, terms, columns) & _is_sum(target, goal, drawn, columns)
-    return codes & sums & (missed == target - result).all()
+    return codes & _is_sum(work, weight, terms, columns) & (missed == target - result).all()
 
 
 def is_refined(

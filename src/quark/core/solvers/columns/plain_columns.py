@@ -67,27 +67,25 @@ class PlainBlocks:
     def _solve_pulled(
         self, grid: ColumnGrid, work: Array, target: Array, result: Array, feedback: Array, pull: Array
     ) -> None:
-        """Rows v_i, t_i and q_i of a column lie side by side, so that one product gives a column both its v and its t.
+        """Rows v_i and q_i of a column lie side by side, so that one product serves both.
 
-        v_j += P_ij v_i + F_ij t_i - F_ij q_i          t_j += P_ij v_i
+        v_j += P_ij v_i - F_ij q_i
         """
-        # P counts from v itself, and F from what is missed of t: neither has the zero point that is added for rounding.
+        # P counts from v itself, without the zero point that is added for rounding.
         xp, steps, columns = namespace(work), _Steps(grid, not grid.spec.float_zero_point), work.shape[-2]
+        add_product(work, xp.swapaxes(xp.triu(feedback, 1), -1, -2), target)
         steps.enter(work)
-        steps.enter(target)
-        beside = xp.stack([work, target, result], -2)
-        flat = beside.reshape(*beside.shape[:-3], 3 * columns, beside.shape[-1])
-        of_v, of_t = xp.swapaxes(pull, -1, -2), xp.swapaxes(feedback, -1, -2)
-        sides = xp.stack([xp.stack([of_v, of_t, -of_t], -1), xp.stack([of_v, of_t * 0.0, of_t * 0.0], -1)], -3)
-        sides = sides.reshape(*sides.shape[:-2], 3 * columns)
+        beside = xp.stack([work, result], -2)
+        flat = beside.reshape(*beside.shape[:-3], 2 * columns, beside.shape[-1])
+        sides = xp.stack([xp.swapaxes(pull, -1, -2), -xp.swapaxes(feedback, -1, -2)], -1)
+        sides = sides.reshape(*sides.shape[:-2], 2 * columns)
         for j in range(columns):
             if j:
-                add_product(beside[..., j, :2, :], sides[..., j, :, : 3 * j], flat[..., : 3 * j, :])
-            steps.quantize(j, beside[..., j, 0, :], beside[..., j, 2, :])
-        for index, part in enumerate((work, target, result)):
+                add_row_product(beside[..., j, 0, :], sides[..., j, : 2 * j], flat[..., : 2 * j, :])
+            steps.quantize(j, beside[..., j, 0, :], beside[..., j, 1, :])
+        for index, part in enumerate((work, result)):
             part[...] = beside[..., index, :]
         steps.leave(work)
-        steps.leave(target)
         steps.finish(result)
 
     def refine(self, grid: ColumnGrid, result: Array, gradient: Array, change: Array, hessian: Array) -> None:
@@ -144,8 +142,7 @@ class OneByOne:
             if j:
                 add_row_product(column, feedback[..., before, j], missed[..., before, :])
             if j and pull is not None:
-                for pulled in (column, target[..., j, :]):
-                    add_row_product(pulled, pull[..., before, j], work[..., before, :])
+                add_row_product(column, pull[..., before, j], work[..., before, :])
             result[..., j, :] = grid(j, work)
             xp.subtract(target[..., j, :], result[..., j, :], out=missed[..., j, :])
 

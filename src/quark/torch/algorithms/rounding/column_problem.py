@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from quark.core.kernels import products
 from quark.core.quantize import fake_quantize
 from quark.core.solvers import gptq
 from quark.core.solvers.kept_share import freedom, kept_share
@@ -41,18 +42,28 @@ class ColumnProblem:
         """Rows and columns in the order of the solver."""
         return matrix[self.order[:, None], self.order]
 
-    def add_pulls(self, bands: Iterable[tuple[slice, torch.Tensor]], share: float = 1.0) -> None:
+    def add_pulls(self, share: float = 1.0, keep: bool = False) -> None:
         """Find (X~ X^T - H) W of each layer, what draws its weight to the one that does best on the real inputs.
 
-        Of W (rows, columns), transposed: (columns, rows). Of the difference there is one band at a time.
+        Of W (rows, columns), transposed: (columns, rows). X~ X^T costs tokens x columns products for each column, and
+        the pull columns x rows; X~ ((X - X~)^T W), which is the same, twice tokens x rows. The cheaper way is taken.
 
         Args:
-            bands: Rows of X~ X^T, and which they are.
             share: Factor on the result.
+            keep: Whether X~ X^T is needed anyway, and stays as `group.cross`.
         """
         weights = {name: cast(nn.Linear, x).weight.detach().to(self.order.device) for name, x in self.layers.items()}
+        columns, tokens, every = len(self.order), self.group.count, sum(map(len, weights.values()))
+        # Moments of bfloat16 inputs take half the time of a float32 product of as many, as both products of outputs do.
+        fast = self.group.inputs[0].dtype is torch.bfloat16 and products.serves(self.group.gram)
+        if 2 * tokens * every < columns * ((2 if fast else 1) * every + (0 if keep else tokens)):
+            self.pulls = self.group.drift_of_outputs(weights)
+            for pull in self.pulls.values():
+                pull *= share
+            return
         self.pulls = {name: self.group.gram.new_empty(w.shape[1], w.shape[0]) for name, w in weights.items()}
-        for which, cross in bands:
+        for which, cross in self.group.cross_bands(keep):
+            # One band of the difference at a time.
             drift = (cross - self.group.gram[which]).mul_(share)
             for name, weight in weights.items():
                 for start in range(0, len(weight), ROWS):
@@ -79,8 +90,24 @@ class ColumnProblem:
         free = freedom(feedback, importance, added)
         for name, varied in self.varied.items():
             pull = self.pulls[name][:, gptq.some_rows(self.pulls[name].shape[1])][self.order]
-            explained = (pull * gptq.moved_target(pull, feedback, importance)).sum()
+            offset = gptq.offset_of(pull, feedback, importance)
+            explained = (offset * offset * importance[:, None]).sum().float()
             self.pulls[name] *= kept_share(explained, varied, free, self.group.count)
+
+    def rounds_alike(self, feedback: torch.Tensor, importance: torch.Tensor) -> bool:
+        """Whether what moves the weights may be found by rounded products: whether on some of the rows as little of
+        what it gains is then lost, `gptq.ALLOWED` at most.
+
+        Args:
+            feedback, importance: F and d, float32.
+        """
+        if not self.pulls:
+            return True
+        every = torch.cat([pull[:, gptq.some_rows(pull.shape[1])] for pull in self.pulls.values()], 1)
+        pull = every[:, gptq.some_rows(every.shape[1])][self.order]
+        exact, rounded = (gptq.offset_of(pull, feedback, importance, way) for way in (False, True))
+        lost, gained = (((x * x) * importance[:, None]).sum() for x in (rounded - exact, exact))
+        return bool(lost <= gptq.ALLOWED * gained)
 
     @property
     def shape(self) -> tuple[Any, ...]:

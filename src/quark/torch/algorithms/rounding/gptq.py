@@ -23,6 +23,7 @@ from quark.core.quantize import fake_quantize
 from quark.core.scales import QParams
 from quark.core.solvers import gptq
 from quark.core.solvers.columns.columns import ColumnGrid, compiles
+from quark.core.solvers.columns.triangles import solve_lower, times_lower
 from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError
@@ -112,7 +113,9 @@ class GPTQ(ByScores):
             feedback, of_order = feedback.float(), of_order.float()
             give_back_memory()  # what the factor took beside it
             rounded = gptq.may_round(feedback, of_order)
-            solver = _Solver(self, problems, feedback, of_order, drift, rounded)
+            factors = zip(unstacked(feedback, problems), unstacked(of_order, problems), strict=True)
+            alike = rounded and all(p.rounds_alike(*f) for p, f in zip(problems, factors, strict=True))
+            solver = _Solver(self, problems, feedback, of_order, drift, rounded, alike)
             for same in zip(*(by_spec(problem.layers) for problem in problems), strict=True):
                 solver.round(same)
 
@@ -187,7 +190,7 @@ class GPTAQ(GPTQ):
         return gptq.drift_matrix(drift, feedback, importance, self.config.alpha)
 
     def _add_pulls(self, problem: ColumnProblem) -> None:
-        problem.add_pulls(problem.group.cross_bands(keep=True), self.config.alpha)  # the drift is found from it too
+        problem.add_pulls(self.config.alpha, keep=True)  # the drift is found from the moments too
 
 
 class Qronos(GPTQ):
@@ -201,7 +204,7 @@ class Qronos(GPTQ):
         return float(self.config.alpha) * largest / hessian.diagonal().mean().clip(1e-30)
 
     def _add_pulls(self, problem: ColumnProblem) -> None:
-        problem.add_pulls(problem.group.cross_bands())
+        problem.add_pulls()
         problem.add_varied()
         problem.group.forget_float()  # before the factor is made
 
@@ -217,6 +220,7 @@ class _Solver:
         problems: Experts of one shape, or one problem.
         feedback, importance, drift: Of all problems, in the solver's order.
         rounded: Whether what is carried from column to column may be rounded; see `gptq.may_round`.
+        alike: Whether what is added to columns may be found by rounded products; see `ColumnProblem.rounds_alike`.
     """
 
     algorithm: GPTQ
@@ -225,6 +229,7 @@ class _Solver:
     importance: torch.Tensor
     drift: torch.Tensor | None
     rounded: bool
+    alike: bool
 
     def round(self, layers: Sequence[dict[str, QuantLayer]]) -> None:
         """Solve the layers of one spec of each problem."""
@@ -321,49 +326,48 @@ class _Solver:
     ) -> tuple[torch.Tensor, list[list[QParams]]]:
         """The values of some rows in natural order, transposed, and their scales."""
         config, orders = self.algorithm.config, [problem.order for problem in self.problems]
-        columns = [_transposed(own) for own in weights]
-        goal, target = self._targets(columns, pulls)
-        del columns
+        weight, offset = self._columns(weights), self._offset(pulls)
         group_size, feedback = dynamic_group(spec), self.feedback
-        # What refinement starts from follows from it where the weight that is rounded is the one it comes near to.
-        known = config.refine_passes > 0 and self.drift is None and self.algorithm.rounds_moved
-        residual = torch.empty_like(target) if known else None
+        residual = torch.empty_like(weight) if config.refine_passes else None
+        added = offset if self.algorithm.rounds_moved else None
         if config.static_groups or group_size == 1:
             grid: Any = static_grid(qparams, weights, spec, orders)
-            solved = gptq.solve(target, feedback, grid, self.drift, residual=residual, rounded=self.rounded)
+            solved = gptq.solve(weight, feedback, grid, self.drift, 1, residual, self.rounded, added)
         else:
             grid = DynamicGrid(spec, orders, group_size, weights[0][0].dtype, self.importance)
-            solved = gptq.solve(target, feedback, grid, self.drift, group_size, residual, self.rounded)
+            solved = gptq.solve(weight, feedback, grid, self.drift, group_size, residual, self.rounded, added)
             qparams = grid.params([len(weight) for weight in weights[0]])
-        del target, grid
-        natural, gradient = self._in_natural_order(solved), None
-        del solved
+        del grid, added
+        natural, goal, gradient = self._in_natural_order(solved), None, None
         if residual is not None:
+            if self.drift is not None:
+                torch.subtract(weight, solved, out=residual)
+                residual = times_lower(feedback, residual, self.rounded)
+                residual += offset
+            del solved
+            if config.refine_passes > 1:  # the first pass starts from the gradient
+                moved = weight if offset is None else weight + solve_lower(feedback, offset)
+                goal = self._in_natural_order(moved)
+                del moved
+            del weight, offset
             found = gptq.gradient_of(residual, feedback, self.importance, products.serves(feedback))
             gradient = self._in_natural_order(found)
             del found
             del residual
-        if config.refine_passes:
             grid = static_grid(qparams, weights, spec)
             natural, qparams = self._refined(goal, natural, grid, qparams, weights, gradient)
         return natural, qparams
 
-    def _targets(
-        self, columns: list[torch.Tensor], pulls: list[torch.Tensor | None]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The float weight that the refinement comes near to, and, in the solver's order, the one that is rounded."""
-        goals, targets = [], []
-        each = (unstacked(x, self.problems) for x in (self.feedback, self.importance))
-        for problem, weight, pull, feedback, importance in zip(self.problems, columns, pulls, *each, strict=True):
-            ordered, goal = weight[problem.order], weight
-            if pull is not None:
-                moved = ordered + gptq.moved_target(pull[problem.order], feedback, importance)
-                goal = torch.empty_like(moved)
-                goal[problem.order] = moved
-                ordered = moved if self.algorithm.rounds_moved else ordered
-            goals.append(goal)
-            targets.append(ordered)
-        return stacked(goals), stacked(targets)
+    def _columns(self, weights: list[list[torch.Tensor]]) -> torch.Tensor:
+        """Weights of each problem in the solver's order, transposed."""
+        return stacked(_transposed(own)[problem.order] for own, problem in zip(weights, self.problems, strict=True))
+
+    def _offset(self, pulls: list[torch.Tensor | None]) -> torch.Tensor | None:
+        """By how much the float weight that is best on the real inputs is another one, in the solver's order: F^T of
+        the difference. None where no weight is moved.
+        """
+        given = [pull[problem.order] for pull, problem in zip(pulls, self.problems, strict=True) if pull is not None]
+        return gptq.offset_of(stacked(given), self.feedback, self.importance, self.alike) if given else None
 
     def _in_natural_order(self, solved: torch.Tensor) -> torch.Tensor:
         natural = torch.empty_like(solved)
@@ -375,7 +379,7 @@ class _Solver:
 
     def _refined(
         self,
-        goal: torch.Tensor,
+        goal: torch.Tensor | None,
         solved: torch.Tensor,
         grid: ColumnGrid,
         qparams: list[list[QParams]],
