@@ -174,9 +174,10 @@ class ModelQuantizer:
             metric: "sqnr", "psnr", "cosine" or "l2", between the outputs of the float model and of the quantized one;
                 of several outputs the worst counts.
             target: The value of the metric that is enough.
-            quick: Try only the steps that gain most for their seconds, and no more from 40 dB ("sqnr") on. Fewer than
-                four samples are then calibrated with and judged by alike; without a target what a softmax or a sigmoid
-                gives is judged by its scores; seconds that other programs take do not count.
+            quick: Try only the steps that gain most for their seconds, and without a target no more where the loss is
+                seldom felt: from 30 dB ("sqnr") on, or 35 dB of scores. Fewer than four samples are then calibrated
+                with and judged by alike; without a target what a softmax or a sigmoid gives is judged by its scores;
+                seconds that other programs take do not count.
             allow_wider: Whether the model may have types of more bits than the config asks for (16 for 8, 8 for 4)
                 where nothing else reaches the target.
             weights_alone: Quantizer of weights, which is tried where the best model keeps so little that tasks suffer:

@@ -34,19 +34,33 @@ OF_THE_WHOLE = [CONVERT_OPSET, *(step.__name__ for step in (fix_shapes, convert_
 """Passes that change the model and its bodies at once, or its inputs."""
 
 
-def prepare(model: ir.Model, settings: Settings) -> Settings:
-    """Run the passes on a float model; the settings are then those of the model as it is, in ONNX's ranges."""
+def prepare(model: ir.Model, settings: Settings, passed: Settings | None = None) -> Settings:
+    """Run the passes on a float model; the settings are then those of the model as it is, in ONNX's ranges.
+
+    Args:
+        model: Changed.
+        settings: What is asked for.
+        passed: Settings with which the passes have been run on it: they are not run again (`same_passes`).
+    """
     _refuse_unsupported(settings)
     settings = _with_onnx_ranges(settings)
     _inline_functions(model)
     settings = _pin_scopes(settings, model)
     _require_tensors(settings, model)
-    infer_shapes(model)
-    run_passes(model, {**settings.passes, CONVERT_OPSET: _opset(model, settings)})
+    if passed is None:
+        infer_shapes(model)
+        run_passes(model, {**settings.passes, CONVERT_OPSET: _opset(model, settings)})
     _join_weights(model, settings)
     _balance_weights(model, settings)
     check_float_type(model, settings)
     return _drop_removed(settings, model)
+
+
+def same_passes(one: Settings, other: Settings) -> bool:
+    """Whether the passes make the same model by both, and no scope names a node that they may have removed."""
+    scopes = [(s.nodes, s.exclude, s.by_name, s.first, s.last) for s in (one.specs, other.specs)]
+    alike = (one.passes, _needed_opset(one)) == (other.passes, _needed_opset(other))
+    return alike and not any(any(each) for each in scopes)
 
 
 def _inline_functions(model: ir.Model) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -48,6 +49,10 @@ LOST, SCORES_LOST = 25.0, 30.0
 
 A text recognizer reads 84 % of 96 lines as in float where its scores keep 24.5 dB, and 94 % at 30.7 dB.
 """
+SPARE = 5.0
+"""dB above these: what is lost is then seldom felt."""
+DECIDED, KEPT = 0.5, 0.999
+"""The probability above which it is a yes; and the share of decisions as in float with which nothing is felt."""
 
 
 Judge = Callable[[OutputPart, NumpyArray, NumpyArray], tuple[NumpyArray, NumpyArray]]
@@ -153,7 +158,28 @@ class PartScorer(Scorer):
 
     def is_lost(self, score: float, part: OutputPart | None) -> bool:
         """Whether a score tells that the task suffers; only the SQNR in dB does."""
-        return self.metric.name == "sqnr" and score < (SCORES_LOST if part in self.scored else LOST)
+        return self.metric.name == "sqnr" and score < self._lost(part)
+
+    def is_plenty(self, score: float, part: OutputPart | None, model: ir.Model) -> bool:
+        """Whether the loss of a model is seldom felt: by its SQNR, or of scores by what they decide, too."""
+        if self.metric.name != "sqnr" or self.is_lost(score, part):
+            return False
+        return score >= self._lost(part) + SPARE or (part in self.scored and self._decisions_kept(model) >= KEPT)
+
+    def _decisions_kept(self, model: ir.Model) -> float:
+        """The least share, over the parts that are judged by scores, of classes or of sides of a half as in float."""
+        same, count = Counter[OutputPart](), Counter[OutputPart]()
+        for pairs in self.expected.beside(model):
+            for parts, (expected, array) in zip(self._parts, pairs, strict=True):
+                for part in self.scored.intersection(parts):
+                    x, y = part.of(expected), part.of(array)
+                    decided = [each.argmax(-1) if is_distribution(x) else each > DECIDED for each in (x, y)]
+                    same[part] += int((decided[0] == decided[1]).sum())
+                    count[part] += decided[0].size
+        return min((same[part] / count[part] for part in count), default=1.0)
+
+    def _lost(self, part: OutputPart | None) -> float:
+        return SCORES_LOST if part in self.scored else LOST
 
     @cached_property
     def silent(self) -> bool:

@@ -19,13 +19,21 @@ from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.config import QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.settings import MeasurementSettings
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
 from quark.onnx.search.change import Situation
 from quark.onnx.search.latency.kernels import ProfiledModel, typical
 from quark.onnx.search.latency.measure import Measured, leave_slower_in_float, measure
 from quark.onnx.search.latency.node_groups import group_nodes, side_of
-from quark.onnx.search.latency.profile_file import Line, Profile, fit
+from quark.onnx.search.latency.profile_file import (
+    Line,
+    Profile,
+    default_path,
+    fit,
+    open_profile,
+    this_machine,
+)
 
 FEED = {"x": np.linspace(-1, 1, 16 * 64, dtype=np.float32).reshape(1, 16, 8, 8)}
 
@@ -165,6 +173,98 @@ def test_a_damaged_profile_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "profile.json").write_text(text)
     with pytest.raises(FormatError, match=r"profile\.json is"):
         Profile.load(tmp_path / "profile.json")
+
+
+def _profile(machine: dict[str, str], path: Path, kernels: dict[str, float]) -> Profile:
+    return Profile(path, machine, kernels, {"QuantizeLinear": Line(1e-6, 0.0)}, cache=True)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": "quark profile 1", "machine": {"threads": "1"}}', "another"])
+def test_a_cache_that_cannot_be_read_is_measured_again(own_cache: Path, text: str) -> None:
+    """Nobody asked for it: of a damaged one, or one of another machine, no time is taken."""
+    path = default_path(this_machine(1))
+    own_cache.mkdir()
+    if text == "another":
+        _profile({**this_machine(1), "onnxruntime": "0.1"}, path, {"kernel": 1.0}).save()
+    else:
+        path.write_text(text)
+    found = open_profile(MeasurementSettings())
+    assert found.path == path and found.machine == this_machine(1) and not found.kernels
+    found.kernels["kernel"] = 2.0
+    found.save()
+    assert open_profile(MeasurementSettings()).kernels == {"kernel": 2.0}
+
+
+def test_two_processes_add_to_one_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another process wrote since the file was read stays, and of files without end the last times."""
+    path, machine = tmp_path / "profile.json", this_machine(1)
+    first, second = (_profile(machine, path, {name: 1.0}) for name in ("first", "second"))
+    first.save()
+    second.save()
+    assert Profile.load(path).kernels == {"first": 1.0, "second": 1.0}
+    monkeypatch.setattr("quark.onnx.search.latency.profile_file.MOST_KERNELS", 2)
+    _profile(machine, path, {"third": 1.0}).save()
+    assert Profile.load(path).kernels == {"second": 1.0, "third": 1.0}
+
+
+def test_the_times_of_a_busy_machine_are_told_at_the_pace_of_those_before(own_cache: Path) -> None:
+    """Three times as slow are the kernels that are known, so that an unknown one is, too."""
+    feed = {"x": np.ones((4, 8), np.float32)}
+    wide, wider = (ProfiledModel(load(chain(count)), feed) for count in (5, 6))
+    names = [kernel.signature for kernel in wide.kernels]
+    assert len(set(names)) == 5
+    profile = _profile(this_machine(1), own_cache / "profile.json", dict.fromkeys(names[:4], 1e-3))
+    asked: list[tuple[list[ProfiledModel], float]] = []
+
+    def timer(models: Sequence[ProfiledModel], seconds: float) -> list[dict[str, float]]:
+        asked.append((list(models), seconds))
+        return [{kernel.name: 3e-3 for kernel in each.kernels} for each in models]
+
+    profile.complete([wide], timer, 1.0)
+    assert profile.kernels == {**dict.fromkeys(names[:4], 1e-3), names[4]: pytest.approx(1e-3)}
+    # One kernel of five does not run as long as five, and a model of known kernels alone does not run again.
+    profile.complete([wide, wider], timer, 1.0)
+    assert asked[0][1] < 1.0 and asked[1][0] == [wider]
+    assert list(profile.kernels.values()) == pytest.approx([1e-3] * 6)
+
+
+def chain(count: int) -> onnx.ModelProto:
+    """Products of matrices that are all of other sizes."""
+    sizes = [8 * (number + 1) for number in range(count + 1)]
+    weights = [numpy_helper.from_array(np.ones((sizes[i], sizes[i + 1]), np.float32), f"w{i}") for i in range(count)]
+    nodes = [
+        helper.make_node("MatMul", [f"x{i}" if i else "x", f"w{i}"], [f"x{i + 1}"], name=f"n{i}") for i in range(count)
+    ]
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, size])
+        for name, size in (("x", sizes[0]), (f"x{count}", sizes[-1]))
+    )
+    graph = helper.make_graph(nodes, "chain", [x], [y], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def loop(op_type: str) -> onnx.ModelProto:
+    """Three rounds of an operator."""
+    value = helper.make_tensor_value_info
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["on"]), helper.make_node(op_type, ["a"], ["b"])],
+        "body",
+        [value("i", TensorProto.INT64, []), value("go", TensorProto.BOOL, []), value("a", TensorProto.FLOAT, [4])],
+        [value("on", TensorProto.BOOL, []), value("b", TensorProto.FLOAT, [4])],
+    )
+    constants = [numpy_helper.from_array(np.array(3), "rounds"), numpy_helper.from_array(np.array(True), "start")]
+    node = helper.make_node("Loop", ["rounds", "start", "x"], ["y"], name="loop", body=body)
+    values = [value(name, TensorProto.FLOAT, [4]) for name in "xy"]
+    graph = helper.make_graph([node], "loops", values[:1], values[1:], constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_loops_of_equal_shapes_are_other_kernels_where_their_bodies_are() -> None:
+    found = [
+        {kernel.signature for kernel in ProfiledModel(load(loop(op_type)), {"x": np.ones(4, np.float32)}).kernels}
+        for op_type in ("Exp", "Exp", "Sin")
+    ]
+    assert found[0] == found[1] and found[0].isdisjoint(found[2])
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ in the time of a whole run there is no such half.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from quark.errors import FormatError
+from quark.onnx.calibration.data.own_time import own_time
 from quark.onnx.graph.model_file import split_weights
 from quark.onnx.graph.proto_file import reason
 from quark.onnx.graph.sessions import run_sample, session_over
@@ -40,7 +41,8 @@ class TimedKernel:
         name: Of its node in the optimised graph.
         op_type, domain: What it computes.
         inputs, outputs: Names of tensors.
-        signature: Operator, attributes, types and shapes: equal kernels take equal times.
+        signature: Operator, attributes, types, shapes, and what bodies hold: equal kernels take equal times.
+        first: Seconds of its first run, which warms up.
         elements: Values of its first output.
         other_layout: Whether its tensors have their channels last, or in blocks.
     """
@@ -51,6 +53,7 @@ class TimedKernel:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     signature: str
+    first: float
     elements: int
     other_layout: bool
 
@@ -107,7 +110,7 @@ def timed(models: Sequence[ProfiledModel], seconds: float, least: int = 6, most:
 
     Args:
         models: What to run.
-        seconds: For how long, all together.
+        seconds: Of this process, all together.
         least, most: Runs of each.
     """
     with tempfile.TemporaryDirectory() as place:
@@ -115,9 +118,9 @@ def timed(models: Sequence[ProfiledModel], seconds: float, least: int = 6, most:
         for folder in folders:
             folder.mkdir()
         sessions = [model.session(folder) for model, folder in zip(models, folders, strict=True)]
-        start, runs = time.perf_counter(), 0
+        start, runs = own_time(), 0
         # The first run of a session warms up.
-        while runs <= least or (runs <= most and time.perf_counter() - start < seconds):
+        while runs <= least or (runs <= most and own_time() - start < seconds):
             for model, session in zip(models, sessions, strict=True):
                 run_sample(session, None, model.feed)
             runs += 1
@@ -152,11 +155,7 @@ def _calls(session: onnxruntime.InferenceSession, kept: Sequence[str] = ()) -> l
 
 def _kernel(node: onnx.NodeProto, event: Mapping[str, Any]) -> TimedKernel:
     shapes = event["args"]
-    attributes = sorted(
-        f"{attribute.name}={onnx.helper.get_attribute_value(attribute)}"
-        for attribute in node.attribute
-        if attribute.type not in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.TENSOR)
-    )
+    attributes = sorted(f"{attribute.name}={_text(attribute)}" for attribute in node.attribute)
     described = (_shapes(shapes["input_type_shape"]), _shapes(shapes["output_type_shape"]))
     first: Sequence[int] = next((shape for entry in shapes["output_type_shape"][:1] for shape in entry.values()), [])
     return TimedKernel(
@@ -166,11 +165,20 @@ def _kernel(node: onnx.NodeProto, event: Mapping[str, Any]) -> TimedKernel:
         tuple(node.input),
         tuple(node.output),
         f"{node.domain}:{node.op_type}({', '.join(attributes)}) {described[0]} -> {described[1]}",
+        event["dur"] * 1e-6,
         math.prod(first),
         node.domain in (BLOCKED, CHANNELS_LAST)
         or node.op_type == "QLinearConv"
         or any(a.name == "channels_last" and a.i for a in node.attribute),
     )
+
+
+def _text(attribute: onnx.AttributeProto) -> str:
+    """The value of an attribute; of a body or a tensor its hash: two loops of equal shapes may do anything."""
+    kind = onnx.AttributeProto
+    if attribute.type in (kind.GRAPH, kind.GRAPHS, kind.TENSOR, kind.TENSORS):
+        return hashlib.sha256(attribute.SerializeToString(deterministic=True)).hexdigest()[:16]
+    return str(onnx.helper.get_attribute_value(attribute))
 
 
 def _shapes(entries: Sequence[Mapping[str, Sequence[int]]]) -> str:

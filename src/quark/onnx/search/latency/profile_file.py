@@ -3,8 +3,13 @@
     {"format": "quark profile 1", "machine": {"cpu", "onnxruntime", "threads"},
      "kernels": {operator, attributes, types and shapes: seconds}, "conversions": {kind: [fixed, per value]}}
 
-What a machine measured before is not measured again. On another machine a profile is used as it is: nothing of this one
-is mixed into it. What it takes to quantize, to decode and to lay out a tensor anew follows from a few that are timed:
+What a machine measured before, be it for another model, is not measured again. Times that are added to such are told at
+the pace that those were taken at: a busy machine is slower in all,
+
+    seconds = seconds now / pace        pace = median of (seconds now / seconds known) of the kernels that are known
+
+On another machine a profile is used as it is: nothing of this one is mixed into it. What it takes to quantize, to
+decode and to lay out a tensor anew follows from a few that are timed:
 
     seconds = fixed + per_value * values
 
@@ -20,10 +25,11 @@ import os
 import platform
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -31,8 +37,9 @@ import onnx_ir as ir
 import onnxruntime
 
 from quark.base.files import atomic_file, require_regular
+from quark.base.log import logger
 from quark.base.native import cache_folder
-from quark.errors import ConfigError, FormatError, OutputError
+from quark.errors import ConfigError, FormatError, OutputError, QuarkError
 from quark.onnx.config.settings import MeasurementSettings
 from quark.onnx.search.latency.kernels import ProfiledModel, Timer
 
@@ -127,8 +134,12 @@ def _convolution(side: int, quantized: bool) -> ir.Model:
 # The file ------------------------------------------------------------------------------------------------------------
 
 
-SECONDS, PROBE_SECONDS = 3.0, 1.0
-"""How long models run, and how long the probes of conversions."""
+SECONDS, PROBE_SECONDS = 1.5, 0.5
+"""How long models run where none of their kernels is known, and how long the probes of conversions."""
+FEWEST_KNOWN, LEAST_KNOWN = 3, 5e-6
+"""Known kernels that tell the pace, and the seconds that each takes at least: the runtime counts in microseconds."""
+MOST_KERNELS = 20_000
+"""That are kept, the last ones: a few megabytes."""
 FORMAT = "quark profile 1"
 CPU_INFO = Path("/proc/cpuinfo")
 VECTORS = re.compile(r"\b(?:avx\w*|amx\w*|asimd\w*|sve\w*|i8mm)\b")
@@ -174,6 +185,7 @@ class Profile:
         missing = {kernel.signature for model in models for kernel in model.kernels} - set(self.kernels)
         conversions = conversions and not self.conversions
         if not missing and not conversions:
+            logger.info("Times of kernels: all were known: %s.", self.path)
             return
         threads = int(self.machine["threads"])
         here = this_machine(threads)
@@ -185,21 +197,49 @@ class Profile:
                 "file."
             )
         if missing:
-            found: dict[str, list[float]] = defaultdict(list)
-            for model, times in zip(models, timer(models, seconds), strict=True):
-                for kernel in model.kernels:
-                    found[kernel.signature].append(times[kernel.name])
-            self.kernels |= {signature: sum(found[signature]) / len(found[signature]) for signature in missing}
+            self._time(models, missing, timer, seconds)
         if conversions:
             tests = list(probes(threads))
             self.conversions = lines(tests, timer(tests, PROBE_SECONDS))
         with suppress(OutputError) if self.cache else nullcontext():
             self.save()
 
+    def _time(self, models: Sequence[ProfiledModel], missing: set[str], timer: Timer, seconds: float) -> None:
+        """Add the missing times of kernels."""
+        running = self._to_run(models, missing)
+        found: dict[str, list[float]] = defaultdict(list)
+        for model, times in zip(running, timer(running, seconds * _share(running, missing)), strict=True):
+            for kernel in model.kernels:
+                found[kernel.signature].append(times[kernel.name])
+        now = {signature: sum(times) / len(times) for signature, times in found.items()}
+        telling = self._telling(now)
+        few = len(telling) < FEWEST_KNOWN
+        paces = [now[signature] / self.kernels[signature] for signature in telling]
+        pace = 1.0 if few else median(paces) or 1.0
+        if self.kernels:
+            logger.info("Times of kernels: %d are taken now; the others were known: %s.", len(missing), self.path)
+        self.kernels |= {signature: now[signature] / pace for signature in missing}
+
+    def _to_run(self, models: Sequence[ProfiledModel], missing: set[str]) -> Sequence[ProfiledModel]:
+        """The models that have missing kernels; all of them where these have too few known ones to tell the pace."""
+        lacking = [model for model in models if any(kernel.signature in missing for kernel in model.kernels)]
+        signatures = {kernel.signature for model in lacking for kernel in model.kernels}
+        return models if len(self._telling(signatures)) < FEWEST_KNOWN else lacking
+
+    def _telling(self, signatures: Iterable[str]) -> list[str]:
+        """Those that are known, and that take long enough to tell the pace."""
+        return [signature for signature in signatures if self.kernels.get(signature, 0.0) >= LEAST_KNOWN]
+
     def save(self) -> None:
-        """Write it, whole or not at all. Raises OutputError."""
-        conversions = {kind: [line.fixed, line.per_value] for kind, line in self.conversions.items()}
-        content = {"format": FORMAT, "machine": self.machine, "kernels": self.kernels, "conversions": conversions}
+        """Write it, whole or not at all, with what another process may have added. Raises OutputError."""
+        kernels, lines = self.kernels, self.conversions
+        with suppress(QuarkError, OSError):
+            other = Profile.load(self.path)
+            if other.machine == self.machine:
+                kernels, lines = other.kernels | kernels, other.conversions | lines
+        conversions = {kind: [line.fixed, line.per_value] for kind, line in lines.items()}
+        last = dict(list(kernels.items())[-MOST_KERNELS:])
+        content = {"format": FORMAT, "machine": self.machine, "kernels": last, "conversions": conversions}
         with atomic_file(self.path) as temporary:
             temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
@@ -221,25 +261,48 @@ class Profile:
         return cls(path, machine, kernels, {kind: Line(*line) for kind, line in conversions.items()})
 
 
+def _share(models: Sequence[ProfiledModel], missing: set[str]) -> float:
+    """What part of the models' time the missing kernels are, by the first run of each."""
+    kernels = [kernel for model in models for kernel in model.kernels]
+    new = sum(kernel.first for kernel in kernels if kernel.signature in missing)
+    return new / max(sum(kernel.first for kernel in kernels), 1e-9)
+
+
 def open_profile(settings: MeasurementSettings) -> Profile:
     """The profile that is asked for; an empty one of this machine where there is no file yet.
 
     Raises:
-        FormatError: The file is no profile.
+        FormatError: The file was named, and is no profile.
         ConfigError: It is of another number of threads.
     """
     machine = this_machine(settings.threads)
-    cache = settings.profile is None
-    path = default_path(machine) if settings.profile is None else Path(settings.profile)
-    found = os.path.exists(path)  # noqa: PTH110 - Path.exists raises for a folder that may not be entered
-    profile = Profile.load(path) if found else Profile(path, machine)
-    profile.cache = cache
+    if settings.profile is None:
+        return _cached(default_path(machine), machine)
+    path = Path(settings.profile)
+    profile = Profile.load(path) if _exists(path) else Profile(path, machine)
     if profile.machine["threads"] != machine["threads"]:
         raise ConfigError(
             f"{path} was measured with {profile.machine['threads']} threads, and MeasureThreads is {settings.threads}. "
             "Possible: the same number, or another file."
         )
     return profile
+
+
+def _cached(path: Path, machine: dict[str, str]) -> Profile:
+    """The profile of the cache, which nobody asked for: one that cannot be read is measured again."""
+    try:
+        profile = Profile.load(path) if _exists(path) else Profile(path, machine)
+        if profile.machine != machine:
+            raise FormatError(f"{path} is of another machine.")
+    except QuarkError as error:
+        logger.info("Kernels are timed again: %s", error)
+        profile = Profile(path, machine)
+    profile.cache = True
+    return profile
+
+
+def _exists(path: Path) -> bool:
+    return os.path.exists(path)  # noqa: PTH110 - Path.exists raises for a folder that may not be entered
 
 
 def this_machine(threads: int) -> dict[str, str]:

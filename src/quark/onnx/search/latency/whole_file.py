@@ -27,6 +27,8 @@ from quark.onnx.search.latency.noise_sample import noise_sample
 
 FEWEST, MOST, SECONDS = 6, 300, 0.6
 """Runs of each, as many as these seconds have room for."""
+FAR, SOON = 0.2, 0.1
+"""A ratio that is this share away from the bound in question ends the runs after these seconds, if FEWEST are done."""
 TOLERANCE = 0.02
 """What sessions of one file differ by: 0.97 to 1.03 on a busy machine, under 1.01 in most of 32 looks."""
 MOST_PAIRS = 0.75
@@ -122,10 +124,15 @@ def file_ratio(
     return found
 
 
-def time_ratio(first: onnx.ModelProto, second: onnx.ModelProto, feed: Feed, threads: int = 1) -> float:
-    """The time of a second file over that of a first one, each in a session of its own; the rest is as above."""
+def time_ratio(
+    first: onnx.ModelProto, second: onnx.ModelProto, feed: Feed, threads: int = 1, bound: float = 1.0
+) -> float:
+    """The time of a second file over that of a first one, each in a session of its own; the rest is as above.
+
+    The runs end early where the ratio is far from `bound`.
+    """
     sessions = (open_session(first, threads=threads), open_session(second, threads=threads))
-    return _by_turns(*sessions, feed, _clock(threads)).ratio
+    return _by_turns(*sessions, feed, _clock(threads), bound).ratio
 
 
 def _clock(threads: int) -> Callable[[], float]:
@@ -133,14 +140,22 @@ def _clock(threads: int) -> Callable[[], float]:
 
 
 def _by_turns(
-    first: onnxruntime.InferenceSession, second: onnxruntime.InferenceSession, feed: Feed, clock: Callable[[], float]
+    first: onnxruntime.InferenceSession,
+    second: onnxruntime.InferenceSession,
+    feed: Feed,
+    clock: Callable[[], float],
+    bound: float = 1.0,
 ) -> FileRatio:
     sessions = (first, second)
     times: tuple[list[float], list[float]] = ([], [])
     for session in sessions:
         run_sample(session, None, feed)  # warms up
-    spent = 0.0
+    spent, soon = 0.0, SOON
     while len(times[0]) < FEWEST or (len(times[0]) < MOST and spent < SECONDS):
+        if spent >= soon and len(times[0]) >= FEWEST:
+            if abs(typical(times[1]) / typical(times[0]) / bound - 1) > FAR:
+                break
+            soon = 2 * spent
         # Each is the first as often as the other.
         for which in ((0, 1), (1, 0))[len(times[0]) % 2]:
             start = clock()

@@ -27,7 +27,7 @@ from quark.onnx.calibration.data.own_time import own_time
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.settings import Settings
 from quark.onnx.flow.flow import finish
-from quark.onnx.flow.prepare import prepare
+from quark.onnx.flow.prepare import prepare, same_passes
 from quark.onnx.graph.model_file import to_proto
 from quark.onnx.search.change import Situation
 from quark.onnx.search.evaluator import PartScorer, ScoredModel
@@ -56,9 +56,16 @@ class Rival:
 
     def __init__(self, model: ir.Model, settings: Settings) -> None:
         self._model, self._settings = model, settings
+        self._passed: Settings | None = None
         self._scored: ScoredModel | None = None
         self._proto: onnx.ModelProto | None = None
+        self._compared: tuple[ir.Model, tuple[bool, str]] | None = None
         self._given_up = False
+
+    def begin_with(self, model: ir.Model, asked: Settings, prepared: Settings) -> None:
+        """Take the model that `prepare` made by other settings, where the passes are the same."""
+        if same_passes(asked, self._settings):
+            self._model, self._passed = model.clone(), prepared
 
     def instead_of(
         self, other: ScoredModel, scorer: PartScorer, data: Samples, at_last: bool = False
@@ -95,18 +102,22 @@ class Rival:
 
     def _wins(self, scored: ScoredModel, other: ScoredModel, feed: Feed) -> tuple[bool, str]:
         """Whether the rival costs no more than the other, and what that costs beside it, in words."""
+        if self._compared is not None and self._compared[0] is other.model:
+            return self._compared[1]  # no step has bettered it since
         self._proto = self._proto or _file(scored)
         proto = _file(other)
         smaller = self._proto.ByteSize() <= (1 + MORE) * proto.ByteSize()
         ratio = _time_ratio(self._proto, proto, feed, scored.settings.measurement.threads)
         costs = f"{ratio:.2f} of the time, {proto.ByteSize()} bytes for {self._proto.ByteSize()}"
-        return smaller and ratio * (1 + WON) >= 1, costs
+        found = smaller and ratio * (1 + WON) >= 1, costs
+        self._compared = other.model, found
+        return found
 
     def _made(self, scorer: PartScorer, data: Samples) -> ScoredModel:
         if self._scored is None:
             start = own_time()
             with severity(2):
-                model, settings = self._model, prepare(self._model, self._settings)
+                model, settings = self._model, prepare(self._model, self._settings, self._passed)
                 if settings.measurement.enabled:
                     settings = leave_slower_in_float(settings, Situation(settings, model=model, data=data))
                 model = convert(model, settings, data)
@@ -125,7 +136,8 @@ def _file(scored: ScoredModel) -> onnx.ModelProto:
 
 def _time_ratio(rival: onnx.ModelProto, other: onnx.ModelProto, feed: Feed, threads: int) -> float:
     """The time of the other over that of the rival: of one look, or the median of a few near the bound."""
-    looks = [time_ratio(rival, other, feed, threads)]
-    if abs(looks[0] * (1 + WON) - 1) < CLEAR:
-        looks += [time_ratio(rival, other, feed, threads) for _ in range(LOOKS - 1)]
+    bound = 1 / (1 + WON)
+    looks = [time_ratio(rival, other, feed, threads, bound)]
+    if abs(looks[0] / bound - 1) < CLEAR:
+        looks += [time_ratio(rival, other, feed, threads, bound) for _ in range(LOOKS - 1)]
     return median(looks)

@@ -41,7 +41,7 @@ from quark.onnx.search.history import TimeBudget, Trial
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.noise.choices import Measured
 from quark.onnx.search.recovery.rival import Rival
-from quark.onnx.search.recovery.steps import PLENTY, STEPS, WEIGHTS_STEPS, Step
+from quark.onnx.search.recovery.steps import STEPS, WEIGHTS_STEPS, Step
 from quark.onnx.search.settle import check_algorithms, convert, start_as_chosen
 
 EVERY = 4
@@ -129,14 +129,16 @@ def recover(
         budget: Seconds after which it ends; None for none. The plain config is quantized in any case.
         steps: What to try.
         quick: Where there are too few samples to hold some out, judge by all of them; without a target, judge
-            distributions by their scores. End at 40 dB.
+            distributions by their scores. End where what is lost is seldom felt.
         allow_wider: Whether steps may give more bits than the config asks for.
         rival: What is made without samples, which the result has to be better than.
     """
     clock = own_time if quick else time.monotonic  # a result that nobody set a time for does not depend on the load
     time_left = TimeBudget.of(budget, clock)
     _check(settings, metric, target)
-    settings = prepare(model, settings)
+    asked, settings = settings, prepare(model, settings)
+    if rival is not None:
+        rival.begin_with(model, asked, settings)
     data = repeatable(reader, model, settings)
     fit, held_out = (data, data) if quick and data is not None and 0 < len(data) < EVERY else split(data)
     settings = _settled(model, settings, fit)
@@ -148,7 +150,7 @@ def recover(
     logger.info("Recovery: %s as it is: %s.", search.measure, metric.text(plain.score))
     # Where static integers win no time, no search makes them worth it.
     if rival is None or not search.gives_way(rival):
-        search.run(steps, allow_wider, PLENTY if quick and metric.name == "sqnr" else None)
+        search.run(steps, allow_wider, quick)
         if rival is not None:
             search.gives_way(rival, at_last=True)
     best = search.best
@@ -218,6 +220,12 @@ class _Search:
         """Whether the task suffers with the best so far."""
         return self.scorer.is_lost(self.best.score, self.best.output)
 
+    @property
+    def _is_plenty(self) -> bool:
+        """Whether nobody asked for more, and what is lost is seldom felt."""
+        best = self.best
+        return self.target is None and self.scorer.is_plenty(best.score, best.output, best.model)
+
     def left(self, step: Step) -> float:
         """Seconds for a step. Where there is a target, no other step takes the time of the last resort."""
         kept = 0.0 if step.last_resort or self.target is None else RESERVE * self.best.seconds
@@ -239,10 +247,10 @@ class _Search:
         self.trials.append(Trial("the config as it is", None, plain.score, plain.seconds, "kept"))
         return plain
 
-    def run(self, steps: Iterable[Step], allow_wider: bool, enough: float | None) -> None:
-        """Try steps until the target, or what is enough, is reached."""
+    def run(self, steps: Iterable[Step], allow_wider: bool, quick: bool) -> None:
+        """Try steps until the target is reached; quick ones without a target, until the loss is seldom felt."""
         for step in steps:
-            if self.done or reaches(self.best.score, enough, self.scorer.metric):
+            if self.done or (quick and self._is_plenty):
                 break
             give_back_memory()
             if step.wider and self.target is not None and not allow_wider:

@@ -352,8 +352,6 @@ FEW_IN_FLOAT = tuple(
     Step(f"{share:.0%} of the nodes in float", floating(FloatNodes(share), where_lost=True))
     for share in (0.05, 0.1, 0.2)
 )
-PLENTY = 40.0
-"""dB: noise of a hundredth of the outputs, which no task's figure showed; quick steps look no further."""
 QUICK_STEPS = (
     *(Step(f"ranges: {name}", change) for name, change in RANGES.items() if name != "Entropy"),
     *FEW_IN_FLOAT,

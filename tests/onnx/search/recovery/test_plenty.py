@@ -1,0 +1,47 @@
+"""Quick steps end where the loss of a model is seldom felt."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from quark.core.metrics import Metric
+from quark.onnx import ModelQuantizer
+from quark.onnx.calibration.data.inputs import model_inputs
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.graph.model_file import load
+from quark.onnx.search.evaluator import LOST, SCORES_LOST, SPARE, PartScorer
+
+FEEDS = [{"x": np.eye(3, dtype=np.float32)[[i]]} for i in range(3)]
+
+
+def scores(sign: float, last: str) -> onnx.ModelProto:
+    """Of three classes."""
+    weight = numpy_helper.from_array(np.diag([sign, 2, 3]).astype(np.float32), "w")
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["s"]), helper.make_node(last, ["s"], ["y"])]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 3]) for name in "xy"]
+    graph = helper.make_graph(nodes, "scores", values[:1], values[1:], [weight])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize("last", ["Softmax", "Sigmoid"])
+def test_scores_of_30_db_are_enough_where_all_decisions_are_kept(last: str) -> None:
+    model = load(scores(1.0, last))
+    scorer = PartScorer(
+        model, Samples(FEEDS, model_inputs(model)), Metric("sqnr"), ModelQuantizer("A8W8").settings, by_scores=True
+    )
+    _, part = scorer.score(model)
+    kept, other = load(scores(1.1, last)), load(scores(-1.0, last))
+    assert scorer.is_plenty(SCORES_LOST, part, kept) and not scorer.is_plenty(SCORES_LOST, part, other)
+    assert scorer.is_plenty(SCORES_LOST + SPARE, part, other) and not scorer.is_plenty(SCORES_LOST - 1, part, kept)
+
+
+def test_of_other_outputs_the_noise_alone_tells() -> None:
+    model = load(scores(1.0, "Identity"))
+    scorer = PartScorer(
+        model, Samples(FEEDS, model_inputs(model)), Metric("sqnr"), ModelQuantizer("A8W8").settings, by_scores=True
+    )
+    _, part = scorer.score(model)
+    assert [scorer.is_plenty(score, part, model) for score in (LOST, LOST + SPARE)] == [False, True]
