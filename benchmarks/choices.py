@@ -42,7 +42,7 @@ SCHEMES = (
 )
 SOLVED = ("uint4_wo_128", "int4_wo_128", "int3_wo_128", "int2_wo_64", "mxfp4", "nvfp4")
 """Schemes of the second table, whose columns are ALGORITHMS."""
-ALGORITHMS = ("importance", "awq", "gptq", "gptaq", "qronos")
+ALGORITHMS = ("importance", "awq", "gptq", "gptaq", "qronos", "qronos:fisher=true")
 COLORS = {"to nearest": "#7f7f7f", "gptq": "#1f77b4", "qronos": "#d62728"}
 """What the picture shows."""
 

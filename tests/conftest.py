@@ -41,6 +41,7 @@ OVER_REGISTRIES = {
     "contracts/test_presets.py": 4,
     "contracts/test_reader_classes.py": 59,  # a prime, by which no case of minutes is taken
     "contracts/test_sources.py": 10,
+    "jobs/test_best_effort.py::test_every_family_is_quantized_by_the_best": 4,
     "core/test_block_solvers.py": 10,
     "core/test_group_kernels.py": 10,
     "core/test_power_of_two.py": 4,

@@ -315,6 +315,8 @@ def _module(
     ))  # fmt: skip
     folder = getattr(model, "name_or_path", "")
     _check_kind(chosen, output, folder)
+    if chosen.distills and has_data:
+        chosen, data = _completed(chosen, model, data)
     algorithms = torch_algorithms(chosen.algorithms) or None
     if chosen.scheme in MIX_NAMES:
         config = gguf_config(model, chosen.scheme, algorithms, exclude)
@@ -335,6 +337,20 @@ def _module(
     else:
         export_safetensors(made, path, chosen.form, overwrite=overwrite, reader=chosen.goal.reader)
     return made
+
+
+def _completed(chosen: Any, model: Any, data: Any) -> tuple[Any, Any]:
+    """What the effort adds for a module in memory, and the data with the texts that it writes."""
+    from quark.jobs.folders.best_effort import completed_for, say_completed
+    from quark.jobs.folders.calibration import Calibration
+    from quark.torch.model.batches import input_device, longest_in, tokens_in
+
+    data = data if isinstance(data, Sequence) else list(data)
+    tokens, length = tokens_in(data), longest_in(data)
+    why = None if tokens else "the data are no token ids"
+    chosen = completed_for(chosen, model, tokens, length, str(input_device(model)), why=why)
+    say_completed(chosen)
+    return chosen, Calibration(synthetic=chosen.texts or None, asked=False).with_synthetic(model, data)
 
 
 def _check_kind(chosen: Any, output: Any, folder: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,8 +157,27 @@ def test_what_was_measured_to_gain_nothing_has_no_algorithm() -> None:
     for scheme in ("int8_wo", "fp8", "ptpc_fp8", "mxfp8_e4m3", "bfloat16"):
         assert steps_for(scheme, "best").algorithms == steps_for(scheme, "balanced").algorithms == ()
     assert steps_for("int8", "best").algorithms == ("smooth",)
-    assert steps_for("mxfp4", "best").algorithms == ("gptq",)  # alone among four bits: Qronos lost more there
-    assert [steps_for(each, "best").algorithms[0][:6] for each in ("uint4_wo_128", "nvfp4")] == ["qronos"] * 2
+
+
+def table_of(page: str, first: str) -> dict[str, dict[str, str]]:
+    """The table of a page of docs/choose whose first column is named so: row -> column -> cell."""
+    lines = (Path(__file__).parents[2] / "docs" / "choose" / page).read_text().split(f"| {first} |")[1].splitlines()
+    columns = [cell.strip(" `") for cell in lines[0].split("|")[:-1]]
+    rows = (line.strip("|").split("|") for line in itertools.takewhile(lambda line: line.startswith("|"), lines[2:]))
+    return {name.strip(" `"): dict(zip(columns, map(str.strip, cells), strict=True)) for name, *cells in rows}
+
+
+def test_the_best_is_what_the_table_calls_best() -> None:
+    """The solver with the least divergence in each row of docs/choose/algorithm.md; distillation follows it."""
+    table = table_of("algorithm.md", "Scheme")
+    seconds = table.pop("CPU seconds")
+    assert len(table) >= 6 and "qronos:fisher=true" in seconds
+    for scheme, losses in table.items():
+        steps = steps_for(scheme, "best")
+        [asked] = torch_algorithms(steps.algorithms)
+        [least] = torch_algorithms([min(losses, key=lambda name: float(losses[name]))])
+        assert (asked.name, bool(asked.fisher)) == (least.name, bool(least.fisher)), scheme
+        assert steps.distills, scheme
 
 
 def test_parameters_of_algorithms_are_typed() -> None:

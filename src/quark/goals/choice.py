@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from quark.core.names.scheme_families import family_of, named_in, suggestion
 from quark.core.schemes import in_smaller_groups
@@ -71,6 +71,9 @@ class GoalChoice:
         algorithms: As --algorithm takes them.
         reasons: Choice -> why.
         serve: The command that runs the result; `{out}` is its path.
+        distills: Whether the effort asks for texts of the model's own and distillation, where these are possible.
+        texts: How many the model writes; 0 until it is known, and where there are none.
+        left_out: What of the effort is left out -> why.
         mixed: The schemes that a budget chooses from, none: what the form chooses from; None: one scheme for all.
     """
 
@@ -84,6 +87,26 @@ class GoalChoice:
     reasons: dict[str, str]
     serve: str
     mixed: tuple[str, ...] | None = None
+    distills: bool = False
+    texts: int = 0
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def completed(self, texts: int, algorithms: Sequence[str], left_out: Mapping[str, str]) -> GoalChoice:
+        """The choice with what its effort adds for a model and a machine.
+
+        Args:
+            texts: How many the model writes.
+            algorithms: Behind the others.
+            left_out: What is left out -> why.
+        """
+        reasons = dict(self.reasons)
+        if texts:
+            reasons["texts"] = "the model's own, beside the data: more to learn from, and nobody's data"
+        if algorithms:
+            reasons["algorithms"] += "; distillation removes a fifth to a third of the rest"
+        return replace(
+            self, algorithms=(*self.algorithms, *algorithms), texts=texts, left_out=left_out, reasons=reasons
+        )
 
     def fitted(self, fits: Callable[[str], bool], model_type: str = "") -> GoalChoice:
         """The choice for a model: in smaller groups where those of the scheme do not divide most of its weights.
@@ -112,7 +135,10 @@ class GoalChoice:
         form = "onnx" if self.asked.onnx else self.form
         algorithms = ", ".join(self.algorithms) or "none"
         values = {"scheme": self.scheme, "format": form, "effort": self.effort, "algorithms": algorithms}
-        return [(what, value, self.reasons.get(what, "")) for what, value in values.items()]
+        if self.texts:
+            values["texts"] = str(self.texts)
+        chosen = [(what, value, self.reasons.get(what, "")) for what, value in values.items()]
+        return [*chosen, *(("left out", what, why) for what, why in self.left_out.items())]
 
     def __str__(self) -> str:
         form = "onnx" if self.asked.onnx else self.form
@@ -172,17 +198,27 @@ def choose(asked: GoalRequest) -> GoalChoice:
     effort = effort_of(asked.effort, asked.has_data)
     if asked.effort is not None and asked.algorithms is None:
         require_data(effort, asked.has_data, asked.onnx)
-    reasons, algorithms = {"scheme": why, "format": str(fact)}, tuple(asked.algorithms or ())
+    reasons, algorithms, distills = {"scheme": why, "format": str(fact)}, tuple(asked.algorithms or ()), False
     if asked.algorithms is not None:
         reasons["algorithms"] = "asked for"
     elif asked.onnx:
         reasons["effort"] = ONNX_EFFORTS[effort]
     else:
         steps = steps_for(scheme, effort)
-        reasons["algorithms"], algorithms = steps.why, steps.algorithms
+        reasons["algorithms"], algorithms, distills = steps.why, steps.algorithms, steps.distills
     serve = defaults.serve + defaults.serve_options.get(fact.form, "") + (defaults.serve_cache if asked.cache else "")
     return GoalChoice(
-        asked, goal, defaults, scheme if mixed is None else MIX, fact.form, effort, algorithms, reasons, serve, mixed
+        asked,
+        goal,
+        defaults,
+        scheme if mixed is None else MIX,
+        fact.form,
+        effort,
+        algorithms,
+        reasons,
+        serve,
+        mixed,
+        distills,
     )
 
 

@@ -12,13 +12,12 @@ parameters, 64 windows of 256 tokens), and seconds for three layers of the shape
     NVFP4, inputs    15.8    12.5    11.9      12.2
     seconds           1.8    46      88        several times that
 
-So GPTQ is the best for its time, and the best of all is Qronos, but for MXFP4 with inputs. There the order is another
-on each model: on the one of this repository (64 windows of 256 tokens, 60 held out) to nearest has 54.0, GPTQ 44.7,
-Qronos 45.3 and AutoRound 45.5, so that GPTQ, within 4 % of the best on both, stays. By Fisher information of outputs
-Qronos leaves less of weights alone on both models that were tried: of the one here 3.1 for 4.5 (uint4), 12.9 for 18.3
-(int3), 61 for 77 (int2), 3.8 for 5.7 (MXFP4); NVFP4 with inputs 21.5 for 22.5. AutoRound leaves 18.4 of int3
-there and takes twice as long. Of 8 bits, to nearest loses 0.1 already; static integer inputs gain by
-SmoothQuant, which leaves alone what it does not help.
+So GPTQ is the best for its time. The best solver is Qronos by Fisher information of outputs, in every row of the table
+of docs/choose/algorithm.md, which a test compares with what is chosen here: on the model of this repository it leaves
+3.2 where Qronos alone leaves 4.8 (uint4), 15.6 for 21.8 (int3), 43.3 for 46.1 and GPTQ's 47.8 (MXFP4 with inputs), 22.7
+for 23.5 (NVFP4 with inputs). AutoRound leaves 18.4 of int3 and takes twice as long. Texts that the model writes and
+distillation behind it take another 3 to 30 % off (docs/guide/distillation.md). Of 8 bits, to nearest loses 0.1 already;
+static integer inputs gain by SmoothQuant, which leaves alone what it does not help.
 """
 
 from __future__ import annotations
@@ -38,6 +37,11 @@ QRONOS = "qronos:fisher=auto"
 """Qronos by Fisher information of outputs, where the model has logits and there is room for their scores."""
 ON_THE_WAY = f"{QRONOS},desc_act=false,static_groups=false,group_aware_order=true"
 """The same with the scales of a group found when its columns are reached: for integers in groups."""
+DISTILLATION = "distillation"
+TEXTS, FEWEST_TEXTS = 512, 64
+"""Samples that a language model writes itself for the best, and the fewest that are worth their time."""
+MOST_SECONDS = 3600.0
+"""What the best may take by estimate with them; where they would take more, there are fewer, or none."""
 WHY_FISHER = "Qronos by Fisher information: 3.1 millinats of uint4, alone 4.5, to nearest 12.1"
 """Of weights alone."""
 
@@ -49,10 +53,12 @@ class Steps:
     Attributes:
         algorithms: As --algorithm takes them.
         why: The reason, a clause.
+        distills: Whether texts of the model's own and distillation follow, where model, memory and time allow.
     """
 
     algorithms: tuple[str, ...]
     why: str
+    distills: bool = False
 
 
 def check_effort(effort: str | None) -> None:
@@ -91,8 +97,8 @@ def steps_for(scheme: str, effort: str) -> Steps:
 
 GPTQ = Steps(("gptq",), "GPTQ: most of what can be gained, at half the time of the best")
 SMOOTH = Steps(("smooth",), "SmoothQuant: outliers of inputs move to weights where that helps")
-FISHER = Steps((QRONOS,), WHY_FISHER)
-FISHER_IN_GROUPS = Steps((ON_THE_WAY,), WHY_FISHER)
+FISHER = Steps((QRONOS,), WHY_FISHER, distills=True)
+FISHER_IN_GROUPS = Steps((ON_THE_WAY,), WHY_FISHER, distills=True)
 
 
 def _nearest(why: str) -> tuple[Steps, Steps]:
@@ -116,13 +122,10 @@ def _steps(scheme: str) -> tuple[Steps, Steps]:
     if layer.input is None:
         in_groups = not weight.dtype.is_float and "per_channel" not in scheme
         return GPTQ, FISHER_IN_GROUPS if in_groups else FISHER
-    if scheme.startswith("mxfp4"):
-        why = "GPTQ: of MXFP4 with inputs Qronos lost more on two models, AutoRound on one, and 3 % less on the other"
-        return GPTQ, Steps(("gptq",), why)
-    return GPTQ, Steps((QRONOS,), "Qronos by Fisher information: of NVFP4 21.5 millinats, alone 22.5")
+    return GPTQ, Steps((QRONOS,), "Qronos by Fisher information: 43.3 millinats of MXFP4, GPTQ 47.8", distills=True)
 
 
 def _steps_of_mix(scheme: str) -> tuple[Steps, Steps]:
     nearest = Steps((), "8 bits to nearest lose 0.1 millinats")
-    best = Steps(("qronos",), "Qronos: 3.1 millinats of Q4_K_M where to nearest has 6.1")
+    best = Steps(("qronos",), "Qronos: 3.1 millinats of Q4_K_M where to nearest has 6.1", distills=True)
     return (nearest, nearest) if scheme == "q8_0" else (GPTQ, best)

@@ -17,6 +17,7 @@ from quark.goals import GoalChoice
 from quark.goals.choice import fusing_programs
 from quark.goals.goal import GOALS
 from quark.jobs.choose import fitted_choice
+from quark.jobs.folders.best_effort import completed_choice
 from quark.jobs.folders.bit_budget import Budget, asked_budget
 from quark.jobs.folders.calibration import Calibration
 from quark.jobs.folders.imatrix import Imatrices
@@ -126,10 +127,10 @@ def configure(job: FolderJob, aloud: bool = False) -> Configured:
     Raises:
         QuarkError: What is asked for does not go together, or does not fit the model.
     """
-    request, choice, form = job.request, job.choice, job.form
+    request, form = job.request, job.form
     network = _check_library(job)
     model = _without_weights(request)
-    choice = fitted_choice(choice, request, lambda: model()[0]) if choice is not None else None
+    choice = _choice_for(job, lambda: model()[0])
     budget = asked_budget(request, form, choice) if choice is None or choice.mixed is not None else None
     scheme = choice.scheme if choice is not None else request.scheme
     if budget is not None:
@@ -146,10 +147,25 @@ def configure(job: FolderJob, aloud: bool = False) -> Configured:
     if choice is not None:
         config, plan = _planned_for_goal(model, config, choice, aloud)
     why = _reason_for_data(request, scheme, budget, config)
-    calibration = Calibration.of(request)
+    calibration = _calibration(request, choice)
     if why is not None and not network:  # of what a network of diffusers takes, the package has none
         calibration = calibration.or_default(why)
     return Configured(job, choice, scheme, budget, algorithms, config, calibration, why, plan)
+
+
+def _choice_for(job: FolderJob, load_meta: Callable[[], Any]) -> GoalChoice | None:
+    """What the goal of a job chooses for its model, and for this machine; None without a goal."""
+    if job.choice is None:
+        return None
+    return completed_choice(fitted_choice(job.choice, job.request, load_meta), job.request, load_meta)
+
+
+def _calibration(request: FolderRequest, choice: GoalChoice | None) -> Calibration:
+    """The data that are asked for, with the texts that an effort chooses."""
+    asked = Calibration.of(request)
+    if choice is None or not choice.texts:
+        return asked
+    return replace(asked, synthetic=choice.texts, asked=request.synthetic is not None)
 
 
 def _planned_for_goal(

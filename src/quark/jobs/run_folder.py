@@ -15,6 +15,7 @@ from quark.errors import ConfigError
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs.configure_folder import Configured, configure, warn_of_servers
 from quark.jobs.denoisers import configure_denoiser, is_for_comfyui
+from quark.jobs.folders.best_effort import say_completed
 from quark.jobs.folders.bit_budget import choose_for_budget
 from quark.jobs.folders.calibration import Calibration
 from quark.jobs.folders.export import Export
@@ -103,6 +104,8 @@ def _run(job: FolderJob, named: Path) -> FolderResult:
     if request.calib is not None and configured.why is None and request.save_imatrix is None:
         logger.info("Nothing here needs calibration data: %s changes no value.", request.calib)
     export.check(configured.schemes)
+    if configured.choice is not None:
+        say_completed(configured.choice)
     start, before, chosen = time.perf_counter(), folder_bytes(request.model), None
     config = configured.config
     if configured.budget is not None:
@@ -111,7 +114,7 @@ def _run(job: FolderJob, named: Path) -> FolderResult:
             job.show(*chosen)
         config = configured.completed(*chosen)
     warn_of_servers(configured, config)
-    with read_beside(_recipe_of(replace(request, model=named), configured.calibration)) as recipe:
+    with read_beside(_recipe_of(replace(request, model=named), configured)) as recipe:
         export = replace(export, attachments=RecipeInFolder(recipe))
         save_imatrix = partial(Imatrices.of(request).save, calib=request.calib)
         after, errors = write_folder(FolderFlow(request, config, configured.calibration, export, save_imatrix))
@@ -177,6 +180,13 @@ def export_of(job: FolderJob) -> Export:
     )  # fmt: skip
 
 
-def _recipe_of(request: FolderRequest, calibration: Calibration) -> Recipe:
-    """The recipe, with the data that are read where none were given."""
-    return Recipe.of(request, {"calib": DEFAULT_TEXT} if calibration.is_default else {})
+def _recipe_of(request: FolderRequest, configured: Configured) -> Recipe:
+    """The recipe, with the data that are read where none were given, and with what was chosen for this machine."""
+    choice = configured.choice
+    if choice is not None and choice.distills:
+        found: dict[str, Any] = {
+            "algorithm": choice.algorithms,
+            **({"synthetic": choice.texts} if choice.texts else {}),
+        }
+        request = replace(request, **found, said=request.said | {*found})
+    return Recipe.of(request, {"calib": DEFAULT_TEXT} if configured.calibration.is_default else {})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.base.log import logger
-from quark.errors import CalibrationError, ConfigError
+from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs.request import LENGTH, SAMPLES, FolderRequest
 
@@ -28,6 +28,7 @@ class Calibration:
         length: Tokens in a sample of text; None: `LENGTH`.
         packing, seed: See `ModelInputs.read`.
         synthetic: How many texts the model writes beside them; None: none.
+        asked: Whether these are asked for; else a model that cannot write them does without.
     """
 
     path: Path | None = None
@@ -36,6 +37,7 @@ class Calibration:
     packing: bool | None = None
     seed: int | None = None
     synthetic: int | None = None
+    asked: bool = True
 
     @classmethod
     def of(cls, request: FolderRequest) -> Calibration:
@@ -99,7 +101,13 @@ class Calibration:
             return samples
         from quark.torch.calibration.synthetic_data import synthetic_batches
 
-        return [*samples, *synthetic_batches(model, samples, self.synthetic, self.seed or 0)]
+        try:
+            return [*samples, *synthetic_batches(model, samples, self.synthetic, self.seed or 0)]
+        except (CalibrationError, NotSupportedError) as error:
+            if self.asked:
+                raise
+            logger.warning("Without texts of the model's own: %s", error)
+            return samples
 
     def joined(
         self, model: Any, samples: Sequence[Any] | None, algorithms: Sequence[Algorithm]

@@ -86,6 +86,23 @@ def _in_memory(flow: FolderFlow) -> tuple[int, list[Any]]:
     return flow.export.write(quantized), quantized.quant_errors
 
 
+def _say_time(flow: FolderFlow, meta: Any, data: Sequence[Any] | None) -> None:
+    """Log what the steps will take by estimate, where the data are tokens."""
+    from quark.torch.algorithms import algorithms_of
+    from quark.torch.flows.effort_costs import measured_speed, step_costs
+    from quark.torch.model.batches import longest_in, named_device, tokens_in
+
+    tokens = tokens_in(data)
+    algorithms = algorithms_of(flow.config.algo_config or [])
+    if not tokens or not algorithms:
+        return
+    written = (flow.calibration.synthetic or 0) * longest_in(data)
+    speed = measured_speed(meta, named_device(flow.request.device))
+    costs = step_costs(meta, algorithms, tokens, written, speed)
+    if costs.seconds:
+        logger.info("Estimated time: %s.", costs)
+
+
 def _from_file_to_file(flow: FolderFlow) -> bool:
     """Write the same files tensor by tensor, without a model in memory.
 
@@ -149,11 +166,11 @@ def _streams(flow: FolderFlow, stream: bool | None) -> bool:
         return False
     if stream is None:
         # What is free of the memory differs between processes.
-        stream = not from_first(_fits_memory(float_bytes(flow.request.model)))
+        stream = not from_first(fits_memory(float_bytes(flow.request.model)))
     return form == STREAMED and stream
 
 
-def _fits_memory(weight_bytes: int) -> bool:
+def fits_memory(weight_bytes: int) -> bool:
     """Whether a model and its quantized copy fit into what is free of the memory; where that is unknown, yes."""
     available = available_memory()
     return available is None or 1.5 * weight_bytes < available
@@ -191,4 +208,5 @@ def _preflight_data(flow: FolderFlow) -> Sequence[Any] | None:
         logger.warning("%s", undecoded)
     check_data(meta, plan, data)
     preflight(weights, export.output, data, "--stream, fewer --samples, or a machine with more")
+    _say_time(flow, meta, data)
     return data

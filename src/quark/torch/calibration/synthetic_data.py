@@ -43,7 +43,7 @@ def synthetic_batches(model: nn.Module, data: Sequence[Any], count: int, seed: i
         CalibrationError: The data hold no token ids, or no sample of more than `PROMPT` tokens.
     """
     config = getattr(model, "config", None)
-    if not getattr(model, "can_generate", bool)() or getattr(config, "is_encoder_decoder", False):
+    if not writes_text(model):
         raise NotSupportedError(
             f"{type(model).__name__} does not go on writing a text, as a causal language model of transformers does. "
             "Possible: data of your own alone."
@@ -69,6 +69,12 @@ def synthetic_batches(model: nn.Module, data: Sequence[Any], count: int, seed: i
             )  # fmt: skip
             written += [_like(data[0], row[None]) for row in ids.cpu()]
     return written
+
+
+def writes_text(model: nn.Module) -> bool:
+    """Whether a model goes on writing a text from a text alone, as a causal model of transformers does."""
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return bool(getattr(model, "can_generate", bool)()) and not encodes
 
 
 def _like(batch: Any, ids: torch.Tensor) -> Any:

@@ -171,6 +171,13 @@ def tokens_in(data: Iterable[Any] | None) -> int:
     return total
 
 
+def longest_in(data: Iterable[Any] | None) -> int:
+    """Tokens of the longest sample of text among the batches; 0 where there is none."""
+    given = [batch.get("input_ids") if isinstance(batch, Mapping) else batch for batch in data or ()]
+    ids = [each for each in given if isinstance(each, torch.Tensor) and not each.is_floating_point() and each.ndim]
+    return max((each.shape[-1] for each in ids), default=0)
+
+
 def text_config(config: Any) -> Any:
     """The part of a config of transformers that says what the model makes of text, or the config itself.
 

@@ -1,0 +1,147 @@
+"""What `--effort best` does beyond its solver: texts that the model writes, and distillation, where these are possible.
+
+    texts           where the model goes on writing a text and is in memory, as many as fit into MOST_SECONDS
+    distillation    behind them, where its float copy and what it learns fit into memory, too
+
+Decided from shapes and a measured speed, before a weight is read; what is left out has its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from quark.base.log import logger
+from quark.errors import QuarkError
+from quark.goals import GoalChoice
+from quark.goals.efforts import DISTILLATION, FEWEST_TEXTS, MOST_SECONDS, TEXTS
+from quark.jobs.request import LENGTH, SAMPLES, FolderRequest
+from quark.jobs.words import torch_algorithms
+
+if TYPE_CHECKING:
+    from quark.torch.flows.effort_costs import StepCosts
+
+OWN_TEXTS = "texts of the model's own"
+SHARE = 0.9
+"""Of the free memory, so much at most: what is counted is the least that a job takes."""
+
+
+def completed_choice(choice: GoalChoice, request: FolderRequest, load_meta: Callable[[], Any]) -> GoalChoice:
+    """The choice with what its effort adds for a model and this machine.
+
+    Args:
+        choice, request: The choice, and for which folder.
+        load_meta: Gives the model without weights.
+    """
+    if not choice.distills:
+        return choice
+    try:
+        meta = load_meta()
+    except QuarkError:  # which the work itself meets
+        return choice
+    from quark.torch.model.batches import most_tokens, text_config
+
+    length = most_tokens(text_config(getattr(meta, "config", None)), request.length or LENGTH)
+    tokens, why = (request.samples or SAMPLES) * length, _why_in_parts(request, meta)
+    return completed_for(choice, meta, tokens, length, request.load.device, request.synthetic, why)
+
+
+def completed_for(
+    choice: GoalChoice,
+    model: Any,
+    tokens: int,
+    length: int,
+    device: str,
+    asked: int | None = None,
+    why: str | None = None,
+) -> GoalChoice:
+    """The same of a model, with or without weights.
+
+    Args:
+        choice: The choice.
+        model: Causal model of transformers, or any other, of which nothing is added.
+        tokens: Of all calibration data, at most.
+        length: Of the longest sample, in tokens.
+        device: Computes.
+        asked: How many texts are asked for; None: it is chosen.
+        why: What else keeps the model from being in memory at once; None: nothing does.
+    """
+    from quark.torch.calibration.synthetic_data import writes_text
+    from quark.torch.model.batches import named_device
+
+    if not writes_text(model):
+        why = f"{type(model).__name__} writes no text"
+    if why is not None:
+        return choice.completed(0, (), {f"{OWN_TEXTS}, {DISTILLATION}": why})
+    costs = _Costs(model, choice, tokens, length, named_device(device))
+    count, why = (asked, "") if asked is not None else costs.texts()
+    if not count:
+        return choice.completed(0, (), {f"{OWN_TEXTS}, {DISTILLATION}": why})
+    refused = costs.why_not_distilled(count)
+    left_out = {} if refused is None else {DISTILLATION: refused}
+    if asked is None and count < TEXTS:
+        left_out[f"{TEXTS - count} of {TEXTS} texts"] = why
+    return choice.completed(count, () if refused else (DISTILLATION,), left_out)
+
+
+def _why_in_parts(request: FolderRequest, meta: Any) -> str | None:
+    """Why a model is not in memory at once; None: it is."""
+    from quark.jobs.folders.flows import fits_memory
+    from quark.torch.calibration.distributed import world
+    from quark.torch.flows.predicted_size import float_bytes
+
+    if request.stream:
+        return "--stream has one block in memory"
+    if world() > 1:
+        return "several processes work on the model"
+    size = float_bytes(meta)
+    return None if request.stream is False or fits_memory(size) else f"the model of {size / 1e9:.1f} GB is streamed"
+
+
+class _Costs:
+    """What steps would take for a number of texts."""
+
+    def __init__(self, model: Any, choice: GoalChoice, tokens: int, length: int, device: Any) -> None:
+        from quark.torch.flows.effort_costs import measured_speed
+
+        self.model, self.choice, self.tokens, self.length, self.device = model, choice, tokens, length, device
+        self.speed = measured_speed(model, device)
+
+    def of(self, texts: int, distilled: bool) -> StepCosts:
+        from quark.torch.algorithms import algorithms_of
+        from quark.torch.config.named_algorithms import algo_config_by_name
+        from quark.torch.flows.effort_costs import step_costs
+
+        words = [*self.choice.algorithms, *((DISTILLATION,) if distilled else ())]
+        configs = [algo_config_by_name(c) if isinstance(c, str) else c for c in torch_algorithms(words)]
+        return step_costs(self.model, algorithms_of(configs), self.tokens, texts * self.length, self.speed)
+
+    def texts(self) -> tuple[int, str]:
+        """The most texts of TEXTS, its half ... that are written and read in MOST_SECONDS, and why not all; else 0."""
+        from quark.torch.flows.effort_costs import duration
+
+        why, count = "", TEXTS
+        while count >= FEWEST_TEXTS:
+            costs = self.of(count, self.why_not_distilled(count) is None)
+            if costs.total <= MOST_SECONDS:
+                return count, why
+            why = why or f"with all, this takes {costs}; {duration(MOST_SECONDS)} at most"
+            count //= 2
+        return 0, why
+
+    def why_not_distilled(self, texts: int) -> str | None:
+        """Why there is no distillation: memory; None where there is room."""
+        from quark.torch.flows.effort_costs import free_memory
+
+        needed, free = self.of(texts, True).memory, free_memory(self.device)
+        if free is None or needed <= SHARE * free:
+            return None
+        return f"it takes at least {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+
+
+def say_completed(choice: GoalChoice) -> None:
+    """Log what an effort adds, and what it leaves out."""
+    if choice.texts:
+        logger.info("Beside the data, %d texts that the model writes itself.", choice.texts)
+    for what, why in choice.left_out.items():
+        logger.info("Left out of --effort %s: %s, as %s.", choice.effort, what, why)
