@@ -19,7 +19,7 @@ import onnx_ir as ir
 from quark.core.array import NumpyArray
 from quark.onnx.calibration.data.samples import Samples, Store
 from quark.onnx.graph.edit import reads_of
-from quark.onnx.graph.model_file import PLAIN
+from quark.onnx.graph.proto_file import PLAIN
 from quark.onnx.graph.sessions import integer_kernels_are_exact, open_session, run_sample
 from quark.onnx_ops.saving import SMALL, stand_in
 

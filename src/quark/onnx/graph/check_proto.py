@@ -6,7 +6,7 @@ names, nesting and functions are checked in the message itself, and every tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ Key = tuple[str, str, str]
 Nodes = Sequence[onnx.NodeProto]
 
 
-def check_proto(model: onnx.ModelProto, folder: Path) -> None:
+def check_proto(model: onnx.ModelProto, folder: Path, elsewhere: Container[str] = ()) -> None:
     """Raise FormatError for a message that contradicts itself; says what and where, not in which file.
 
     Args:
         model: As it was read, external data not.
         folder: Where external data lie.
+        elsewhere: Names of initializers of the graph whose data were taken out, and are as their shapes need.
     """
     for text in (model.producer_name, model.producer_version, model.domain, model.doc_string, model.graph.name):
         _check_text(text, "the model")
@@ -55,18 +56,20 @@ def check_proto(model: onnx.ModelProto, folder: Path) -> None:
         where, graph, depth = places.pop()
         if depth > DEEPEST:
             raise FormatError(f"bodies lie within each other, over {DEEPEST} deep{where}.")
-        _check_graph(graph, where, folder)
+        _check_graph(graph, where, folder, () if where else elsewhere)
         places += _check_nodes(graph.node, where, depth, folder)
     check_expansion(model.graph, functions)
 
 
-def _check_graph(graph: onnx.GraphProto, where: str, folder: Path) -> None:
+def _check_graph(graph: onnx.GraphProto, where: str, folder: Path, elsewhere: Container[str]) -> None:
     sparse = [tensor.values.name for tensor in graph.sparse_initializer]
     _once([tensor.name for tensor in graph.initializer] + sparse, f"initializers{where}")
     _once([value.name for value in graph.input], f"inputs{where}")
     if not all((*(tensor.name for tensor in graph.initializer), *sparse)):
         raise FormatError(f"an initializer{where} has no name.")
     for tensor in graph.initializer:
+        if tensor.name in elsewhere:
+            continue
         check_tensor(tensor, f"the initializer {quoted(tensor.name)}{where}", folder)
     for name, whole in zip(sparse, graph.sparse_initializer, strict=True):
         dense(whole, f"the initializer {quoted(name)}{where}", folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.onnx.graph.check_proto import fill_in, has_parts
 from quark.onnx.graph.check_tensors import LinkedTensor, quoted
-from quark.onnx.graph.proto_file import check_message, read_header, reason
+from quark.onnx.graph.proto_file import PLAIN, check_message, read_light, reason
 from quark.onnx.graph.sessions import require_loads
 from quark.onnx_ops.graph_writer import free_name
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, SMALL, check_valid, files_read, named_as_external, weight_bytes
@@ -27,8 +26,6 @@ QUANTIZED_OPS = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
 QUANTIZED_OPS |= {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"}
 QUANTIZED_OPS |= {"DynamicQuantizeLSTM", "GatherBlockQuantized"}
 QUANTIZED_OPS |= {"ExtendedQuantizeLinear", "ExtendedDequantizeLinear", "MXQuantizeDequantize", "BFPQuantizeDequantize"}
-PLAIN = {ir.DataType[name] for name in ("FLOAT", "FLOAT16", "DOUBLE", "INT64", "INT32", "INT16", "INT8", "UINT8")}
-"""The element types that numpy has itself."""
 CONSTANT_KINDS = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
 MAKES_SEQUENCE = ("SequenceConstruct", "SequenceEmpty", "SequenceInsert", "SequenceErase", "SplitToSequence")
 
@@ -156,7 +153,7 @@ def _read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
             proto.CopyFrom(source)
     else:
         folder = Path(source).parent
-        proto, arrays = _lighten(read_header(source))
+        proto, arrays = read_light(source)
     fill_in(proto, folder)
     try:
         with _quiet():
@@ -196,25 +193,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         library.setLevel(level)
-
-
-def _lighten(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any]]:
-    """The model without its large weights, and these as arrays: in a message they would be copied at each reading.
-
-    The model is another message, as a message never gives memory back.
-    """
-    arrays = {}
-    kinds = {int(kind): kind.numpy() for kind in PLAIN}
-    for tensor in proto.graph.initializer:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            continue
-        if tensor.data_type in kinds and tensor.HasField("raw_data") and math.prod(tensor.dims) >= SMALL:
-            kind = kinds[tensor.data_type]
-            arrays[tensor.name] = np.frombuffer(tensor.raw_data, kind).reshape(tensor.dims)
-            tensor.ClearField("raw_data")
-    light = onnx.ModelProto()
-    light.CopyFrom(proto)
-    return light, arrays
 
 
 SHARED_NAME = "quark.shared_name"

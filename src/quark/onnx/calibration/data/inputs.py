@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, FormatError
-from quark.onnx.graph.proto_file import read_header
+from quark.onnx.graph.proto_file import read_ends
 from quark.onnx_ops.saving import model_files
 
 Feed = dict[str, NumpyArray]
@@ -53,7 +53,7 @@ def model_inputs(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> 
         FormatError: No ONNX file, or an input without type.
     """
     if isinstance(model, (str, os.PathLike)):
-        model = read_header(model)
+        model = read_ends(model)
     if isinstance(model, onnx.ModelProto):
         defaults = {tensor.name for tensor in model.graph.initializer}
         values = [_read(value) for value in model.graph.input]
