@@ -135,7 +135,7 @@ class ModelQuantizer:
                 source = _Source(model_input, model.clone(), kept)
                 if settings.metrics:
                     reader = repeatable(reader, model, settings)
-                model = quantize(model, settings, reader)
+                model = quantize(model, settings, reader, None if kept is None else kept.outputs)
                 self.metrics = _metrics(source.model, model, settings, reader) if settings.metrics else None
             notes = [cpu_price(model, settings), in_integers_unasked(model, settings)]
             written = self._written(model, model_output, source)

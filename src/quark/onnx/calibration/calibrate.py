@@ -367,6 +367,8 @@ def collect(
                 seen = _at(made, real)
             count += 1
         _update(observers, seen)
+    if besides is not None:
+        besides.complete()
     if count == 0:
         raise CalibrationError("The calibration reader yields nothing: static quantization needs at least one sample.")
 

@@ -21,6 +21,7 @@ from quark.onnx.algorithms.rescaling.bias_correction import (
     learning_starts_corrected,
     wanted_means,
 )
+from quark.onnx.algorithms.rescaling.linear_means import LinearMeans
 from quark.onnx.calibration.besides import Besides
 from quark.onnx.calibration.calibrate import repeatable, run_random
 from quark.onnx.calibration.data.samples import Samples
@@ -218,10 +219,10 @@ def _write_graph(
     settings = form.settings
     reference = model.clone()
     twins = dict(zip(model.graph, reference.graph, strict=True))
-    if besides is None or (changed and besides.outputs):
+    if besides is None or (changed and (besides.outputs or besides.spread is not None)):
         besides = Besides()
     if form.reader is data:
-        besides.want_means(wanted_means(model, settings))
+        besides.want_means(wanted_means(model, settings), LinearMeans.of)
     decision = decide(model, settings, form.reader, identity, form.statistics, besides=besides)
     quantized = QuantizedLayers(decision, reference, data, besides)
     quantized.write(twins)

@@ -19,7 +19,7 @@ from quark.core.array import NumpyArray
 from quark.core.metrics import Metric
 from quark.errors import NotSupportedError
 from quark.onnx.algorithms.rescaling.cle import Pair, equalized_pairs
-from quark.onnx.calibration.besides import Besides, Channels
+from quark.onnx.calibration.besides import Besides, Channels, SampleOutputs
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.algo_configs import CLEConfig
@@ -39,6 +39,7 @@ def equalize_if_better(
     data: Samples | None,
     start: Start,
     known: dict[str, Statistics] | None = None,
+    outputs: SampleOutputs | None = None,
 ) -> tuple[Settings, Written | None]:
     """Decide whether a model is equalized.
 
@@ -48,6 +49,7 @@ def equalize_if_better(
         data: Calibration data; without any the model is left as it is.
         start: What writes the codes of a model, in place.
         known: Statistics in memory by fingerprint, used and completed.
+        outputs: What takes those of the model as it is.
 
     Returns:
         The settings, decided; and the codes written by them, where no other algorithm was to run before.
@@ -61,7 +63,9 @@ def equalize_if_better(
         return plain, None
     candidates = {equalized: replace(each, algorithms=()) for equalized, each in ((False, plain), (True, decided))}
     try:
-        written, (before, after) = _compare(model, data, candidates, pairs, start, known, bool(settings.algorithms))
+        written, (before, after) = _compare(
+            model, data, candidates, pairs, start, known, bool(settings.algorithms), outputs
+        )
     except NotSupportedError as error:
         logger.info("Not equalized, as the outputs cannot be compared: %s", error)
         return plain, None
@@ -79,11 +83,12 @@ def _compare(
     start: Start,
     known: dict[str, Statistics] | None,
     muted: bool,
+    outputs: SampleOutputs | None,
 ) -> tuple[dict[bool, Written], list[float]]:
     """Write the codes of both candidates, with one pass of the float model over the data; score both.
 
     Args:
-        model, data, start, known: As above.
+        model, data, start, known, outputs: As above.
         candidates: Whether equalized -> the settings.
         pairs: What the equalization does.
         muted: Whether nothing is said of layers.
@@ -95,7 +100,7 @@ def _compare(
     rescaled = {
         value.name or "": Channels(axis, scale) for pair, scale in pairs for value, axis in pair.between if axis
     }
-    besides = Besides(samples=positions, outputs=float_outputs(model), rescaled=rescaled)
+    besides = Besides(samples=positions, outputs=float_outputs(model), spread=outputs, rescaled=rescaled)
     written = {}
     for equalized, each in candidates.items():
         # What is said of the layers of one model is true of the other.

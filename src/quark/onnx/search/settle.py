@@ -18,7 +18,7 @@ import onnx_ir as ir
 from quark.base.log import logger
 from quark.errors import NothingQualifiesError, NotSupportedError
 from quark.onnx.algorithms import AFTER, BEFORE, check_data
-from quark.onnx.calibration.besides import Besides
+from quark.onnx.calibration.besides import Besides, SampleOutputs
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.joined_ends import leave_joined_ends
@@ -48,31 +48,39 @@ def check_algorithms(algorithms: Sequence[Any]) -> None:
         raise NotSupportedError(f"{', '.join(missing)}: not part of this version. Possible: {possible}.")
 
 
-def quantize(model: ir.Model, settings: Settings, reader: Any = None) -> ir.Model:
-    """Quantize a float model, which is changed; the quantized one may be another. See `convert`."""
+def quantize(model: ir.Model, settings: Settings, reader: Any = None, outputs: SampleOutputs | None = None) -> ir.Model:
+    """Quantize a float model, which is changed; the quantized one may be another. See `convert`.
+
+    `outputs` takes those of the float model, where calibration runs it over the samples as it is.
+    """
     identity = fingerprint(model) if settings.calibration.statistics else ""
     prepared = prepare(model, settings)
     if settings.prepared_file is not None:
         save(model.clone(), settings.prepared_file)
-    return convert(model, prepared, reader, identity)
+    return convert(model, prepared, reader, identity, outputs=outputs)
 
 
 def convert(
-    model: ir.Model, settings: Settings, reader: Any, identity: str = "", known: dict[str, Statistics] | None = None
+    model: ir.Model,
+    settings: Settings,
+    reader: Any,
+    identity: str = "",
+    known: dict[str, Statistics] | None = None,
+    outputs: SampleOutputs | None = None,
 ) -> ir.Model:
     """Quantize a prepared model, which is changed and returned; with calibration data another one may be.
 
-    The arguments are those of `flow.convert`. Settings may leave open what searches decide.
+    The arguments are those of `flow.convert` and `quantize`. Settings may leave open what searches decide.
     """
     if settings.equalize_if_better:
         settings, reader = leave_joined_ends(model, settings, reader)
         if reader is not None:
             reader = repeatable(reader, model, settings)
             check_data(model, settings, reader)
-        settings, written = equalize_if_better(model, settings, reader, start_as_chosen, known)
+        settings, written = equalize_if_better(model, settings, reader, start_as_chosen, known, outputs)
         if written is not None:
             return complete(written)
-    return complete(start_as_chosen(model, settings, reader, identity, known))
+    return complete(start_as_chosen(model, settings, reader, identity, known, Besides(spread=outputs)))
 
 
 def start_as_chosen(

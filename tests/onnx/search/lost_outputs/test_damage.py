@@ -13,6 +13,7 @@ import pytest
 
 from quark.errors import DamageError, FormatError, NothingToQuantizeError
 from quark.onnx import ModelQuantizer, QConfig, QLayerConfig
+from quark.onnx.calibration.besides import SampleOutputs
 from quark.onnx.config.tensor_specs import Int8Spec
 from quark.onnx.evaluation.compare_models import damaged_layers
 from quark.onnx.graph.model_file import load
@@ -77,6 +78,66 @@ def test_where_samples_differ_twice_as_many_are_looked_at(monkeypatch: pytest.Mo
     few = kept.feeds(6)
     found = damage(loaded, source, few, ModelQuantizer(config(False)).settings, kept)
     assert found is not None and (found.samples, len(seen)) == (8, 16) and len(set(seen)) == 8
+
+
+@pytest.mark.parametrize("known", ["same model", "changed", "changed wrongly", "too large", "none"])
+def test_the_float_model_runs_again_only_where_calibration_did_not_give_its_outputs(
+    known: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at all; for one sample where passes changed it; for all where they broke it, or memory holds few."""
+    source, runs, open_model = model(), list[str](), damage.__globals__["model_session"]
+    monkeypatch.setattr("quark.onnx.search.lost_outputs.damage.PRODUCTS", 0)
+
+    def counted(*arguments: Any) -> Any:
+        runs.append("session")
+        return open_model(*arguments)
+
+    monkeypatch.setitem(damage.__globals__, "model_session", counted)
+    if known.startswith("changed"):
+        monkeypatch.setattr(SampleOutputs, "are_of", lambda *_: False)
+    if known == "changed wrongly":
+        add = SampleOutputs.add
+        monkeypatch.setattr(SampleOutputs, "add", lambda self, i, name, x: add(self, i, name, x + np.float32(0.01)))
+    if known == "too large":
+        monkeypatch.setattr("quark.onnx.search.lost_outputs.damage.MOST_BYTES", 3 * 4 * 16 * 4)
+    if known == "none":
+        monkeypatch.setattr(SampleOutputs, "add", lambda *_: None)
+    quantizer = ModelQuantizer(config(False))
+    written = quantizer.quantize_model(source, None, feeds(16))
+    x, y = (np.stack([run(each, feed) for feed in feeds(16)[::4]]).astype(np.float64) for each in (source, written))
+    assert quantizer.damage is not None and quantizer.damage.samples == 4
+    assert quantizer.damage.sqnr == pytest.approx(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()), abs=0.01)
+    assert len(runs) == (known != "same model")
+
+
+def test_an_output_that_is_a_sequence_of_arrays_of_several_shapes_is_left_to_the_session() -> None:
+    b = Builder()
+    b.node("MatMul", ["x", b.constant("w", b.random.normal(0, 0.2, (16, 16)))], "y")
+    b.node("SequenceConstruct", ["x", b.constant("c", np.ones(3))], "list")
+    source = b.model({"x": ["n", 16]}, {"y": ["n", 16]})
+    kind = onnx.helper.make_sequence_type_proto(onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, None))
+    source.graph.output.append(onnx.helper.make_value_info("list", kind))
+    quantizer = ModelQuantizer(config(False))
+    quantizer.quantize_model(source, None, feeds())
+    assert quantizer.damage is not None and quantizer.damage.sqnr > 25
+
+
+def test_outputs_of_samples_are_kept_as_memory_allows() -> None:
+    kept = SampleOutputs(["y", "z"], memory=4 * 8)
+    kept.begin(load(model()))
+    for sample in range(9):
+        for name in ("y", "z"):
+            kept.add(sample, name, np.full(1, sample, np.float32))
+    held = {sample: found for sample in range(9) if (found := kept.of(sample)) is not None}
+    assert set(held) == {0, 4, 8} and all(float(y[0]) == float(z[0]) == sample for sample, (y, z) in held.items())
+    other = load(model())
+    assert not kept.are_of(other) and not SampleOutputs(["y"], 1).are_of(other)
+    kept.begin(other)
+    assert kept.are_of(other.clone()) and kept.of(0) is None
+    next(iter(other.graph)).name = "named otherwise"
+    assert kept.are_of(other)
+    next(iter(other.graph)).op_type = "Add"
+    assert not kept.are_of(other)
 
 
 def test_what_is_lost_is_refused_on_request_with_the_node_that_lost_it(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ class _Means:
         inputs = (read(run.value(sample, read.value)) for sample in range(len(self._data)))
         if layer.twin.op_type in PRODUCTS:
             return linear(np.concatenate([self._of(layer, sample, x, -1) for sample, x in enumerate(inputs)]))
-        return linear(np.concatenate([linear.window(x) for x in inputs]))
+        return linear(np.concatenate([linear.inputs(x) for x in inputs]))
 
     def _of(self, layer: QuantizedLayer, sample: int, array: NumpyArray, axis: int) -> NumpyArray:
         """Those of what a layer gives for a sample, or of the rows that it reads."""

@@ -17,6 +17,8 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
+from quark.onnx.algorithms.layer_sweep import PRODUCTS
+from quark.onnx.calibration.besides import position_means
 from quark.onnx.graph.channels import matmul_bias
 from quark.onnx.graph.model_file import constant, is_constant
 
@@ -73,6 +75,19 @@ class LinearMeans:
         if weight is None or (has_bias and bias is None) or (node.op_type == "MatMul" and weight.ndim != 2):
             return None
         return cls(node, weight, bias)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The same for layers whose `inputs` are the same of the same tensor."""
+        if self.node.op_type in PRODUCTS:
+            return ("rows",)
+        attributes, lists = self.node.attributes, ("strides", "dilations", "pads", "output_padding")
+        geometry = (tuple(attributes.get_ints(name, [])) for name in lists)
+        return self.node.op_type, self.weight.shape[2:], attributes.get_string("auto_pad", ""), *geometry
+
+    def inputs(self, x: NumpyArray) -> NumpyArray:
+        """What the means follow from: means of the rows that a product reads, or `window` of a convolution."""
+        return position_means(x, -1) if self.node.op_type in PRODUCTS else self.window(x)
 
     def window(self, x: NumpyArray) -> NumpyArray:
         """Of a convolution: S / P of what it reads, (examples, channels, positions ...) -> (.., channels, taps ..)."""

@@ -5,15 +5,16 @@
 over samples and finite x, of each part that a Concat joins for itself (`graph/output_parts.py`), beside the share of
 the decisions that are kept (`verdict.py`); the worst part counts. A few samples spread over all are run, more where the
 model is small, twice as many where these differ, and up to all that were kept while these hold no event, or tell that
-the outputs are lost.
+the outputs are lost. What the float model gives for them is known where calibration ran it: it need not run again, but
+for one sample where passes have changed it since it was loaded, which tells whether it still gives the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import onnx_ir as ir
 from quark.base.log import logger
 from quark.core.array import NumpyArray
 from quark.errors import FormatError, QuarkError
+from quark.onnx.calibration.besides import SampleOutputs
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.padding import Padding, without_padding
@@ -32,7 +34,7 @@ from quark.onnx.calibration.data.samples import Store
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.output_parts import OutputPart, judged_parts
-from quark.onnx.graph.proto_file import read_header
+from quark.onnx.graph.proto_file import read_ends
 from quark.onnx.graph.sessions import open_session, run_sample
 from quark.onnx.search.lost_outputs.verdict import LEAST, Damage, Pair, Verdict, judge
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
@@ -54,6 +56,10 @@ MOST, MOST_BYTES = 512, 1 << 26
 """Samples that are kept, and their bytes."""
 
 
+ROUNDING = 1e-8
+"""Share of the power by which float outputs may differ and still be those of one model: what is lost shows above it."""
+
+
 class SpreadSamples:
     """A reader that keeps some of the samples that are read through it, spread over all: the first may be silence.
 
@@ -62,11 +68,15 @@ class SpreadSamples:
     Args:
         data: A reader, or an iterable of samples.
         model: The model that they are for.
+
+    Attributes:
+        outputs: Takes those of the float model, where it runs over what is read here.
     """
 
     def __init__(self, data: Any, model: ir.Model) -> None:
         self._data, self._inputs, self._feeds = without_padding(data, model), model_inputs(model), list[Feed]()
         self._count, self._stride, self._bytes = 0, 1, 0
+        self.outputs = SampleOutputs([value.name or "" for value in model.graph.outputs], MOST_BYTES)
 
     @cached_property
     def _reader(self) -> Any:
@@ -85,6 +95,12 @@ class SpreadSamples:
                 self._bytes = sum(map(_bytes_of, self._feeds))
             self._count += 1
         return feed
+
+    def outputs_of(self, feed: Feed) -> dict[str, NumpyArray] | None:
+        """What the float model gave for a sample that was kept, if that is known."""
+        position = next((index for index, each in enumerate(self._feeds) if each is feed), None)
+        arrays = None if position is None else self.outputs.of(position * self._stride)
+        return None if arrays is None else dict(zip(self.outputs.names, arrays, strict=True))
 
     def feeds(self, least: int = SAMPLES) -> list[Feed]:
         """What was kept, a few that are spread over all before the others.
@@ -148,7 +164,7 @@ def _are_alike(model: ir.Model, quantized: Model) -> bool:
     """Whether a session takes the quantized model, and both have the same inputs and outputs."""
     if isinstance(quantized, onnx.ModelProto) and quantized.ByteSize() > PROTOBUF_LIMIT:
         return False  # no session takes it from memory
-    after = read_header(quantized) if isinstance(quantized, Path) else quantized
+    after = read_ends(quantized) if isinstance(quantized, Path) else quantized
     inputs = [list(map(str, model_inputs(each).values())) for each in (model, after)]
     names = [value.name or "" for value in model.graph.outputs]
     return inputs[0] == inputs[1] and names == [value.name for value in after.graph.output]
@@ -172,6 +188,66 @@ def _more_may_tell(found: Sequence[Verdict], count: int, enough: int) -> bool:
     return any(each.unclear and (count <= enough or each.silent or each.lost()) for each in found)
 
 
+class _FloatModel:
+    """Gives the outputs of the float model for a sample: those that calibration saw, or else those of a session.
+
+    Args:
+        model: The float model as it was loaded.
+        names: The outputs.
+        settings: The execution providers.
+        more: What may know outputs.
+    """
+
+    def __init__(self, model: ir.Model, names: Sequence[str], settings: Settings, more: SpreadSamples | None) -> None:
+        self._model, self._names, self._settings, self._more = model, names, settings, more
+        self._confirmed = more is not None and more.outputs.are_of(model)
+        self._stack = ExitStack()
+        self._session: Any = None
+
+    def __enter__(self) -> _FloatModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what a session takes; another is opened when it is needed."""
+        self._stack.close()
+        self._session = None
+
+    def __call__(self, feed: Feed) -> list[Any]:
+        """The outputs for a sample."""
+        seen = None if self._more is None else self._more.outputs_of(feed)
+        if seen is None or any(name not in seen for name in self._names):
+            return self._run(feed)
+        known = [seen[name] for name in self._names]
+        if self._confirmed:
+            return known
+        arrays = self._run(feed)
+        self._confirmed = all(map(_same, arrays, known))
+        if not self._confirmed:
+            self._more = None
+        return arrays
+
+    def _run(self, feed: Feed) -> list[Any]:
+        if self._session is None:
+            self._session = self._stack.enter_context(model_session(self._model, [], self._settings))
+        return run_sample(self._session, self._names, feed)
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Whether two outputs differ by no more than sums in another order do."""
+    if not (isinstance(x, np.ndarray) and isinstance(y, np.ndarray)) or (x.shape, x.dtype) != (y.shape, y.dtype):
+        return False
+    if x.dtype.kind != "f":
+        return bool(np.array_equal(x, y))
+    finite = np.isfinite(x)
+    if not np.array_equal(finite, np.isfinite(y)):
+        return False
+    x, y = (np.where(finite, each, 0).astype(np.float64) for each in (x, y))
+    return float(((x - y) ** 2).sum()) <= ROUNDING * float((x**2).sum())
+
+
 class _Looked:
     """The parts of outputs for the samples that were run.
 
@@ -191,27 +267,24 @@ class _Looked:
         """Run both models on as many samples as it takes; the arguments are those of `damage`."""
         enough, ran = _enough(model, feeds), dict[int, Feed]()
         chosen = list(feeds[:enough])
-        with ExitStack() as stack:
-            before: Any = stack.enter_context(model_session(model, [], settings))
-            self._run(0, before, chosen)
+        with _FloatModel(model, self._names, settings, more) as before:
+            self._take(0, before, chosen)
             if weight_bytes(model) > MOST_BYTES:  # two models in memory are one too many
-                stack.close()
-                before = None
+                before.close()
             after = open_session(quantized, name=MADE)
-            self._run(1, after, chosen)
+            self._take(1, partial(run_sample, after, self._names), chosen)
             while self._looked_at(chosen, enough):
                 others = feeds if more is None else more.feeds(MOST)
                 ran |= {id(feed): feed for feed in chosen}  # the order changes when more are read
                 chosen = [feed for feed in others if id(feed) not in ran][: self.count]
                 if not chosen:
                     break
-                before = before or stack.enter_context(model_session(model, [], settings))
-                self._run(0, before, chosen)
-                self._run(1, after, chosen)
+                self._take(0, before, chosen)
+                self._take(1, partial(run_sample, after, self._names), chosen)
 
-    def _run(self, which: int, session: Any, feeds: Sequence[Feed]) -> None:
+    def _take(self, which: int, outputs: Callable[[Feed], list[Any]], feeds: Sequence[Feed]) -> None:
         for index, feed in enumerate(feeds, self.count):
-            arrays = self._padding.at_real(feed, run_sample(session, self._names, feed))
+            arrays = self._padding.at_real(feed, outputs(feed))
             for name, array in zip(self._names, arrays, strict=True):
                 if isinstance(array, np.ndarray):
                     self._store[which, index, name] = array
