@@ -1,6 +1,6 @@
 """`python -m quark` is the command line."""
 
-from quark.cli import main
+from quark.cli import program
 
 if __name__ == "__main__":
-    main()
+    program()

@@ -14,12 +14,20 @@ if TYPE_CHECKING:
 HELP = "Quantize a model, and see what it cost.\n\nExample: quark quantize ./llama --for vllm -o ./llama-vllm"
 
 
-def main() -> None:
+def program() -> None:
+    """Run the command line in a process of its own, which ends with it."""
+    main(alone=True)
+
+
+def main(alone: bool = False) -> None:
     """Run the command line; a QuarkError becomes one line on stderr and exit code 1, bad usage 2."""
     atexit.register(_leave_garbage)
     try:
         from quark.base.command_line import run
+        from quark.base.loading import own_process
 
+        if alone:
+            own_process()
         run(app())
     except BaseException as error:
         from quark.errors import INTERRUPTED, is_interrupt

@@ -436,16 +436,29 @@ def test_the_first_line_comes_before_libraries_load(line: str) -> None:
     assert words[1] in done.stdout and done.stdout.endswith(" []"), done
 
 
+SELDOM = {
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "triton",
+    "accelerate",
+    "scipy.optimize",
+}
+"""What transformers loads with any class, and neither a plan nor a change of files needs."""
+
+
 @pytest.mark.slow
-def test_a_plan_reads_the_code_of_one_class() -> None:
-    line = ["plan", str(LANGUAGE_MODEL), "--scheme", "mxfp4", "--quiet"]
-    code = f"import sys; sys.argv[1:] = {line}; from quark.cli import main\ntry: main()\nfinally: print(*sys.modules)"
+@pytest.mark.parametrize("line", ["plan {folder} --scheme mxfp4", "quantize {folder} --scheme mxfp4 -o {output}"])
+def test_a_command_that_runs_no_model_reads_the_code_of_one_class(line: str, tmp_path: Path) -> None:
+    words = line.format(folder=LANGUAGE_MODEL, output=tmp_path / "out").split()
+    code = f"import sys; sys.argv[1:] = {words}; from quark.cli import program\n"
+    code += "try: program()\nfinally: print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.splitlines()[-1].split())
     classes = {name for name in loaded if re.fullmatch(r"transformers\.models\.(?!auto\.).*\.modeling_\w+", name)}
     assert len(classes) == 1, classes
     others = {"onnx", "onnxruntime", "onnx_ir", "diffusers", "datasets", "gguf", "peft", "sentence_transformers"}
-    assert not loaded & {*others, "sklearn", "pandas", "matplotlib"}
+    assert not loaded & {*others, "sklearn", "pandas", "matplotlib", *SELDOM}, loaded & SELDOM
 
 
 def test_a_plan_looks_for_no_garbage_unless_it_measures(

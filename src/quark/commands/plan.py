@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from quark.base.command_line import new_table, results
-from quark.base.loading import without_collection
+from quark.base.loading import lightly, without_collection
 from quark.base.progress import log_to
 from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
@@ -132,8 +131,11 @@ def _plan_folder(job: FolderJob) -> None:
     else:
         # Soon at its end, and with nothing large in memory but what a budget measures.
         measured = job.request.bits is not None or job.request.size is not None
-        with nullcontext() if measured else without_collection():
+        if measured:
             _plan_model(job)
+        else:
+            with without_collection(), lightly():
+                _plan_model(job)
 
 
 def _plan_model(job: FolderJob) -> None:
