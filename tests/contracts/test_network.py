@@ -22,7 +22,7 @@ COMMANDS = {
     "gguf": ("quantize", LANGUAGE_MODEL, "--scheme", "q4_0", "--export-format", "gguf"),
     "doctor": ("doctor",),
 }
-WAITS = "import atexit, time; atexit.register(time.sleep, {seconds}); from quark.__main__ import main; main()"
+WAITS = "import atexit, time; atexit.register(time.sleep, {seconds}); from quark.cli import program; program()"
 
 
 def run(code: str, home: Path, *arguments: object, tracer: tuple[str, ...] = (), **more: str) -> None:

@@ -10,6 +10,7 @@ apart for each example. Beside the layer's own products this is nothing: W is re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -74,6 +75,8 @@ class LinearMeans:
         has_bias = len(node.inputs) > 2 and node.inputs[2] is not None
         if weight is None or (has_bias and bias is None) or (node.op_type == "MatMul" and weight.ndim != 2):
             return None
+        if bias is not None and bias.ndim > 1 and bias.size != bias.shape[-1]:
+            return None  # that of a Gemm may differ by row
         return cls(node, weight, bias)
 
     @property
@@ -115,9 +118,10 @@ class LinearMeans:
             weight = self.weight.reshape(groups, -1, self.weight.shape[1], taps).swapaxes(1, 2)
         else:
             weight = self.weight.reshape(groups, len(self.weight) // groups, -1, taps)
-        sums = means.reshape(len(means), groups, -1).swapaxes(0, 1)
+        inputs = math.prod(means.shape[1:]) // groups  # said, since there may be no example
+        sums = means.reshape(len(means), groups, inputs).swapaxes(0, 1)
         found = np.matmul(sums, weight.reshape(groups, weight.shape[1], -1).swapaxes(1, 2))
-        return found.swapaxes(0, 1).reshape(len(means), -1)
+        return found.swapaxes(0, 1).reshape(len(means), groups * weight.shape[1])
 
     def _with_bias(self, means: NumpyArray, factor: float = 1.0) -> NumpyArray:
         return np.asarray(means if self.bias is None else means + factor * self.bias.reshape(-1), np.float64)
