@@ -25,7 +25,7 @@ from quark.torch.calibration.work_device import ON_DEVICE
 from quark.torch.model.batches import hidden_width, tokens_in
 from quark.torch.model.blocks import find_blocks
 
-TEMPORARIES, CANDIDATES = 12, 3
+TEMPORARIES, CANDIDATES = 9, 3
 """Arrays of the rows that are solved at once, and chunks of candidates for scales, that are alive together. Counted on
 the pretended GPU."""
 
@@ -53,7 +53,7 @@ class OnGpu:
 
 
 def on_gpu(model: nn.Module, tokens: int) -> OnGpu:
-    """What GPTQ has on a GPU at once: `block + 8 n^2 + max(3 chunks, 48 max(elements, rows n)) + waiting batches`.
+    """What GPTQ has on a GPU at once: `block + 8 n^2 + max(3 chunks, 36 max(elements, rows n)) + waiting batches`.
 
     Args:
         model: With or without weights.
