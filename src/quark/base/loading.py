@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 TRANSFORMERS = "transformers"
-TRIED = ("5.23",)
+TRIED = ("5.23", "5.24")
 """The versions of transformers that are known to load so, of which tests say that each class is the same; see there."""
 SELDOM = (
     "accelerate",
