@@ -143,14 +143,14 @@ def test_an_onnx_file_needs_data_of_its_own_and_a_folder_has_the_text_of_the_pac
     assert chosen("vllm", effort="best").effort == "best"
     assert chosen("vllm").effort == "fast" and chosen("vllm").algorithms == ()
     with_data = chosen("vllm", has_data=True)
-    assert with_data.effort == "balanced" and with_data.algorithms == ("gptq",)
+    assert with_data.effort == "balanced" and with_data.algorithms == ("qronos",)
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_every_effort_names_algorithms_that_there_are(effort: str) -> None:
     for scheme in (*SCHEMES, *MIXES):
         torch_algorithms(steps_for(scheme, effort).algorithms)
-    assert steps_for("uint4_wo_128", effort).algorithms[:1] != ("gptq",) or effort == "balanced"
+    assert steps_for("uint4_wo_128", effort).algorithms[:1] != ("qronos",) or effort == "balanced"
 
 
 def test_what_was_measured_to_gain_nothing_has_no_algorithm() -> None:
