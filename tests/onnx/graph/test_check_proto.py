@@ -261,6 +261,16 @@ def test_an_external_tensor_may_say_that_it_has_no_bytes_inside(bytes_of_weight:
     assert loaded is not None and loaded.nbytes == bytes_of_weight
 
 
+def test_external_data_of_two_places_are_refused(tmp_path: Path) -> None:
+    """As ONNX Runtime refuses them: readers would differ in which one they take."""
+    path = saved(tmp_path)
+    model = onnx.load(path, load_external_data=False)
+    weight(model).external_data.add(key="location", value="w.bin")
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(FormatError, match="'w' name their place twice"):
+        load(path)
+
+
 def test_hard_linked_data_are_read(tmp_path: Path) -> None:
     path = saved(tmp_path)
     os.link(tmp_path / "w.bin", tmp_path / "same.bin")

@@ -118,10 +118,7 @@ def outside(tensor: TensorProto, who: str, folder: Path) -> Outside:
         FormatError: Nowhere, outside the folder (by `..`, an absolute path or a link), in what is no regular file, or
             in fewer bytes than the shape needs; or the length says something else than the shape.
     """
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    unknown = sorted(entries.keys() - EXTERNAL_KEYS)
-    if unknown:
-        raise FormatError(f"The data of {who} have {quoted(unknown[0])}, which says nothing of where they lie.")
+    entries = _external_entries(tensor, who)
     location = entries.get("location", "")
     folder_like = location.replace("\\", "/").rpartition("/")[2] in ("", ".")
     if folder_like or "\0" in location or len(location.encode()) > LONGEST_NAME:
@@ -141,6 +138,16 @@ def outside(tensor: TensorProto, who: str, folder: Path) -> Outside:
     if offset + needed > size:
         raise FormatError(f"The data of {who} is truncated: it ends at byte {offset + needed} of {file}, of {size}.")
     return Outside(file, offset, needed)
+
+
+def _external_entries(tensor: TensorProto, who: str) -> dict[str, str]:
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    unknown = sorted(entries.keys() - EXTERNAL_KEYS)
+    if unknown:
+        raise FormatError(f"The data of {who} have {quoted(unknown[0])}, which says nothing of where they lie.")
+    if len(entries) < len(tensor.external_data):
+        raise FormatError(f"The data of {who} name their place twice: each key may be there once.")
+    return entries
 
 
 def _inside(folder: Path, location: str, who: str) -> Path:
