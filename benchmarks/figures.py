@@ -11,7 +11,8 @@ PARTS = {
     "kernels": ("kernels",),
     "accuracy": ("accuracy",),
     "accuracy_live": ("accuracy_live",),
-    "onnx": ("onnx_import", "onnx_calibration", "onnx_quantize", "onnx_latency", "onnx_weight_only"),
+    "onnx": ("onnx_import", "onnx_calibration", "onnx_latency", "onnx_weight_only"),
+    "onnx_quantize": ("onnx_quantize",),
     "onnx_algorithms": ("onnx_algorithms",),
     "real_models": ("real_models",),
 }
