@@ -95,21 +95,22 @@ class SampleOutputs:
     def __init__(self, names: Sequence[str], memory: int) -> None:
         self.names, self._memory, self._stride = list(names), memory, 1
         self._held: dict[int, dict[str, NumpyArray]] = {}
+        self._bytes = 0
         self._form: object = None
 
     def begin(self, model: ir.Model) -> None:
         """Forget all: this model is to run over the samples from the first on."""
-        self._held, self._stride, self._form = {}, 1, _form(model)
+        self._held, self._bytes, self._stride, self._form = {}, 0, 1, _form(model)
 
     def add(self, sample: int, name: str, x: NumpyArray) -> None:
         """Take an output of a sample."""
         if sample % self._stride == 0:
             self._held.setdefault(sample, {})[name] = x
-        while (
-            len(self._held) > 1 and sum(x.nbytes for each in self._held.values() for x in each.values()) > self._memory
-        ):
+            self._bytes += x.nbytes
+        while len(self._held) > 1 and self._bytes > self._memory:
             self._stride *= 2
             self._held = {one: each for one, each in self._held.items() if one % self._stride == 0}
+            self._bytes = sum(x.nbytes for each in self._held.values() for x in each.values())
 
     def of(self, sample: int) -> list[NumpyArray] | None:
         """All outputs of a sample, in the order of their names, if they were kept."""
