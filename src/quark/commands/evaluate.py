@@ -32,7 +32,7 @@ Quantized = Annotated[
 def evaluate(request: EvaluateFolders | EvaluateFiles) -> None:
     """Compare a quantized model with the float model: outputs, size, latency, layers, perplexity.
 
-    Example: quark evaluate ./llama ./llama-uint4 --text heldout.txt
+    Example: quark evaluate ./llama ./llama-uint4 --data heldout.txt
 
     Example: quark evaluate model.onnx model-a8w8.onnx --data samples.npz
 

@@ -63,10 +63,13 @@ class ComparisonJob:
     names: Sequence[str]
     data: Path
 
-    @property
-    def words(self) -> str:
-        """What is said of the data."""
-        return f"measured on {self.data}" + ("" if self.request.data else ", the calibration data")
+    def words(self, samples: str) -> str:
+        """What the title of the results says about the data.
+
+        Args:
+            samples: How many of them were measured: "1 sample of 256 tokens".
+        """
+        return f"measured on {samples} from {self.data}" + ("" if self.request.data else ", the calibration data")
 
 
 @dataclass(frozen=True)
@@ -99,10 +102,12 @@ class ComparedSchemes:
     Attributes:
         float_model: The row of the float model.
         schemes: A row of each scheme, as they were asked for.
+        samples: How many samples were measured, in words.
     """
 
     float_model: SchemeResult
     schemes: Sequence[SchemeResult]
+    samples: str
 
 
 def resolve_comparison(request: CompareFolders | CompareFiles) -> ComparisonJob:
@@ -134,7 +139,7 @@ def run_comparison(job: ComparisonJob) -> ComparedSchemes:
 def _of_folder(request: CompareFolders, job: ComparisonJob) -> ComparedSchemes:
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.gguf import MIXES
-    from quark.jobs.folders.calibration import Calibration
+    from quark.jobs.folders.calibration import Calibration, counted
     from quark.jobs.folders.measure import ALL, compare_outputs
     from quark.jobs.folders.models import inputs_of, load_meta_model, load_model
     from quark.jobs.folders.schemes import config_of
@@ -160,7 +165,7 @@ def _of_folder(request: CompareFolders, job: ComparisonJob) -> ComparedSchemes:
 
     rows = _measured(job.names, measure)
     size = float_bytes(load_meta_model(model, trusted))
-    return ComparedSchemes(SchemeResult("float", size, perplexity=next(iter(perplexity), None)), rows)
+    return ComparedSchemes(SchemeResult("float", size, perplexity=next(iter(perplexity), None)), rows, counted(batches))
 
 
 def _network(folder: Path) -> Path:
@@ -190,7 +195,7 @@ def _of_file(request: CompareFiles, job: ComparisonJob) -> ComparedSchemes:
     # What is unknown is said before the first is tried.
     names = members(job.names, [*ROWS, *QROWS])
     quantizers = {name: ModelQuantizer(named_config(name)) for name in names}
-    latency: list[float] = []
+    latency, measured = list[float](), list[int]()
 
     def measure(name: str) -> SchemeResult:
         quantizer = quantizers[name]
@@ -204,11 +209,14 @@ def _of_file(request: CompareFiles, job: ComparisonJob) -> ComparedSchemes:
             report = compare_models(model, file, data, request.samples, request.threads)
             before, seconds = report.latency
             latency.append(before)
+            measured.append(report.samples)
             sqnr = min((output.sqnr for output in report.outputs.values()), default=math.nan)
             return SchemeResult(name, file_bytes(file), sqnr, seconds=seconds)
 
     rows = _measured(names, measure)
-    return ComparedSchemes(SchemeResult("float", file_bytes(model), seconds=latency[-1]), rows)
+    count = measured[-1]
+    samples = f"{count} sample{'s' if count != 1 else ''}"
+    return ComparedSchemes(SchemeResult("float", file_bytes(model), seconds=latency[-1]), rows, samples)
 
 
 def _measured(names: Sequence[str], measure: Callable[[str], SchemeResult]) -> list[SchemeResult]:

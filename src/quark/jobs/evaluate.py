@@ -75,7 +75,7 @@ class EvaluateFolders(MeasureFolders):
     num_inference_steps: int | None = option(
         None, "For a pipeline of diffusers: steps of a picture. Default: that of the pipeline.", least=1
     )
-    text: Path | None = option(None, "Held-out text file: the same as --data.", key=None)
+    text: Path | None = option(None, "Another name for --data.", key=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from quark.report.page import Figure, PageTable, Section, write_page
 
 def show(job: ComparisonJob, compared: ComparedSchemes) -> None:
     """Print the table, and write the page that is asked for."""
-    request, rows = job.request, compared.schemes
+    request, rows, words = job.request, compared.schemes, job.words(compared.samples)
     headers, cells = _cells(compared.float_model, rows)
-    table = new_table(*headers, title=f"Schemes of {request.model.name}, {job.words}")
+    table = new_table(*headers, title=f"Schemes of {request.model.name}, {words}")
     for row in cells:
         table.add_row(*row)
     console = results()
@@ -30,7 +30,7 @@ def show(job: ComparisonJob, compared: ComparedSchemes) -> None:
         points = [(row.name, row.size / 1e6, row.sqnr) for row in done]
         drawn = scatter(points, "size, MB", "SQNR of the worst output, dB; higher is better", log=False)
     section = Section(
-        "Size against accuracy", f"{request.model}: {job.words}.", [PageTable(headers, cells)], [Figure(drawn)]
+        "Size against accuracy", f"{request.model}: {words}.", [PageTable(headers, cells)], [Figure(drawn)]
     )
     console.print(f"Report: {write_page(request.report, f'Schemes of {request.model.name}', [section])}")
 

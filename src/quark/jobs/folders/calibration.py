@@ -138,15 +138,27 @@ class Calibration:
             taken: Which of all they are where no seed chose them; `ModelInputs.taken`.
         """
         name = "the text of the package" if self.is_default else str(self.path)
-        lengths = [tokens for sample in samples if (tokens := _tokens(sample)) is not None]
-        of = ""
+        lengths = _lengths(samples)
+        packed = ""
         if lengths:
-            low, high = min(lengths), max(lengths)
-            of = f" of {high} tokens" if low == high else f" of {low} to {high} tokens"
-            of += ", not packed" if self.packing is False else ", packed" if low == high else ""
+            packed = ", not packed" if self.packing is False else ", packed" if min(lengths) == max(lengths) else ""
         taken = taken if self.seed is None else f"by chance (seed {self.seed})"
         written = "" if self.synthetic is None else f", and {self.synthetic} that the model writes"
-        return f"{name}, {len(samples)} sample{'s' if len(samples) != 1 else ''}{of}, {taken}{written}"
+        return f"{name}, {counted(samples)}{packed}, {taken}{written}"
+
+
+def counted(samples: Sequence[Any]) -> str:
+    """How many samples there are, and of how many tokens: "1 sample of 256 tokens"."""
+    number, lengths = f"{len(samples)} sample{'s' if len(samples) != 1 else ''}", _lengths(samples)
+    if not lengths:
+        return number
+    low, high = min(lengths), max(lengths)
+    return f"{number} of {high} tokens" if low == high else f"{number} of {low} to {high} tokens"
+
+
+def _lengths(samples: Sequence[Any]) -> list[int]:
+    """The token ids of each sample that has some."""
+    return [tokens for sample in samples if (tokens := _tokens(sample)) is not None]
 
 
 def _tokens(sample: Any) -> int | None:
