@@ -25,7 +25,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.algorithm_table import algorithm_table
-from benchmarks.figures import FIGURES, LIVE_SCHEMES, PARTS, Figure
+from benchmarks.figures import ACCURACY_SCHEMES, FIGURES, PARTS, Figure
 from benchmarks.stored import Worse, kind_of_machine, load, store, worse
 from benchmarks.tables import console
 
@@ -33,7 +33,7 @@ CASES = Path(__file__).parent / "cases"
 PEER = Path(__file__).parent.parent / ".venv-peer" / "bin" / "python"
 MODULES = {"real_models": ["-m", "benchmarks.real_models", "--json"]}
 """Cases that are no script: they have peers of their own."""
-SCRIPTS = {"accuracy": ["accuracy.py", "int3_g128", "int2_g64"], "accuracy_live": ["accuracy.py", *LIVE_SCHEMES]}
+SCRIPTS = {case: ["accuracy.py", *schemes] for case, schemes in ACCURACY_SCHEMES.items()}
 """Cases that are a script with arguments; the others are one of their own name without."""
 Results = dict[str, dict[str, Any] | None]
 

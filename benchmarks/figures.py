@@ -10,7 +10,8 @@ PARTS = {
     "solvers": ("solvers",),
     "kernels": ("kernels",),
     "accuracy": ("accuracy",),
-    "accuracy_live": ("accuracy_live",),
+    "accuracy_fp4_inputs": ("accuracy_fp4_inputs",),
+    "accuracy_int_inputs": ("accuracy_int_inputs",),
     "onnx": ("onnx_import", "onnx_calibration", "onnx_latency", "onnx_weight_only"),
     "onnx_quantize": ("onnx_quantize",),
     "onnx_algorithms": ("onnx_algorithms",),
@@ -20,8 +21,12 @@ PARTS = {
 
 Each is to take under eight minutes on two cores.
 """
-LIVE_SCHEMES = ("mxfp4", "nvfp4", "w8a8", "w4a4")
-"""Schemes that quantize inputs too."""
+ACCURACY_SCHEMES = {
+    "accuracy": ("int3_g128", "int2_g64"),
+    "accuracy_fp4_inputs": ("mxfp4", "nvfp4"),
+    "accuracy_int_inputs": ("w8a8", "w4a4"),
+}
+"""Case -> the schemes that it measures: weights alone, and with inputs of 4-bit floats or of integers."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ FIGURES = [
     Figure("solvers", "1B shape, bfloat16: GPTQ, peak memory above the model", ("gptq", "peak_extra_mb"), 450.0, " MB"),
     *(
         Figure(
-            "accuracy_live" if scheme.removesuffix("_outliers") in LIVE_SCHEMES else "accuracy",
+            next(case for case, schemes in ACCURACY_SCHEMES.items() if scheme.removesuffix("_outliers") in schemes),
             f"{scheme}, {name}: share of the divergence that stays",
             (scheme, name, "left"),
             limit,
