@@ -152,8 +152,14 @@ def test_images_are_calibration_data(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
     image.fromarray(pixels).save(tmp_path / "images" / "0.png")
     line = f"quantize {tmp_path}/cnn.onnx --config A8W8 --calib {tmp_path}/images -o {tmp_path}/out.onnx"
-    done = quark(*line.split(), "--mean", "0.5", "--std", "0.1,0.2,0.4")
+    colours = ("--mean", "0.5", "--std", "0.1,0.2,0.4")
+    larger = image.fromarray(pixels.repeat(2, 0).repeat(3, 1))
+    larger.save(tmp_path / "images" / "0.png")
+    done = quark(*line.split(), *colours)
+    assert done.code == 1 and "32x48 pixels" in done.err and "--resize" in done.err
+    done = quark(*line.split(), *colours, "--resize", "stretch")
     assert (done.code, done.err) == (0, "")
+    pixels = np.asarray(larger.resize((16, 16), image.Resampling.BILINEAR))
     largest = np.abs((pixels / 255 - 0.5) / [0.1, 0.2, 0.4]).max()
     assert constants(tmp_path / "out.onnx")["x_scale"] == pytest.approx(largest / 127, rel=1e-5)
 

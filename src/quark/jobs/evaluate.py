@@ -59,6 +59,7 @@ class MeasureFiles(MeasureRequest):
     batch_size: int | None = same_as(FileRequest, "batch_size", key="")
     mean: str | None = same_as(FileRequest, "mean", key="")
     std: str | None = same_as(FileRequest, "std", key="")
+    resize: str | None = same_as(FileRequest, "resize", key="")
     threads: int = option(1, "Threads of ONNX Runtime.", least=1)
 
 

@@ -212,6 +212,12 @@ class FileRequest(JobRequest):
         None, "For images: the mean in (image / 255 - mean) / std, such as 0.5 or 0.4,0.5,0.6.", key="data.mean"
     )
     std: str | None = option(None, "For images: the std in (image / 255 - mean) / std.", key="data.std")
+    resize: str | None = option(
+        None,
+        "For images of another size than the input: stretch, crop (cover, then the middle) or pad (fit, with grey "
+        "around); :HEIGHTxWIDTH after it if the model leaves its size open.",
+        key="data.resize",
+    )
     allow_noop: bool | None = option(
         None,
         "Only warn if an algorithm has no effect (default), or raise an error.",

@@ -316,11 +316,15 @@ class DescribesData(Protocol):
     def std(self) -> str | None:
         """Of images, as it was written."""
 
+    @property
+    def resize(self) -> str | None:
+        """How images get the size of the input."""
+
 
 def reader_of(request: DescribesData, data: Path) -> PathDataReader:
     """The samples of a folder or file."""
     mean, std = numbers("--mean", request.mean), numbers("--std", request.std)
-    return PathDataReader(request.model, data, batch_size=request.batch_size, mean=mean, std=std)
+    return PathDataReader(request.model, data, batch_size=request.batch_size, mean=mean, std=std, resize=request.resize)
 
 
 def _calibration_data(job: FileJob) -> Any:
@@ -332,7 +336,8 @@ def _calibration_data(job: FileJob) -> Any:
     if request.calib is not None:
         return reader_of(request, request.calib)
     describing = {"--samples": request.samples, "--batch-size": request.batch_size}
-    for flag, value in (describing | {"--mean": request.mean, "--std": request.std}).items():
+    images = {"--mean": request.mean, "--std": request.std, "--resize": request.resize}
+    for flag, value in (describing | images).items():
         if value is not None:
             raise ConfigError(f"{flag} describes the data, and there are none. Possible: --calib.")
     return None

@@ -270,8 +270,48 @@ def test_images_are_fed_in_the_models_layout(layout: str, tmp_path: Path) -> Non
         PathDataReader(image_model(shape), tmp_path, mean=mean, std=[0.2, 0, 0.1])
     with pytest.raises(CalibrationError, match="no axis of 1 or 3 colours"):
         list(PathDataReader(image_model([1, 7, 6, 5]), tmp_path, mean=mean, std=std))
-    with pytest.raises(CalibrationError, match=r"\[1, 3, 6, 5\].*\[1, 3, 8, 8\]"):
+    with pytest.raises(CalibrationError, match=r"6x5 pixels.*\[1, 3, 8, 8\].*--resize.*stretch, crop, pad"):
         list(PathDataReader(image_model([1, 3, 8, 8]), tmp_path, mean=mean, std=std))
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC", "open"])
+def test_images_are_resized_as_the_model_was_trained(layout: str, tmp_path: Path) -> None:
+    """A wide image, red on the left and blue on the right, for an input of 8 x 8; grey above and below, if padded."""
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.zeros((10, 40, 3), np.uint8)
+    pixels[:, :20, 0], pixels[:, 20:, 2] = 200, 100
+    image.fromarray(pixels).save(tmp_path / "0.png")
+    shape: list[Any] = {"NCHW": [1, 3, 8, 8], "NHWC": [1, 8, 8, 3], "open": ["n", 3, "h", "w"]}[layout]
+    size = ":8x8" if layout == "open" else ""
+    seen = {}
+    for way in ("stretch", "crop", "pad"):
+        (feed,) = list(PathDataReader(image_model(shape, TensorProto.UINT8), tmp_path, resize=way + size))
+        seen[way] = feed["x"][0].transpose(1, 2, 0) if layout != "NHWC" else feed["x"][0]
+        assert seen[way].shape == (8, 8, 3)
+    red, blue, grey = [200, 0, 0], [0, 0, 100], [114, 114, 114]
+    for way in ("stretch", "crop"):
+        assert (seen[way][:, :2] == red).all() and (seen[way][:, 6:] == blue).all()
+    assert (seen["pad"][[0, 1, 2, 5, 6, 7]] == grey).all()
+    assert (seen["pad"][3:5, :2] == red).all() and (seen["pad"][3:5, 6:] == blue).all()
+    # The middle of the crop is a quarter as wide as the image: nothing of it is blurred as much as when stretched.
+    assert np.abs(seen["crop"][:, 3:5].astype(int) - seen["stretch"][:, 3:5]).max() > 0
+
+
+def test_what_resize_cannot_be_is_an_error(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    image.fromarray(np.zeros((6, 5), np.uint8)).save(tmp_path / "0.png")
+    (grey,) = list(PathDataReader(image_model([1, 1, 8, 8], TensorProto.UINT8), tmp_path, resize="pad"))
+    assert grey["x"].shape == (1, 1, 8, 8) and grey["x"][0, 0, 0, [0, 7]].tolist() == [0, 114]
+    for wrong, match in {"padd": "Did you mean 'pad'", "pad:8": "HEIGHTxWIDTH", "pad:": "HEIGHTxWIDTH"}.items():
+        with pytest.raises(ConfigError, match=match):
+            PathDataReader(image_model([1, 3, 8, 8]), tmp_path, resize=wrong)
+    with pytest.raises(ConfigError, match=r"has no size of its own.*pad:480x640"):
+        list(PathDataReader(image_model([1, 3, "h", "w"], TensorProto.UINT8), tmp_path, resize="pad"))
+    with pytest.raises(ConfigError, match=r"9x8 is not the size of the input x: uint8 \[1, 3, 8, 8\]"):
+        list(PathDataReader(image_model([1, 3, 8, 8], TensorProto.UINT8), tmp_path, resize="pad:9x8"))
+    np.save(tmp_path / "x.npy", np.zeros((1, 3, 8, 8), np.float32))
+    with pytest.raises(ConfigError, match="resize is for images"):
+        PathDataReader(image_model([1, 3, 8, 8]), tmp_path / "x.npy", resize="pad")
 
 
 def test_images_without_pillow_name_the_pip_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

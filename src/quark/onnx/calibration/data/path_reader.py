@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
+from quark.base.image_files import WAYS, Resizing
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.onnx.calibration.data.inputs import Feed, Input, check_feed, model_inputs
@@ -37,6 +40,8 @@ class PathDataReader(CalibrationDataReader):
             or 1.
         mean: Mean of each colour, or of all, in units of 0 to 1; for images read as floats: (image / 255 - mean) / std.
         std: Standard deviation of the same.
+        resize: How images get the size of the input: "stretch", "crop" or "pad"; with ":HEIGHTxWIDTH" where the model
+            leaves its size open. None: images have that size already.
 
     Raises:
         CalibrationError: The path is not there, is empty or unreadable, or a sample does not fit the model.
@@ -50,6 +55,7 @@ class PathDataReader(CalibrationDataReader):
         batch_size: int | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        resize: str | None = None,
     ) -> None:
         if (mean is None) != (std is None):
             raise ConfigError("mean and std of images belong together: give both or neither.")
@@ -58,11 +64,13 @@ class PathDataReader(CalibrationDataReader):
         self._inputs, self._path = model_inputs(model_input), Path(data_path)
         self._shapes = self._named_shapes(input_shape or {})
         self._colour = None if mean is None else (np.array(mean, np.float32), np.array(std, np.float32))
+        self._resizing = None if resize is None else Resizing.parse(resize)
         self._size = batch_size
         self._feeds: Iterator[Feed] = iter(())
         self._sources = find_samples(self._path, list(self._inputs))
-        if mean is not None and not any(path.suffix.lower() in IMAGES for s in self._sources for path in s.values()):
-            raise ConfigError(f"mean and std are for images, and {self._path} has none: arrays are taken as they are.")
+        said = "mean and std are" if mean is not None else "resize is" if resize is not None else ""
+        if said and not any(path.suffix.lower() in IMAGES for s in self._sources for path in s.values()):
+            raise ConfigError(f"{said} for images, and {self._path} has none: arrays are taken as they are.")
         self.rewind()
 
     @property
@@ -153,16 +161,43 @@ class PathDataReader(CalibrationDataReader):
         channels = shape[0] if first else shape[-1] if len(shape) == 3 else None
         if channels not in (1, 3):
             raise CalibrationError(f"{path} is an image; the input {entry} has no axis of 1 or 3 colours.")
-        pixels = read_image(path, "RGB" if channels == 3 else "L")
+        height, width = shape[1:] if first else shape[:2]
+        pixels = read_image(path, "RGB" if channels == 3 else "L", self._fitting(entry, height, width))
+        if any(isinstance(size, int) and size != got for size, got in zip((height, width), pixels.shape, strict=False)):
+            raise CalibrationError(
+                f"{path} has {pixels.shape[0]}x{pixels.shape[1]} pixels and the model expects {entry}: say how it was "
+                f"trained to see images of other sizes by resize (--resize): {', '.join(WAYS)}."
+            )
         array = pixels[..., None] if pixels.ndim == 2 else pixels
         if np.dtype(entry.dtype).kind != "u":
-            if self._colour is None:
-                raise CalibrationError(
-                    f"{path} holds 0 to 255 and the model expects {entry}: say how it was trained to see images by "
-                    "mean and std, as in (image / 255 - mean) / std."
-                )
-            mean, std = self._colour
-            if {len(mean), len(std)} - {1, channels}:
-                raise ConfigError(f"mean and std of {path} take one number or {channels}, one for each colour.")
-            array = ((array / np.float32(255) - mean) / std).astype(entry.dtype)
+            array = self._normalised(array, entry, path)
         return array.transpose(2, 0, 1) if first else array
+
+    def _normalised(self, array: NumpyArray, entry: Input, path: Path) -> NumpyArray:
+        """An image of 0 to 255 (height, width, colours) by mean and std, in the type of an input."""
+        if self._colour is None:
+            raise CalibrationError(
+                f"{path} holds 0 to 255 and the model expects {entry}: say how it was trained to see images by "
+                "mean and std, as in (image / 255 - mean) / std."
+            )
+        mean, std = self._colour
+        if {len(mean), len(std)} - {1, array.shape[-1]}:
+            raise ConfigError(f"mean and std of {path} take one number or {array.shape[-1]}, one for each colour.")
+        return ((array / np.float32(255) - mean) / std).astype(entry.dtype)
+
+    def _fitting(self, entry: Input, height: int | str | None, width: int | str | None) -> Callable[[Any], Any] | None:
+        """What gives an image of Pillow the size of an input. Raises ConfigError where that is not known."""
+        if self._resizing is None:
+            return None
+        how, known = self._resizing, (height, width)
+        if how.height is None or how.width is None:
+            if not isinstance(height, int) or not isinstance(width, int):
+                raise ConfigError(
+                    f"resize: the input {entry} has no size of its own. Possible: {how.way}:HEIGHTxWIDTH, as in "
+                    f"{how.way}:480x640."
+                )
+            return partial(how.apply, height=height, width=width)
+        given = how.height, how.width
+        if any(isinstance(size, int) and size != got for size, got in zip(known, given, strict=True)):
+            raise ConfigError(f"resize: {how.height}x{how.width} is not the size of the input {entry}.")
+        return partial(how.apply, height=how.height, width=how.width)

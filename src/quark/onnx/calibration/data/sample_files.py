@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -87,12 +88,13 @@ def _cause(error: Exception) -> str:
     return reason(error)
 
 
-def read_image(path: Path, mode: str | None = None) -> NumpyArray:
+def read_image(path: Path, mode: str | None = None, fit: Callable[[Any], Any] | None = None) -> NumpyArray:
     """The pixels of an image: uint8 [height, width, colours], or [height, width] of a grey one.
 
     Args:
         path: An image of 8 or 16 bits a colour; see `quark.base.image_files`.
         mode: "RGB" or "L"; None: grey stays grey, all else becomes RGB.
+        fit: Makes of the image of Pillow the one that is returned, as `Resizing.apply` does.
 
     Raises:
         FormatError: It is no image, or one of 32 bits a colour.
@@ -100,7 +102,8 @@ def read_image(path: Path, mode: str | None = None) -> NumpyArray:
     """
     require_regular(path)
     try:
-        return np.asarray(open_image(path, mode))
+        image = open_image(path, mode)
+        return np.asarray(image if fit is None else fit(image))
     except MissingDependencyError:
         raise
     except Exception as error:  # of Pillow: each format has its own
