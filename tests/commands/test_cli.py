@@ -216,6 +216,13 @@ def test_evaluate_compares_models_and_layers(places: dict[str, Path]) -> None:
     for place in ("llama", "quantized"):
         assert f"{perplexity(load_model(places[place]), data):.3f}" in out
         assert f"{len(weights(places[place])) / 1e6:.2f}" in out
+    with torch.no_grad():
+        scores = [
+            torch.cat([model(window).logits[0] for window in data]).double().log_softmax(-1)
+            for model in (load_model(places["llama"]), load_model(places["quantized"]))
+        ]
+    kl = torch.nn.functional.kl_div(scores[1], scores[0], reduction="none", log_target=True).sum(-1).mean()
+    assert f" {kl.item():.4g} " in out, kl
     assert out.count("model.layers.") == 2
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quark.base.log import logger, severity
 from quark.base.progress import progress
@@ -239,10 +239,4 @@ def _row(name: str, size: int, comparison: FolderComparison) -> SchemeResult:
     sqnr = min((output.comparison.sqnr for output in comparison.outputs.values()), default=math.nan)
     if comparison.perplexity is None:
         return SchemeResult(name, size, sqnr)
-    return SchemeResult(name, size, sqnr, _mean(comparison.divergence), comparison.perplexity[1])
-
-
-def _mean(divergence: Iterable[Any]) -> float:
-    import torch
-
-    return float(torch.cat(list(divergence)).mean())
+    return SchemeResult(name, size, sqnr, comparison.kl, comparison.perplexity[1])

@@ -47,7 +47,7 @@ def show_pipeline(measured: MeasuredPipeline, request: EvaluateFolders) -> None:
 def _show(measured: MeasuredFolders, request: EvaluateFolders) -> None:
     """Print what was measured."""
     console = results()
-    console.print(_summary(measured.sizes, measured.comparison.perplexity, measured.seconds))
+    console.print(_summary(measured))
     console.print(WHY_SLOW, highlight=False, soft_wrap=True)
     console.print(
         _outputs(measured.comparison.outputs, f"{counted(len(measured.batches), 'sample')} of {held_out(request).name}")
@@ -57,16 +57,18 @@ def _show(measured: MeasuredFolders, request: EvaluateFolders) -> None:
     console.print(_worst_layers(measured.damage, request.layers))
 
 
-def _summary(sizes: Sequence[int], perplexity: tuple[float, float] | None, seconds: Sequence[float]) -> Table:
-    table = new_table(
-        "", "size MB", *(["perplexity"] if perplexity else []), "latency ms", title="Float against quantized"
-    )
+def _summary(measured: MeasuredFolders) -> Table:
+    perplexity, kl = measured.comparison.perplexity, measured.comparison.kl
+    of_text = [*(["perplexity"] if perplexity else []), *([] if kl is None else ["KL nats"])]
+    table = new_table("", "size MB", *of_text, "latency ms", title="Float against quantized")
     for index, name in enumerate(("float", "quantized")):
-        cells = [f"{sizes[index] / 1e6:.2f}"]
+        cells = [f"{measured.sizes[index] / 1e6:.2f}"]
         if perplexity:
             change = f" ({perplexity[1] / perplexity[0] - 1:+.2%})" if index else ""
             cells.append(f"{perplexity[index]:.3f}{change}")
-        table.add_row(name, *cells, f"{seconds[index] * 1e3:.1f}")
+        if kl is not None:
+            cells.append(f"{kl:.4g}" if index else "")
+        table.add_row(name, *cells, f"{measured.seconds[index] * 1e3:.1f}")
     return table
 
 

@@ -69,12 +69,8 @@ def _figures(measured: Any, data: str) -> dict[str, str]:
     if measured.comparison.perplexity:
         first, second = measured.comparison.perplexity
         lines["Perplexity, float and quantized"] = f"{first:.3f}, {second:.3f}"
-    if measured.comparison.divergence:
-        import torch
-
-        lines["Mean KL divergence of a token"] = (
-            f"{float(torch.cat(list(measured.comparison.divergence)).mean()):.4g} nats"
-        )
+    if measured.comparison.kl is not None:
+        lines["Mean KL divergence of a token"] = f"{measured.comparison.kl:.4g} nats"
     return {name: f"{value} ({data})" for name, value in lines.items()}
 
 

@@ -64,6 +64,15 @@ class FolderComparison:
     divergence: Sequence[Any] = ()
     by_timestep: Any = None
 
+    @property
+    def kl(self) -> float | None:
+        """The mean KL divergence of the next token in nats; None where the models do not give it."""
+        if not self.divergence:
+            return None
+        import torch
+
+        return float(torch.cat(list(self.divergence)).mean())
+
 
 @dataclass(frozen=True)
 class MeasuredFolders:
