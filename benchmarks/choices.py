@@ -1,10 +1,13 @@
-"""`python -m benchmarks.choices`: what schemes lose, and what algorithms gain, on the embedded language model.
+"""`python -m benchmarks.choices`: what schemes lose, and what algorithms gain, on the example language model.
 
     python -m benchmarks.choices                        the two tables of docs/choose
     python -m benchmarks.choices --picture FILE.svg     and the picture of loss against size
+    python -m benchmarks.choices int3_wo_128 int3_wo_128+awq+gptq:refine_passes=3 q4_k_m+qronos
+                                                        these rows: a scheme or a mix of GGUF, and the algorithms
+                                                        that run, in this order
 
 KL divergence is the mean over next tokens of that of the quantized model from the float one, in millinats; bits are
-those of a weight on the disk, with its scales.
+those of a weight on the disk, with its scales. --calibration and --held-out count windows of 256 tokens.
 """
 
 from __future__ import annotations
@@ -27,12 +30,13 @@ from transformers.utils.logging import disable_progress_bar
 
 import quark
 from benchmarks.tables import console
+from quark.gguf import MIXES
 from quark.torch import export_safetensors
 from quark.torch.calibration.divergence import divergence
 from quark.torch.llm.text import token_windows
 
 MODELS = Path(__file__).parent.parent / "examples" / "models"
-FOLDER = MODELS / "language_model"
+FOLDER, TEXT = MODELS / "language_model", MODELS / "text"
 WINDOW, CALIBRATION, HELD_OUT = 256, 32, 24
 SCHEMES = (
     *("int8_wo", "int8_dynamic", "mxfp6_e2m3_weight_only", "fp8_block_128", "ptpc_fp8", "fp8", "mxfp8_e4m3"),
@@ -53,7 +57,10 @@ PANELS = ((2.0, 5.8), (6.0, 9.6))
 
 @dataclass(frozen=True)
 class Measured:
-    """A scheme and an algorithm ("": to nearest): millinats, perplexity, bits of a weight, CPU seconds."""
+    """A scheme and its algorithms, joined by + ("": to nearest): millinats, perplexity, bits of a weight, CPU seconds.
+
+    The bits are those of SCHEMES, else NaN.
+    """
 
     scheme: str
     algorithm: str
@@ -66,14 +73,27 @@ class Measured:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write the picture of loss against size")
-    picture = parser.parse_args().picture
+    parser.add_argument("rows", nargs="*", metavar="SCHEME[+ALGORITHM...]", help="rows to measure; none: both tables")
+    parser.add_argument("--calibration", type=int, default=CALIBRATION, metavar="N", help=f"windows ({CALIBRATION})")
+    parser.add_argument("--held-out", type=int, default=HELD_OUT, metavar="N", help=f"windows ({HELD_OUT})")
+    parser.add_argument("--calib", type=Path, default=TEXT / "calibration.txt", metavar="FILE", help="another text")
+    args = parser.parse_args()
+    picture = args.picture
     logging.disable(logging.WARNING)
     disable_progress_bar()
-    measure = Measure()
+    measure = Measure(args.calib, args.calibration, args.held_out)
+    if args.rows:
+        table = Table("scheme", "algorithms", "KL divergence", "perplexity", "CPU seconds", title=measure.float_row())
+        for scheme, _, algorithms in (row.partition("+") for row in args.rows):
+            found = measure(scheme, algorithms)
+            figures = f"{found.loss:.3g}", f"{found.perplexity:.2f}", f"{found.seconds:.1f}"
+            table.add_row(scheme, algorithms, *figures)
+        console().print(table)
+        return
     nearest = [measure(scheme) for scheme in SCHEMES]
     solved = [measure(scheme, algorithm) for scheme in SOLVED for algorithm in ALGORITHMS]
     out = console()
-    out.print(f"float: perplexity {measure.perplexity:.2f}; torch {torch.__version__}, quark {quark.__version__}")
+    out.print(measure.float_row())
     out.print(table_of_schemes(nearest))
     out.print(table_of_algorithms(nearest, solved))
     if picture:
@@ -81,27 +101,34 @@ def main() -> None:
 
 
 class Measure:
-    """Quantizes the embedded model, and compares it with the float one on held-out text."""
+    """Quantizes the example model, and compares it with the float one on held-out text."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: Path, calibration: int, held_out: int) -> None:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-        text = MODELS / "text"
-        self.data = token_windows(tokenizer, text / "calibration.txt", WINDOW, CALIBRATION)
-        self.held_out = token_windows(tokenizer, text / "heldout.txt", WINDOW, HELD_OUT)
+        self.data = token_windows(tokenizer, text, WINDOW, calibration)
+        self.held_out = token_windows(tokenizer, TEXT / "heldout.txt", WINDOW, held_out)
         self.expected = [_log_probabilities(_load(), ids) for ids in self.held_out]
         self.perplexity = _perplexity(self.expected, self.held_out)
 
     def __call__(self, scheme: str, algorithm: str = "") -> Measured:
         start = time.process_time()
-        effort: dict[str, Any] = {"algorithm": algorithm} if algorithm else {"effort": "fast"}
-        model = quark.quantize(_load(), scheme, data=self.data, **effort)
+        options: dict[str, Any] = {"algorithm": algorithm.split("+")} if algorithm else {"effort": "fast"}
+        options |= {"goal": "llama.cpp"} if scheme in MIXES else {}
+        model = quark.quantize(_load(), scheme, data=self.data, **options)
         seconds = time.process_time() - start
         found = [_log_probabilities(model, ids) for ids in self.held_out]
         losses = [float(divergence(*pair)) for pair in zip(self.expected, found, strict=True)]
         mean = 1000 * sum(losses) / len(losses)
-        return Measured(scheme, algorithm, mean, _perplexity(found, self.held_out), self.bits(scheme), seconds)
+        bits = self.bits(scheme) if scheme in SCHEMES else math.nan
+        return Measured(scheme, algorithm, mean, _perplexity(found, self.held_out), bits, seconds)
+
+    def float_row(self) -> str:
+        """What was measured, in words."""
+        versions = f"torch {torch.__version__}, quark {quark.__version__}"
+        windows = f"{len(self.data)} windows for calibration, {len(self.held_out)} held out"
+        return f"float: perplexity {self.perplexity:.2f}; {windows}; {versions}"
 
     @cache  # noqa: B019  (one object a run)
     def bits(self, scheme: str) -> float:

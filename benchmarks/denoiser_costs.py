@@ -1,9 +1,9 @@
-"""`python -m benchmarks.denoiser_costs`: what schemes and algorithms cost the embedded denoiser.
+"""`python -m benchmarks.denoiser_costs`: what schemes and algorithms cost the example denoiser.
 
 steps       SQNR of its output on steps of held-out prompts and noise, over all timesteps
 last steps  the same of the last quarter of the schedule, where errors are largest
 pictures    SQNR of the pictures from equal noise
-read        how many of 100 pictures the embedded classifier reads as the digit of the prompt
+read        how many of 100 pictures the example classifier reads as the digit of the prompt
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
 PROMPTS = [word for word in WORDS for _ in range(10)]
 
 
-def embedded() -> Any:
-    """The embedded denoiser, in float32."""
+def example() -> Any:
+    """The example denoiser, in float32."""
     from diffusers import SD3Transformer2DModel
 
     return SD3Transformer2DModel.from_pretrained(FOLDER).float().eval()
 
 
 def read_as_asked(model: Any) -> float:
-    """The share of pictures that the embedded classifier reads as the digits they were asked for."""
+    """The share of pictures that the example classifier reads as the digits they were asked for."""
     pictures = DigitsPipeline(model)(PROMPTS, generator=torch.Generator().manual_seed(7))
     images = ((pictures + 1) / 2).clamp(0, 1).numpy()
     session = onnxruntime.InferenceSession(FOLDER.parent / "digits_cnn" / "model.onnx")
@@ -61,7 +61,7 @@ def main() -> None:
     """Print a row for each."""
     logging.getLogger("quark").setLevel("ERROR")
     torch.set_num_threads(1)
-    model = embedded()
+    model = example()
     pipeline = DigitsPipeline(model)
     print(f"float: {read_as_asked(model):.0%} read")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The main job from end to end on both embedded models; `make demo` runs it.
+"""The main job from end to end on both example models; `make demo` runs it.
 
 PyTorch: quantizes the language model to three schemes, prints what each costs, exports the last, loads it with
 transformers and shows that both give the same logits. ONNX: quantizes the classifier of digits to five schemes and
@@ -60,7 +60,7 @@ def language_model(console: Console, windows: int, output: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source)
     heldout = token_windows(tokenizer, MODELS / "text" / "heldout.txt", 256, windows)
     calibration = token_windows(tokenizer, MODELS / "text" / "calibration.txt", 256, 16)
-    table = Table("scheme", "size MB", "perplexity", "weight SQNR dB", "seconds", title="Embedded language model")
+    table = Table("scheme", "size MB", "perplexity", "weight SQNR dB", "seconds", title="Example language model")
     float_model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     base = perplexity(float_model, heldout)
     table.add_row("float16", f"{folder_bytes(source) / 1e6:.2f}", f"{base:.3f}", "", "")
@@ -153,7 +153,7 @@ def digits(console: Console, output: Path) -> None:
     """Quantize the classifier; print a table."""
     columns = ("scheme", "size kB", "held-out accuracy", "output SQNR dB", "ms per 64 images, 1 thread")
     caption = "A8W8, A16W8, XINT8 and BF16 are for NPUs, which this CPU only imitates"
-    table = Table(*columns, title="Embedded classifier of digits, in stock ONNX Runtime", caption=caption)
+    table = Table(*columns, title="Example classifier of digits, in stock ONNX Runtime", caption=caption)
     for name, cost in digit_costs(output).items():
         damage = "" if name == "float32" else f"{cost.sqnr:.1f}"
         table.add_row(name, f"{cost.kilobytes:.0f}", f"{cost.accuracy:.2%}", damage, f"{cost.milliseconds:.2f}")

@@ -1,4 +1,4 @@
-"""The language-model script with the documented arguments runs on the embedded model."""
+"""The language-model script with the documented arguments runs on the example model."""
 
 from __future__ import annotations
 

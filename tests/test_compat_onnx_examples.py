@@ -1,4 +1,4 @@
-"""The ONNX scripts in the shape of the documented examples run on the embedded models, and do what they are for.
+"""The ONNX scripts in the shape of the documented examples run on the example models, and do what they are for.
 
 SQNR is that of the outputs on data that calibration did not see. The classifier errs on 0.8 % of 597 images; two images
 more or less are 0.4 %.

@@ -1,4 +1,4 @@
-"""The ONNX part of the demo: what it prints about the embedded classifier is so."""
+"""The ONNX part of the demo: what it prints about the example classifier is so."""
 
 from __future__ import annotations
 

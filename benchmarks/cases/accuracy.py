@@ -1,4 +1,4 @@
-"""What accuracy algorithms give back, on the embedded language model: perplexity on held-out text.
+"""What accuracy algorithms give back, on the example language model: perplexity on held-out text.
 
 Schemes: weights of 4, 3 and 2 bits, MXFP4 and NVFP4, static w8a8 and W4A4; plain, and with function-preserving outliers
 (eight channels of every norm's gain times 30, the weights that read them divided by 30). Calibration: 64 windows of
@@ -159,7 +159,7 @@ def main() -> None:
 
 
 def load(outliers: bool) -> Any:
-    """The embedded model in float32, with outliers or not."""
+    """The example model in float32, with outliers or not."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -3,7 +3,7 @@
 `layers`: the time of an accelerated bfloat16 layer of 4096 x 4096 over that of the float one, for 1 row (a token that
 is decoded) and 64 (a prompt); for int8 inputs in float32 too. Layers take turns; the fewest CPU seconds of each count.
 `generate`: 32 tokens after 8, by a random bfloat16 Llama of four layers of hidden size 2048, and `generate_small` by
-one of the shape of the embedded model, whose products take less time than a call: tokens per second, and the time of
+one of the shape of the example model, whose products take less time than a call: tokens per second, and the time of
 the accelerated model over that of the float one. `kernels` are the kernels that were chosen.
 """
 

@@ -2,7 +2,7 @@
 
 Every row is a process of its own: a model, a scheme, an algorithm; the row "none" is the scheme alone. `sqnr` is in dB
 against the float model, on samples that calibration did not see; `gain` is its difference from "none"; `peak_mb` is
-what the call adds to the process. Models: the embedded CNN, the same with badly scaled channels (`_hard`), residual
+what the call adds to the process. Models: the example CNN, the same with badly scaled channels (`_hard`), residual
 nets of 18 and 50 layers with random weights, all-MiniLM-L6-v2, and the same with outliers in what its MatMuls read
 (`_outliers`); both rescalings leave the float function what it is. Names of models, schemes and algorithms (`+cle`)
 may be given; OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive keeps torch's threads from spinning on a busy machine.

@@ -21,7 +21,7 @@ Network = tuple[onnx.ModelProto, Feeds]
 
 
 def digits() -> Network:
-    """The embedded classifier and 32 of its images."""
+    """The example classifier and 32 of its images."""
     data = np.load(MODELS / "digits_cnn" / "data.npz")
     seen = (data["calibration_images"][:32] / 16).astype(np.float32)
     return onnx.load(MODELS / "digits_cnn" / "model.onnx"), [{"image": batch} for batch in np.split(seen, 8)]
@@ -66,7 +66,7 @@ def uneven() -> onnx.ModelProto:
 
 
 class Logits(torch.nn.Module):
-    """The embedded language model, without its cache."""
+    """The example language model, without its cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Logits(torch.nn.Module):
 
 @cache
 def exported() -> bytes:
-    """The embedded language model as torch exports it."""
+    """The example language model as torch exports it."""
     file = Path("exported.onnx")
     torch.onnx.export(
         Logits().eval(), (tokens()[0],), file, dynamo=True, opset_version=18, external_data=False, verbose=False,

@@ -14,7 +14,7 @@ from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.quantization import QConfig
 
 FOLDER = "models/language_model"
-"""The embedded language model, seen from the folder in which outputs are written."""
+"""The example language model, seen from the folder in which outputs are written."""
 
 LLAMA = LLMTemplate.get("llama")
 
@@ -56,7 +56,7 @@ def tokens() -> list[torch.Tensor]:
 
 
 def language_model(dtype: torch.dtype = torch.float16) -> Any:
-    """The embedded one."""
+    """The example one."""
     return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype).eval()
 
 

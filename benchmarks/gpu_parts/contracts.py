@@ -139,7 +139,7 @@ def accelerated(report: Report, scheme: str) -> Found:
 
 
 def by_command(*arguments: object, share: float, gguf: bool = False) -> Found:
-    """`quark quantize` of the embedded language model with --device; logits of what it wrote, read on the CPU."""
+    """`quark quantize` of the example language model with --device; logits of what it wrote, read on the CPU."""
     windows, written = text_windows("heldout", 32, 2), []
     with tempfile.TemporaryDirectory() as scratch:
         for device in ("cuda", "cpu"):

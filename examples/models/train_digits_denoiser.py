@@ -124,7 +124,7 @@ def train(images: torch.Tensor, labels: torch.Tensor, steps: int) -> nn.Module:
 
 
 def main() -> None:
-    """Train on the digits that the embedded classifier was trained on, and write the folder."""
+    """Train on the digits that the example classifier was trained on, and write the folder."""
     import numpy as np
     from sklearn.datasets import load_digits
 

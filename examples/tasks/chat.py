@@ -2,7 +2,7 @@
 
 python examples/tasks/chat.py [--model FOLDER] [--prompt TEXT] [-o chat-uint4]
 
-Without --model it is the small language model of the repository, which knows the documentation of Python and no chat.
+Without --model it is the example language model, which knows the documentation of Python and no chat.
 A folder with a chat template gets the prompt through it. Then serve the folder: docs/howto/vllm.md.
 """
 

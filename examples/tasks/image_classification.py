@@ -1,4 +1,4 @@
-"""Image classification: handwritten digits, by the classifier of the repository.
+"""Image classification: handwritten digits, by the example classifier.
 
 python examples/tasks/image_classification.py [-o digits-int8.onnx]
 """

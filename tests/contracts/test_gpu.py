@@ -315,7 +315,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of one block with the tokenizer of the embedded one."""
+    """A random model of one block with the tokenizer of the example one."""
     import transformers
 
     made = tmp_path_factory.mktemp("gpu") / "model"

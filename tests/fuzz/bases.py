@@ -19,7 +19,7 @@ WORDS = {"vocab_size": 2048, "max_position_embeddings": 128}
 
 
 def _save(model: Any, folder: Path, **options: Any) -> None:
-    """With weights so large that every part matters, and the tokenizer of the embedded model."""
+    """With weights so large that every part matters, and the tokenizer of the example model."""
     import torch
     from transformers import AutoTokenizer
 
@@ -39,7 +39,7 @@ def _transformer(folder: Path, prefix: str, head: str, settings: dict[str, Any],
     _save(getattr(transformers, f"{prefix}{head}")(config), folder, **options)
 
 
-def _embedded(folder: Path) -> None:
+def _example(folder: Path) -> None:
     shutil.copytree(LANGUAGE_MODEL, folder, ignore=shutil.ignore_patterns("README.md"))
 
 
@@ -102,7 +102,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
         _transformer, prefix="T5", head="ForConditionalGeneration",
         settings={"vocab_size": 2048, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
     ),
-    "language_model": _embedded,
+    "language_model": _example,
 }  # fmt: skip
 """Float model folders."""
 

@@ -62,7 +62,7 @@ def names(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def digits(names: dict[str, Any]) -> dict[str, Any]:
-    """The same, of the embedded classifier of digits and 64 images."""
+    """The same, of the example classifier of digits and 64 images."""
     pytest.importorskip("torch")
     return names | {"input_model_path": str(DIGITS / "model.onnx")}
 

@@ -84,7 +84,7 @@ def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any
 
 
 def tiny_opt(folder: Path, seed: int = 0) -> Path:
-    """A random OPT with the tokenizer of the embedded language model, saved to `folder`."""
+    """A random OPT with the tokenizer of the example language model, saved to `folder`."""
     from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
     torch.manual_seed(seed)
@@ -104,14 +104,14 @@ def tiny_opt(folder: Path, seed: int = 0) -> Path:
 
 
 def language_model() -> Any:
-    """The embedded model in float32."""
+    """The example model in float32."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(LANGUAGE_MODEL, dtype=torch.float32).eval()
 
 
 def text_windows(name: str, length: int, count: int) -> list[torch.Tensor]:
-    """Windows of tokens of "calibration" or "heldout", the texts beside the embedded model."""
+    """Windows of tokens of "calibration" or "heldout", the texts beside the example model."""
     from transformers import AutoTokenizer
 
     return token_windows(AutoTokenizer.from_pretrained(LANGUAGE_MODEL), TEXT / f"{name}.txt", length, count)

@@ -1,6 +1,6 @@
 """What the scripts of this folder share: the documented arguments, the data readers, and a measure of the result.
 
-Without arguments they take the two embedded models: the classifier of digits, and the language model, which is
+Without arguments they take the two example models: the classifier of digits, and the language model, which is
 exported to ONNX first.
 """
 
@@ -56,7 +56,7 @@ class Reader(CalibrationDataReader):
 
 
 def image_reader(args: argparse.Namespace) -> Reader:
-    """A reader of the images in a folder of folders (one for each class), or of the embedded ones."""
+    """A reader of the images in a folder of folders (one for each class), or of the example ones."""
     first = onnxruntime.InferenceSession(args.input_model_path).get_inputs()[0]
     if args.calibration_dataset_path:
         files = sorted(path for path in Path(args.calibration_dataset_path).rglob("*.*") if path.is_file())
@@ -127,7 +127,7 @@ def spread(norm: Any, *linears: Any) -> None:
 
 
 def text_reader(args: argparse.Namespace, skip: int = 0) -> Reader:
-    """A reader of windows of a text file, in tokens of the embedded language model."""
+    """A reader of windows of a text file, in tokens of the example language model."""
     from transformers import AutoTokenizer
 
     text = Path(args.calibration_dataset_path).read_text(encoding="utf-8")[:40000]

@@ -17,7 +17,7 @@ of docs/choose/algorithm.md, and in four of six of a Qwen2 of 4.2 million parame
 it loses 1 and 3 % more. It takes 1.5 to 2 times as long, at the shape above 1.8 by now.
 
 The best solver is Qronos by Fisher information of outputs, in every row of that table, which a test compares with what
-is chosen here: on the model of this repository it leaves 3.2 where Qronos alone leaves 4.8 (uint4), 15.6 for 21.8
+is chosen here: on the example language model it leaves 3.2 where Qronos alone leaves 4.8 (uint4), 15.6 for 21.8
 (int3), 43.3 for 46.1 and GPTQ's 47.8 (MXFP4 with inputs), 22.7 for 23.5 (NVFP4 with inputs). AutoRound leaves 18.4 of
 int3 and takes twice as long. Texts that the model writes and distillation behind it take another 3 to 30 % off
 (docs/guide/distillation.md). Of 8 bits, to nearest loses 0.1 already; static integer inputs gain by SmoothQuant, which

@@ -38,7 +38,7 @@ SHORT: dict[str, Any] = {"num_iterations": 20, "batch_size": 2}
 
 
 def digits(settings: Settings) -> float:
-    """Output SQNR of the embedded CNN on held-out images."""
+    """Output SQNR of the example CNN on held-out images."""
     data = np.load(DIGITS / "data.npz")
     seen, held_out = ((data[f"{part}_images"] / 16).astype(np.float32) for part in ("calibration", "heldout"))
     feeds = [{"image": image[None]} for image in seen]

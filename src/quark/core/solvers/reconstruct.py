@@ -28,7 +28,7 @@ MEASURED_ROWS, MEASURED_VALUES, LEAST_MEASURED = 2048, 1 << 17, 256
 """Most rows that a loss is measured on; outputs in all that are enough; and the fewest rows.
 
 A training measures six times, and 2048 rows cost as much as 8 to 16 of its steps. 2^17 outputs choose the same weights:
-of ResNet-18 and the embedded models, bit for bit."""
+of ResNet-18 and the example models, bit for bit."""
 
 WINDOWS = 5
 """How often in a training its mean loss is looked at, and the weight measured."""

@@ -27,7 +27,7 @@ TEXTS = "texts"
 """The step in which the model writes samples."""
 FORWARDS = {TEXTS: 8.0, "gptq": 4.0, "gptaq": 6.5, "qronos": 7.0, "distillation": 6.0}
 """Step -> forwards of all tokens that it takes as long as, by linear layers alone; of distillation for each epoch.
-Measured on the embedded model in float32."""
+Measured on the example model in float32."""
 FISHER = 13.0
 """Those of the scores of outputs, and of the moments of layers."""
 COLUMNS = {"gptq": 8.0, "gptaq": 10.0, "qronos": 20.0}

@@ -23,7 +23,7 @@ from quark.core.metrics import sqnr
 from quark.torch.model.batches import evaluating, forward_batch, input_device, named_outputs
 
 LEAST = {2: 40.0, 4: 60.0}
-"""Bytes of a value of the model -> dB by which a text has to be the same alone. Of the embedded language model it is
+"""Bytes of a value of the model -> dB by which a text has to be the same alone. Of the example language model it is
 131 in float32, 47 in bfloat16; where it reads on from another text, 10."""
 Row = list[torch.Tensor]
 """Texts of one row, each (1, tokens)."""
