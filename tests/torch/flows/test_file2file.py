@@ -16,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
+from quark.core.scales import QParams
 from quark.core.schemes import SCHEMES
+from quark.core.spec import TensorSpec
 from quark.errors import (
     ConfigError,
     FormatError,
@@ -25,6 +27,7 @@ from quark.errors import (
     OutputExistsError,
 )
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
+from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.checkpoint.safetensors_file import DTYPES, ByteRange, TensorFile, create_file, write_tensor
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_tensor
@@ -66,8 +69,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("piece", [file2file.PIECE, 64])
 @pytest.mark.parametrize("first", range(0, len(WITHOUT_DATA), 2 * len(LINEARS)))
-def test_every_scheme_gives_the_bytes_of_the_model_path(first: int, tmp_path: Path) -> None:
+def test_every_scheme_gives_the_bytes_of_the_model_path(
+    first: int, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file2file, "PIECE", piece)
     source = save_float(tmp_path / "float")
     chosen = WITHOUT_DATA[first : first + 2 * len(LINEARS)]
     rules = {f"*layers.{i // len(LINEARS)}.*{LINEARS[i % len(LINEARS)]}": name for i, name in enumerate(chosen)}
@@ -128,6 +135,31 @@ def test_tensors_are_copied_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(file2file, "write_tensor", write)
     assert file_to_file(config, source, tmp_path / "pieces") == expected
     assert pieces.count(64) > 100
+
+
+@pytest.mark.parametrize("name", ["int8_wo", "uint4_wo_128"])
+def test_weights_are_converted_some_rows_at_a_time(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Rows of next to nothing are refused on their own, and not beside others.
+    source = save_float(tmp_path / "float", shard="5GB")
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight"][:16] *= 1e-30
+    save_file(tensors, file, metadata={"format": "pt"})
+    expected, rows = file_to_file(scheme(name), source, tmp_path / "whole"), []
+
+    def qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
+        rows.append(len(x))
+        return tensor_qparams(x, spec)
+
+    monkeypatch.setattr(file2file, "PIECE", 64)
+    monkeypatch.setattr(file2file, "tensor_qparams", qparams)
+    assert file_to_file(scheme(name), source, tmp_path / "pieces") == expected
+    assert rows.count(8) > 0.9 * len(rows)
+    tensors["model.layers.0.mlp.up_proj.weight"][20:22, 3] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(NonFiniteError, match=r"^model\.layers\.0\.mlp\.up_proj\.weight: 2 of \d+ values"):
+        file_to_file(scheme(name), source, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("exclude", [["lm_head"], []])

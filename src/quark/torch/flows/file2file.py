@@ -21,12 +21,13 @@ import torch
 from quark.base.files import check_apart
 from quark.base.log import logger
 from quark.base.progress import progress
+from quark.core.blocks.block_types import BlockType
 from quark.core.checks import naming
 from quark.core.spec import TensorSpec
-from quark.errors import ConfigError
-from quark.torch.calibration.calibrate import qparams_under, sharing_scales, tensor_qparams
+from quark.errors import ConfigError, QuarkError
+from quark.torch.calibration.calibrate import FROM_OWN_RANGE, qparams_under, sharing_scales, tensor_qparams
 from quark.torch.calibration.distributed import check_alive, rank, shared_folder, world
-from quark.torch.checkpoint.loading import REAL_QUANTIZED
+from quark.torch.checkpoint.loading import REAL_QUANTIZED, stored_on_meta
 from quark.torch.checkpoint.safetensors_file import ByteRange, write_tensor
 from quark.torch.checkpoint.shards import Entry
 from quark.torch.checkpoint.sources.origins import Origin
@@ -36,7 +37,7 @@ from quark.torch.flows.checkpoint_job import CheckpointJob, Contents
 from quark.torch.flows.replaced import replaced
 from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.formats.layout import Tensors
-from quark.torch.formats.quark.layout import QuarkLayout
+from quark.torch.formats.quark.layout import QuarkLayout, rows_alone
 from quark.torch.layers import QuantLayer
 from quark.torch.plan import Plan
 from quark.torch.writers.safetensors import write_attachments
@@ -65,7 +66,7 @@ class TensorJob:
 MOST_WORKERS = 4
 """More would hold more tensors at once than reading and writing keep busy."""
 PIECE = 1 << 24
-"""Bytes that are copied at once."""
+"""Bytes that are copied, or converted, at once."""
 
 Family = tuple[TensorJob, ...]
 """Tensors that share a second-level scale, or one alone: what a worker takes at once."""
@@ -257,6 +258,8 @@ class Converter:
             if item.spec is None:
                 self._copy(item)
                 continue
+            if largest is None and self._converts_by_rows(item, item.spec):
+                continue
             for suffix, tensor in self._convert(item, item.spec, largest).items():
                 write_tensor(tensor, item.places[suffix])
             item.source.release(self.source)
@@ -271,9 +274,35 @@ class Converter:
             place = replace(place, begin=place.begin + length, length=place.length - length)
             item.source.release(self.source)
 
+    def _converts_by_rows(self, item: TensorJob, spec: TensorSpec) -> bool:
+        """Convert and write a tensor some rows at a time, and give back what was read of them before the next ones.
+
+        Returns:
+            Whether it was done. Where a scale spans all rows, where there are few, or where some rows on their own are
+            refused, the tensor has to be seen as a whole.
+        """
+        unit = rows_alone(spec, item.shape) if self.device.type == "cpu" and _of_own_range(spec) else None
+        row = max(1, math.prod(item.shape[1:]) * item.dtype.itemsize)
+        step = unit and max(1, PIECE // row // unit) * unit
+        if not step or step >= item.shape[0]:
+            return False
+        layout, x = self._layout(item, spec), self._read(item)
+        stored = _StoredRows(stored_on_meta(layout, spec, item.shape, item.dtype), item.places)
+        try:
+            for rows in torch.split(x, step):
+                stored.add(layout.store(rows, tensor_qparams(rows, spec)))
+                item.source.release(self.source)
+        except QuarkError:
+            return False  # what is said of the whole says where, and how much
+        stored.write()
+        return True
+
+    def _layout(self, item: TensorJob, spec: TensorSpec) -> QuarkLayout:
+        return QuarkLayout(spec, item.dtype, self.conversion.pack_method, self.conversion.real)
+
     def _convert(self, item: TensorJob, spec: TensorSpec, largest: torch.Tensor | None) -> Tensors:
         x = self._read(item)
-        layout = QuarkLayout(spec, item.dtype, self.conversion.pack_method, self.conversion.real)
+        layout = self._layout(item, spec)
         with naming(item.name):
             if spec.is_cast:
                 return layout.store(x, None)
@@ -292,3 +321,44 @@ class Converter:
 
     def _read(self, item: TensorJob) -> torch.Tensor:
         return item.source.read(self.source, item.dtype, item.shape).to(self.device)
+
+
+def _of_own_range(spec: TensorSpec) -> bool:
+    """Whether each scale follows from the values under it alone."""
+    return not spec.is_cast and spec.observer in FROM_OWN_RANGE and not isinstance(spec.dtype, BlockType)
+
+
+class _StoredRows:
+    """The stored tensors of a weight, made some rows at a time.
+
+    Those that lie in the file in this order are written at once, the transposed ones when they are whole.
+
+    Args:
+        whole: The tensors of all rows, on the meta device, by suffix.
+        places: Where each goes.
+    """
+
+    def __init__(self, whole: Tensors, places: Mapping[str, ByteRange]) -> None:
+        self._whole, self._places = whole, dict(places)
+        self._held: Tensors = {}
+        self._filled = dict.fromkeys(whole, 0)
+
+    def add(self, pieces: Tensors) -> None:
+        """The tensors of the next rows."""
+        for suffix, piece in pieces.items():
+            like = self._whole[suffix]
+            axis = next(axis for axis in range(like.ndim) if piece.shape[axis] != like.shape[axis])
+            if axis == 0:
+                place, length = self._places[suffix], piece.nbytes
+                write_tensor(piece, replace(place, length=length))
+                self._places[suffix] = replace(place, begin=place.begin + length, length=place.length - length)
+                continue
+            if suffix not in self._held:
+                self._held[suffix] = torch.empty_like(like, device="cpu")
+            self._held[suffix].narrow(axis, self._filled[suffix], piece.shape[axis]).copy_(piece)
+            self._filled[suffix] += piece.shape[axis]
+
+    def write(self) -> None:
+        """Write what is not written."""
+        for suffix, tensor in self._held.items():
+            write_tensor(tensor, self._places[suffix])

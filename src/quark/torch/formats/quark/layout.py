@@ -299,11 +299,27 @@ _E5M3 = DTYPES["fp8_e5m3"]
 
 def _rows_at_once(spec: TensorSpec, shape: tuple[int, ...]) -> int:
     """How many rows are packed at once: whole words and whole tiles; all of them where a scale spans rows."""
+    unit = _rows_together(spec, shape)
+    if unit is None:
+        return shape[0] if shape else 1
+    return max(unit, PIECE // (4 * max(1, math.prod(shape[1:]))) // unit * unit)
+
+
+def _rows_together(spec: TensorSpec, shape: tuple[int, ...]) -> int | None:
+    """How many rows share a word or a tile; None where a scale spans rows in another way."""
     levels = [spec.split, *(level.split for level in (spec.scale_spec, spec.code_spec) if level)]
     if len(shape) < 2 or not all(_by_rows(level, len(shape)) for level in levels):
-        return shape[0] if shape else 1
-    unit = math.lcm(8, *(level.size[0] for level in levels if isinstance(level, PerBlock)))
-    return max(unit, PIECE // (4 * max(1, math.prod(shape[1:]))) // unit * unit)
+        return None
+    return math.lcm(8, *(level.size[0] for level in levels if isinstance(level, PerBlock)))
+
+
+def rows_alone(spec: TensorSpec, shape: tuple[int, ...]) -> int | None:
+    """A number of rows of which, or of a multiple of it, all that is stored follows from their values alone.
+
+    None where a scale is that of all rows. The range of each scale is taken to be that of the values under it.
+    """
+    levels = spec.scale_spec is None and spec.code_spec is None and not isinstance(spec.split, PerTensor)
+    return _rows_together(spec, shape) if levels else None
 
 
 def _by_rows(split: Granularity, ndim: int) -> bool:
