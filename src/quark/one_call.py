@@ -115,7 +115,11 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
         named = ", ".join(f"{OF_QUANTIZE[name]}= for {name}" for name in of_command)
         raise ConfigError(f"{', '.join(of_command)}: so the command calls it. Possible: {named}.")
     _refuse_of_command("quantize", options)
-    said["goal"] = said["goal"] or _usual_goal(model)
+    if said["goal"] is None and is_onnx(model) and _is_untried(said["scheme"]):
+        # No program is known for it, and none was asked for: it is made as --config makes it.
+        said |= {"scheme": None, "config": said["scheme"]}
+    else:
+        said["goal"] = said["goal"] or _usual_goal(model)
     if data is not None and not is_onnx(model):
         raise ConfigError(
             f"data of a folder are a path, got {type(data).__name__}. Possible: the path of a text, a folder or an "
@@ -231,6 +235,14 @@ def _refuse_of_command(command: str, options: Mapping[str, Any]) -> None:
     """Raise ConfigError for options that say what a command writes beside its output."""
     if printed := sorted({*options} & {*OF_THE_COMMAND}):
         raise ConfigError(f"{', '.join(printed)}: written by the command alone. Possible: `quark {command}`.")
+
+
+def _is_untried(scheme: str | None) -> bool:
+    """Whether this is a configuration of ONNX files that no goal has a fact of."""
+    from quark.goals.choice import is_known
+    from quark.onnx.config.preset_rows import QROWS, ROWS  # imports onnx: the model is such a file
+
+    return scheme is not None and (scheme in ROWS or scheme in QROWS) and not is_known(scheme, True)
 
 
 def _usual_goal(model: Path) -> str:

@@ -6,10 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import quark
-from quark.errors import ConfigError
+from quark.errors import ConfigError, NotSupportedError
 from quark.goals import EFFORTS, GOALS
 from quark.jobs import FolderJob, FolderRequest, request_of, resolve
 from quark.jobs.configure_folder import configure
@@ -17,6 +18,8 @@ from quark.jobs.folders.bit_budget import asked_budget
 from quark.jobs.run_file import QUICK, recovery_of
 from tests.commands.program import quark as program
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT
+
+DIGITS = LANGUAGE_MODEL.with_name("digits_cnn") / "model.onnx"
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"nonsense": 1}, "There is no option 'nonsense'"),
@@ -61,6 +64,17 @@ def test_wrong_words_of_other_calls_are_refused_before_any_work(name: str, tmp_p
     with pytest.raises(ConfigError, match=message):
         call(tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_configuration_of_no_known_program_is_made_where_none_is_named(tmp_path: Path) -> None:
+    image = np.random.default_rng(0).random((4, 1, 8, 8), np.float32)
+    made = quark.quantize(DIGITS, "VINT8", data={"image": image}, output=tmp_path / "call.onnx")
+    np.savez(tmp_path / "image.npz", image=image)
+    line = ("--config", "VINT8", "--calib", tmp_path / "image.npz", "-o", tmp_path / "line.onnx")
+    assert program("quantize", DIGITS, *line).code == 0
+    assert made.read_bytes() == (tmp_path / "line.onnx").read_bytes()
+    with pytest.raises(NotSupportedError, match="VINT8 was not tried in OpenVINO. Possible: config VINT8 without"):
+        quark.quantize(DIGITS, "VINT8", goal="openvino", output=tmp_path / "out.onnx")
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ from typing import Any
 
 from quark.base.log import logger
 from quark.core.schemes import in_smaller_groups
-from quark.errors import ConfigError, QuarkError, ShapeError, UsageError
+from quark.errors import ConfigError, NotSupportedError, QuarkError, ShapeError, UsageError
 from quark.goals import GOALS, GoalChoice, GoalRequest, choose
+from quark.goals.choice import is_known
 from quark.goals.efforts import check_effort
 from quark.goals.goal import RuntimeGoal
 from quark.jobs.folders.bit_budget import named_candidates, size_within
@@ -29,6 +30,7 @@ def chosen(request: FolderRequest | FileRequest, has_data: bool) -> GoalChoice |
         algorithms=request.algorithm, has_data=has_data,
     )  # fmt: skip
     if isinstance(request, FileRequest):
+        _check_tried(request)
         return choose(replace(asked, onnx=True, scheme=request.scheme or request.config))
     budget, scheme, cache, goal = _asks_for_mix(request), request.scheme, request.kv_cache, GOALS[request.goal]
     if request.size is not None and not budget:
@@ -39,6 +41,21 @@ def chosen(request: FolderRequest | FileRequest, has_data: bool) -> GoalChoice |
         candidates=named_candidates(request.candidates),
         cache=cache, cache_forms=None if cache is None else _forms_for_cache(cache),
     ))  # fmt: skip
+
+
+def _check_tried(request: FileRequest) -> None:
+    """Raise NotSupportedError for a configuration that there is, and of which no goal has a fact."""
+    from quark.onnx.config.preset_rows import QROWS, ROWS  # imports onnx: the model is such a file
+
+    name, goal = request.scheme or request.config, request.goal
+    if goal is None or goal not in GOALS or name is None or is_known(name, True):
+        return
+    if name in ROWS or name in QROWS:
+        known = sorted({fact.scheme for fact in GOALS[goal].loaded(True)})
+        raise NotSupportedError(
+            f"The configuration {name} was not tried in {GOALS[goal].program}. Possible: --config {name} without "
+            f"--for, or one that was tried: {', '.join(known)}."
+        )
 
 
 def _asks_for_mix(request: FolderRequest) -> bool:
