@@ -195,6 +195,31 @@ def test_a_cache_that_cannot_be_read_is_measured_again(own_cache: Path, text: st
     assert open_profile(MeasurementSettings()).kernels == {"kernel": 2.0}
 
 
+def test_the_cache_is_switched_off_and_begun_anew_by_its_variable(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off, a file stays as it is, and none of its times count; new, it goes once in a process."""
+    model, path = ProfiledModel(load(chain(1)), {"x": np.ones((4, 8), np.float32)}), default_path(this_machine(1))
+    (kernel,) = (each.signature for each in model.kernels)
+    _profile(this_machine(1), path, {kernel: 1.0, "other": 1.0}).save()
+    before = path.read_bytes()
+
+    def timer(models: Sequence[ProfiledModel], seconds: float) -> list[dict[str, float]]:
+        return [{each.name: 2.0 for each in one.kernels} for one in models]
+
+    for asked, known in (("off", {}), ("new", {}), ("new", {kernel: 2.0})):
+        monkeypatch.setenv("QUARK_KERNEL_TIMES", asked)
+        found = open_profile(MeasurementSettings())
+        assert found.kernels == known
+        found.complete([model], timer, conversions=False)
+        assert found.kernels == {kernel: 2.0}
+        assert (path.read_bytes() == before) == (asked == "off")
+    assert Profile.load(path).kernels == {kernel: 2.0}
+    monkeypatch.setenv("QUARK_KERNEL_TIMES", "no")
+    with pytest.raises(ConfigError, match=r"'no'\. Possible: off, .*, new, "):
+        open_profile(MeasurementSettings())
+
+
 def test_two_processes_add_to_one_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What another process wrote since the file was read stays, and of files without end the last times."""
     path, machine = tmp_path / "profile.json", this_machine(1)

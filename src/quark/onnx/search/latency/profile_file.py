@@ -28,6 +28,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -141,6 +142,8 @@ FEWEST_KNOWN, LEAST_KNOWN = 3, 5e-6
 MOST_KERNELS = 20_000
 """That are kept, the last ones: a few megabytes."""
 FORMAT = "quark profile 1"
+VARIABLE, OFF, NEW = "QUARK_KERNEL_TIMES", "off", "new"
+"""The environment variable of the cache: off, it is neither read nor written; new, it begins anew with this process."""
 CPU_INFO = Path("/proc/cpuinfo")
 VECTORS = re.compile(r"\b(?:avx\w*|amx\w*|asimd\w*|sve\w*|i8mm)\b")
 """The instructions that integer kernels are made of."""
@@ -156,6 +159,7 @@ class Profile:
         kernels: Signature -> seconds.
         conversions: Kind -> the line of its time.
         cache: Whether nobody asked for the file: where it cannot be written, the times serve this run alone.
+        kept: Whether it is written at all.
     """
 
     path: Path
@@ -163,6 +167,7 @@ class Profile:
     kernels: dict[str, float] = field(default_factory=dict)
     conversions: dict[str, Line] = field(default_factory=dict)
     cache: bool = False
+    kept: bool = True
 
     def seconds(self, model: ProfiledModel) -> dict[str, float]:
         """The time of each kernel of a model, by its name."""
@@ -201,8 +206,9 @@ class Profile:
         if conversions:
             tests = list(probes(threads))
             self.conversions = lines(tests, timer(tests, PROBE_SECONDS))
-        with suppress(OutputError) if self.cache else nullcontext():
-            self.save()
+        if self.kept:
+            with suppress(OutputError) if self.cache else nullcontext():
+                self.save()
 
     def _time(self, models: Sequence[ProfiledModel], missing: set[str], timer: Timer, seconds: float) -> None:
         """Add the missing times of kernels."""
@@ -273,7 +279,7 @@ def open_profile(settings: MeasurementSettings) -> Profile:
 
     Raises:
         FormatError: The file was named, and is no profile.
-        ConfigError: It is of another number of threads.
+        ConfigError: It is of another number of threads; or the variable of the cache has a value without a meaning.
     """
     machine = this_machine(settings.threads)
     if settings.profile is None:
@@ -289,7 +295,21 @@ def open_profile(settings: MeasurementSettings) -> Profile:
 
 
 def _cached(path: Path, machine: dict[str, str]) -> Profile:
-    """The profile of the cache, which nobody asked for: one that cannot be read is measured again."""
+    """The profile of the cache, which nobody asked for: one that cannot be read is measured again.
+
+    Raises:
+        ConfigError: Its variable has a value without a meaning.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", OFF, NEW):
+        raise ConfigError(
+            f"{VARIABLE} is {asked!r}. Possible: {OFF}, to keep no times of kernels, {NEW}, to have all timed again, or "
+            "not set."
+        )
+    if asked == OFF:
+        return Profile(path, machine, cache=True, kept=False)
+    if asked == NEW:
+        _clear_once(path)
     try:
         profile = Profile.load(path) if _exists(path) else Profile(path, machine)
         if profile.machine != machine:
@@ -299,6 +319,13 @@ def _cached(path: Path, machine: dict[str, str]) -> Profile:
         profile = Profile(path, machine)
     profile.cache = True
     return profile
+
+
+@cache
+def _clear_once(path: Path) -> None:
+    """Remove a cache, before the first times of this process: models that follow share what it measures."""
+    with suppress(OSError):
+        path.unlink()
 
 
 def _exists(path: Path) -> bool:
