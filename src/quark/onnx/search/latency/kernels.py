@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from quark.onnx.graph.sessions import run_sample, session_over
 from quark.onnx_ops.custom_libraries import session_options
 
 SUFFIX = "_kernel_time"
+TOKEN = re.compile(r"_token_\d+$")
+"""What ONNX Runtime puts behind the name of a node that it makes, to tell it from others."""
 BLOCKED, CHANNELS_LAST = "com.microsoft.nchwc", "com.ms.internal.nhwc"
 """Domains of kernels whose tensors lie otherwise than ONNX says."""
 
@@ -125,7 +128,7 @@ def timed(models: Sequence[ProfiledModel], seconds: float, least: int = 6, most:
                 run_sample(session, None, model.feed)
             runs += 1
         # Each session ends once its profile is read.
-        return [_times(sessions.pop(0)) for _ in models]
+        return [_times(sessions.pop(0), model.kernels) for model in models]
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -134,12 +137,41 @@ def typical(seconds: Sequence[float]) -> float:
     return float(faster.mean())
 
 
-def _times(session: onnxruntime.InferenceSession) -> dict[str, float]:
-    """Seconds of each kernel, the first run left out."""
+def _times(session: onnxruntime.InferenceSession, kernels: Sequence[TimedKernel]) -> dict[str, float]:
+    """Seconds of each kernel, the first run left out; of one that this session does not run those of its first run."""
     found: dict[str, list[float]] = {}
     for name, event in _calls(session, ("cat", "name", "dur")):
         found.setdefault(name, []).append(event["dur"] * 1e-6)
-    return {name: typical(seconds[1:]) for name, seconds in found.items()}
+    names = same_kernels([kernel.name for kernel in kernels], list(found))
+    return {
+        kernel.name: typical(found[names[kernel.name]][1:]) if kernel.name in names else kernel.first
+        for kernel in kernels
+    }
+
+
+def same_kernels(names: Sequence[str], others: Sequence[str]) -> dict[str, str]:
+    """The names of kernels of one session -> those of the same kernels in another session of the model.
+
+    What ONNX Runtime makes of the nodes of a model gets a number behind their names, and the numbers of one session may
+    be those of other kernels in the next: where they differ, the nth of a name is the nth of it.
+    """
+    found = {name: name for name in set(names).intersection(others)}
+    if len(found) == len(names):
+        return found
+    numbered = [_by_node(each) for each in (names, others)]
+    for node, its in numbered[0].items():
+        if len(its) == len(numbered[1].get(node, ())):
+            found |= zip(its, numbered[1][node], strict=True)
+    return found
+
+
+def _by_node(names: Sequence[str]) -> dict[str, list[str]]:
+    """The names with a number, in order, by what stands before it."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if TOKEN.search(name):
+            found.setdefault(TOKEN.sub("", name), []).append(name)
+    return found
 
 
 def _calls(session: onnxruntime.InferenceSession, kept: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:

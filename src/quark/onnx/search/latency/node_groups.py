@@ -8,7 +8,6 @@ One kernel has one time, so that its nodes stay together. A change of layout bef
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +15,10 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from quark.onnx.graph.edit import read_once
-from quark.onnx.search.latency.kernels import BLOCKED, TimedKernel
+from quark.onnx.search.latency.kernels import BLOCKED, TOKEN, TimedKernel
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 LAYOUT = ("ReorderInput", "ReorderOutput", "Transpose")
-TOKEN = re.compile(r"_token_\d+$")
-"""What the runtime adds to a name to make it a new one."""
 BLOCKED_SUFFIX = "_nchwc"
 """What it adds to the name of a tensor to name the kernel that makes it in the blocked layout."""
 

@@ -303,7 +303,7 @@ def _cached(path: Path, machine: dict[str, str]) -> Profile:
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", OFF, NEW):
         raise ConfigError(
-            f"{VARIABLE} is {asked!r}. Possible: {OFF}, to keep no times of kernels, {NEW}, to have all timed again, or "
+            f"{VARIABLE} is {asked!r}. Possible: {OFF}, to keep no times of kernels; {NEW}, to time all again; or "
             "not set."
         )
     if asked == OFF:
