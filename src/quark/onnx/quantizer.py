@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from quark.onnx.search.lost_outputs.damage import SpreadSamples
     from quark.onnx.search.lost_outputs.verdict import Damage
     from quark.onnx.search.recovery.rival import Rival
-    from quark.onnx.search.recovery.search import Recovery
+    from quark.onnx.search.recovery.search import Recovery, WeightsAlone
 
 __all__ = ["ModelQuantizer", "quantize_dynamic", "quantize_static"]
 
@@ -190,7 +190,7 @@ class ModelQuantizer:
         """
         from quark.onnx.search.history import duration
         from quark.onnx.search.lost_outputs.damage import SpreadSamples
-        from quark.onnx.search.recovery.search import or_weights_alone, recover
+        from quark.onnx.search.recovery.search import recover
         from quark.onnx.search.recovery.steps import QUICK_STEPS, STEPS
 
         reader = _reader(model_input, calibration_data_reader, calibration_data_path)
@@ -205,12 +205,8 @@ class ModelQuantizer:
                 found, model = recover(
                     model, self.settings, data, measure, target, seconds, QUICK_STEPS if quick else STEPS,
                     quick=quick, allow_wider=allow_wider,
-                    rival=_rival(model, without_samples),
+                    rival=_rival(model, without_samples), weights=_weights(model, weights_alone),
                 )  # fmt: skip
-                if found.lost and weights_alone is not None:
-                    found, model = or_weights_alone(
-                        (found, model), source.model.clone(), weights_alone.settings, data, seconds
-                    )
             return replace(found, model=self._written(model, model_output, source))
 
     def _written(
@@ -294,6 +290,13 @@ def _rival(model: ir.Model, quantizer: ModelQuantizer | None) -> Rival | None:
     from quark.onnx.search.recovery.rival import Rival
 
     return None if quantizer is None else Rival(model.clone(), quantizer.settings)
+
+
+def _weights(model: ir.Model, quantizer: ModelQuantizer | None) -> WeightsAlone | None:
+    """What weights alone are quantized with, if there is a quantizer that does so."""
+    from quark.onnx.search.recovery.search import WeightsAlone
+
+    return None if quantizer is None else WeightsAlone(model.clone(), quantizer.settings)
 
 
 def _reader(model: Any, reader: Any, path: str | None) -> Any:

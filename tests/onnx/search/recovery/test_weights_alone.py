@@ -1,0 +1,58 @@
+"""Weights alone come before the steps of static integers where these have no hope, and else behind them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+
+from quark.core.metrics import Metric
+from quark.onnx import ModelQuantizer
+from quark.onnx.config.settings import MeasurementSettings, Settings
+from quark.onnx.graph.model_file import load
+from quark.onnx.search.recovery.search import REACH, Recovery, WeightsAlone, recover
+from quark.onnx.search.recovery.steps import Step
+from tests.models.onnx_zoo import Builder
+
+STEP = "a step of static integers"
+
+
+def spectrum() -> tuple[onnx.ModelProto, list[dict[str, np.ndarray]]]:
+    """A logarithm asks for the small values, of which one scale for all leaves nothing."""
+    b, size = Builder(), 32
+    power = b.node("MatMul", ["x", b.constant("w", b.random.uniform(0.1, 1, (size, size)))], "power")
+    model = b.model({"x": ["n", size]}, {b.node("Log", [power], "y"): ["n", size]})
+    loudness = b.random.normal(0, 8, (16, 1)) + b.random.normal(0, 1, (16, size))
+    return model, [{"x": row[None]} for row in np.exp(loudness).astype(np.float32)]
+
+
+def settings_of(preset: str) -> Settings:
+    return replace(ModelQuantizer(preset).settings, measurement=MeasurementSettings(), least_sqnr=None)
+
+
+def found(weights: str, target: float | None = None) -> tuple[Recovery, list[str]]:
+    """What is found, and the names of what was tried."""
+    model, feeds = spectrum()
+    apart = WeightsAlone(load(model), settings_of(weights))
+    step = Step(STEP, lambda settings, _: "tried")
+    best, _ = recover(
+        load(model), settings_of("INT8_CPU"), feeds, Metric("sqnr"), target, steps=[step], quick=True, weights=apart
+    )
+    return best, [trial.step for trial in best.trials]
+
+
+def test_steps_that_cannot_make_up_for_what_is_lost_are_left_out() -> None:
+    best, tried = found("INT8_CPU_WEIGHTS")
+    assert best.plain + REACH < best.score
+    assert tried == ["the config as it is", "weights alone in integers"]
+
+
+@pytest.mark.parametrize(("weights", "target"), [("INT8_CPU", None), ("INT8_CPU_WEIGHTS", 90.0)])
+def test_they_are_tried_where_weights_alone_lose_as_much_or_there_is_a_target(
+    weights: str, target: float | None
+) -> None:
+    """The second model is one of static integers, too."""
+    _, tried = found(weights, target)
+    assert tried == ["the config as it is", STEP, "weights alone in integers"]
