@@ -105,6 +105,23 @@ def test_only_a_command_of_its_own_loads_lightly(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+def test_sizes_that_are_numbers_are_answered_as_torch_does() -> None:
+    real, sizes = importlib.import_module(loading.SYMBOLS), loading._Sizes(loading.SYMBOLS)
+    for name in loading._ITSELF:
+        values = [3] if name == "guard_int" else [True, False]
+        assert [getattr(sizes, name)(value) for value in values] == [getattr(real, name)(value) for value in values]
+    assert sizes.guard_scalar(3) == real.guard_scalar(3) and sizes.guarding_hint_or_throw(3) == 3
+    assert sizes.has_guarding_hint(3) == real.has_guarding_hint(3) and sizes.is_nested_int(3) == real.is_nested_int(3)
+    for values in ((True,), (False,), (True, False, True), (True, True), (False, False)):
+        assert sizes.sym_and(*values) == real.sym_and(*values) and sizes.sym_or(*values) == real.sym_or(*values)
+    for pair in ((3, 3), (3, 4), ((2, 3), (2, 3)), ((2, 3), [2, 4]), ((2, 3), (2, 3, 1)), ((2, (3,)), (2, (3,)))):
+        assert sizes.sym_eq(*pair) == real.sym_eq(*pair)
+    unknown = real.ShapeEnv().create_unbacked_symint()
+    assert sizes.guard_or_true(unknown == 3) and not sizes.guard_or_false(unknown == 3)
+    assert sizes.free_unbacked_symbols(unknown) == real.free_unbacked_symbols(unknown)
+
+
+@pytest.mark.slow
 def test_what_was_loaded_lightly_is_whole_when_it_is_used() -> None:
     code = """
 import sys
@@ -115,10 +132,15 @@ with loading.lightly():
     from transformers import AutoConfig
     assert loading.is_put_off(transformers)
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
-    assert not {"torch._dynamo", "scipy.optimize", "torch.distributed.tensor", "accelerate"} & {*sys.modules}
+    from transformers import LlamaConfig
+    import torch
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    with torch.device("meta"):
+        assert LlamaForCausalLM(LlamaConfig(**sizes))(torch.arange(6)[None]).logits.shape == (1, 6, 32)
+    seldom = {"torch._dynamo", "scipy.optimize", "torch.distributed.tensor", "accelerate", "sympy"}
+    assert not seldom & {*sys.modules}
 import torch, transformers
-from transformers import AutoModelForCausalLM, LlamaConfig, GenerationConfig
-sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+from transformers import AutoModelForCausalLM, GenerationConfig
 model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
 tokens = torch.arange(6)[None]
 out = model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None)

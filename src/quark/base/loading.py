@@ -6,7 +6,9 @@ which a command starts.
 
 `lightly`. The module of any class of transformers loads distributed tensors, the compiler of torch, SciPy's optimizers
 and the list of all classes: three quarters of its time, for names that a command never uses which computes nothing with
-a model. Inside, such a name is a `Later`: it loads its module, and is what it stands for, when it is used.
+a model. Inside, such a name is a `Later`: it loads its module, and is what it stands for, when it is used. And what
+torch computes on the meta device asks for sizes by functions that know unknown ones too, whose module loads SymPy: here
+they answer for numbers.
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ IMPORTERS = (TRANSFORMERS, "huggingface_hub")
 COMPILER = "torch._dynamo"
 MARKING = ("torch.compiler", "torch._compile")
 """Where torch marks functions for its compiler, which loads it."""
+SYMBOLS, ALGEBRA = "torch.fx.experimental.symbolic_shapes", "sympy"
+"""The functions by which torch asks for sizes that may be unknown, and what they load."""
+COMPARING = ("torch", "torch._prims_common")
+"""Where torch loads ALGEBRA only to ask whether a number is one of its expressions."""
 HOMES = {
     "AutoConfig": "models.auto.configuration_auto",
     "CONFIG_MAPPING": "models.auto.configuration_auto",
@@ -179,6 +185,50 @@ MARKS: dict[str, Callable[..., Any]] = {
 """What marks functions for the compiler of torch, which what loads lightly is not for."""
 
 
+def _same(sizes: Any, others: Any) -> bool:
+    if isinstance(sizes, (tuple, list)) and isinstance(others, (tuple, list)):
+        return len(sizes) == len(others) and all(map(_same, sizes, others))
+    return bool(sizes == others)
+
+
+_ITSELF = (
+    "expect_true", "guard_bool", "guard_int", "guard_or_false", "guard_or_true", "guard_scalar",
+    "guarding_hint_or_throw", "statically_known_true",
+)  # fmt: skip
+OF_NUMBERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_ITSELF, lambda value: value),
+    "has_guarding_hint": lambda _: True,
+    "is_nested_int": lambda _: False,
+    "sym_and": lambda *values: all(values),
+    "sym_eq": _same,
+    "sym_or": lambda *values: any(values),
+}
+"""What the functions of SYMBOLS give for numbers and truth values, which are no symbols."""
+_NUMBERS = (bool, int)
+
+
+def _is_known(value: Any) -> bool:
+    return type(value) in _NUMBERS or (isinstance(value, (tuple, list)) and all(map(_is_known, value)))
+
+
+class _Sizes(ModuleType):
+    """SYMBOLS, whose functions load it when one is called with a symbol, or has no answer for numbers here."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in OF_NUMBERS:
+            return Later(SYMBOLS, lambda: getattr(importlib.import_module(SYMBOLS), name), name)
+
+        def answer(*values: Any, **options: Any) -> Any:
+            if not options and all(map(_is_known, values)):
+                return OF_NUMBERS[name](*values)
+            return getattr(importlib.import_module(SYMBOLS), name)(*values, **options)
+
+        setattr(self, name, answer)
+        return answer
+
+
 class _Package(ModuleType):
     """A package of transformers whose own code is read when a name is asked for that none of its files explains."""
 
@@ -232,13 +282,17 @@ def lightly() -> Iterator[None]:
         return
     root.__version__ = version(TRANSFORMERS)  # type: ignore[attr-defined]
     root.models = _put_off(f"{TRANSFORMERS}.models", list(root.__path__))  # type: ignore[attr-defined]
-    real = builtins.__import__
+    real, sizes = builtins.__import__, _Sizes(SYMBOLS)
 
     def load(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         importer = (globals or {}).get("__name__") or ""
         marks = importer.partition(".")[0] in (TRANSFORMERS, "torch") and _without_compiler()
         if marks and name == COMPILER and not fromlist and importer in MARKING:
             return sys.modules["torch"]
+        if marks and name == SYMBOLS and fromlist and name not in sys.modules:
+            return sizes
+        if importer in COMPARING and name == ALGEBRA and not fromlist and name not in sys.modules:
+            return _Unread(name)
         if fromlist and importer:
             full = resolve_name("." * level + name, globals.get("__package__") or "") if level else name
             if _waits(full, importer):
