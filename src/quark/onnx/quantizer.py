@@ -73,15 +73,22 @@ class ModelQuantizer:
     """Quantizes an ONNX model.
 
     Args:
-        config: A QConfig, or the legacy Config; never changed, and what the user changes later has no effect. Or a name
-            of `quark schemes`, such as "A8W8".
+        config: A `QConfig`, or the older `Config`. It is copied: the quantizer never changes it, and later changes of
+            yours have no effect. Or a name that `quark schemes` lists for ONNX files, such as "A8W8".
 
     Attributes:
-        metrics: How near the last model is to the float one, where EvalMetrics asks for it.
-        damage: What the outputs of the last model lost on a few calibration samples; None where there were none.
+        metrics: How close the outputs of the last model are to those of the float model, if `EvalMetrics` asks for it;
+            else None.
+        damage: How much the outputs of the last model lost on a few calibration samples; None without samples.
+
+    Raises:
+        ConfigError: The config is of another type, a name is unknown, or options contradict each other.
 
     Example:
-        >>> ModelQuantizer(QConfig.get_default_config("A8W8")).quantize_model("float.onnx", "int8.onnx", reader)
+        >>> import numpy as np
+        >>> samples = {"image": np.random.default_rng(0).random((16, 1, 8, 8), dtype=np.float32)}
+        >>> quantizer = ModelQuantizer("A8W8")
+        >>> quantizer.quantize_model("examples/models/digits_cnn/model.onnx", "int8.onnx", samples)
     """
 
     def __init__(self, config: Any) -> None:
@@ -104,21 +111,27 @@ class ModelQuantizer:
         calibration_data_path: str | None = None,
         algorithms: Sequence[Any] | None = None,
     ) -> onnx.ModelProto | None:
-        """Quantize a model.
+        """Quantize a model, and write it or return it.
 
         Args:
             model_input: Path of the float model, or a ModelProto, which is not changed.
-            model_output: Path to write; None returns the model instead.
-            calibration_data_reader: Anything with `get_next() -> dict | None`, or an iterable of such dicts; of arrays
-                where the model has one input. One array, or a dict of arrays, holds all samples along the first axis.
-            calibration_data_path: Instead: a folder or a file of samples, for PathDataReader.
-            algorithms: Algorithm configs to run after those of the config.
+            model_output: Path of the file to write; None returns the model instead.
+            calibration_data_reader: Calibration samples, for configs with static activations and for algorithms. Either
+                an object with `get_next() -> dict | None`, or an iterable of dicts; a dict has one array for each input
+                of the model, with its batch axis. If the model has one input, an iterable of arrays will do. Or one
+                array, or a dict of arrays, with all samples along the first axis.
+            calibration_data_path: Instead of a reader: path of a folder or a file of samples, as `PathDataReader` reads
+                it.
+            algorithms: Configs of algorithms that run after those of the config.
 
         Returns:
-            The quantized model if `model_output` is None, or in crypto mode.
+            The quantized model if `model_output` is None, or in crypto mode; else None.
 
         Raises:
-            QuarkError: See its children; no file is written then.
+            CalibrationError: Calibration data are missing, or do not fit the inputs of the model.
+            FormatError: The model is not a valid ONNX model.
+            NonFiniteError: A weight or an activation has NaN or infinity.
+            QuarkError: Any other reason; its message says what to do. No file is written after an error.
         """
         from quark.onnx.evaluation.cpu_price import cpu_price, in_integers_unasked
         from quark.onnx.search.lost_outputs.damage import SpreadSamples

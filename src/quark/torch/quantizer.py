@@ -46,16 +46,25 @@ if TYPE_CHECKING:
 
 
 class ModelQuantizer:
-    """Quantizes a float model in place.
+    """Quantizes a PyTorch model in place.
 
     Args:
-        config: What becomes of which layer; never changed, and what the user changes later has no effect. Or the name
-            of a scheme, such as "uint4_wo_128", for all linear layers but the output head and routers.
-        multi_device: Accepted for the documented signature; a model spread over several devices needs no flag.
+        config: How the layers are quantized. It is copied: the quantizer never changes it, and later changes of yours
+            have no effect. The name of a scheme, such as "uint4_wo_128", stands for this scheme for all linear layers
+            except the output head and routers.
+        multi_device: Accepted for AMD Quark's signature. A model on several devices needs no flag.
+
+    Raises:
+        ConfigError: The config is not a `QConfig`, or its fields contradict each other.
+        NotSupportedError: The config asks for something that is not part of this version.
 
     Example:
-        >>> quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config("uint4_wo_128"))
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+        >>> quantizer = ModelQuantizer("int8_wo")
         >>> model = quantizer.freeze(quantizer.quantize_model(model))
+        >>> model(torch.randn(2, 128)).shape
+        torch.Size([2, 32])
     """
 
     def __init__(self, config: QConfig | str, multi_device: bool = False) -> None:
@@ -70,21 +79,27 @@ class ModelQuantizer:
 
     @profile_scope(ProfileStep.MODEL_QUANTIZATION)
     def quantize_model(self, model: nn.Module, dataloader: Iterable[Any] | None = None) -> nn.Module:
-        """Replace the layers that the config names by quantized ones and find their scales.
+        """Replace the layers that the config names by quantized ones, and find their scales.
 
         Args:
-            model: Float model in float32, float16 or bfloat16, on any device. Its layers are replaced in place;
-                on any error it is as it was, but for weights that an algorithm has changed by then, which the
-                message says. Layers that are quantized already (a loaded checkpoint) stay as they are.
-                In fx_graph_mode: what `torch.export.export(...).module()` made.
-            dataloader: Batches for static activations and algorithms: tensors, dicts, BatchEncodings, tuples. May be
-                None otherwise.
+            model: A float model in float32, float16 or bfloat16, on any device. Its layers are replaced in place. After
+                an error, the model has its float layers again. If an algorithm has changed weights by then, the message
+                says so. Layers that are quantized already (of a loaded checkpoint) stay unchanged. In `fx_graph_mode`,
+                pass the result of `torch.export.export(...).module()`.
+            dataloader: Calibration batches for static activations and for algorithms, None if neither is used. A batch
+                is a tensor, such as token ids (samples, tokens) or images (samples, channels, height, width), a dict of
+                arguments of `forward`, a BatchEncoding, or a tuple.
 
         Returns:
-            The same model. Its `quant_errors` says what each algorithm did to the output of each block.
+            The same model. Its attribute `quant_errors` lists the error of the output of each block before and after
+            each algorithm.
 
         Raises:
-            ConfigError, ShapeError, CalibrationError, NonFiniteError: see there; each names the layer.
+            ConfigError: A pattern matches no layer, or the config does not fit the model.
+            ShapeError: A group size does not divide a layer.
+            CalibrationError: Calibration data are missing, do not fit the model, or do not reach a layer.
+            NonFiniteError: A weight or an activation has NaN or infinity.
+            NotSupportedError, StructureError: An algorithm cannot run on this model.
         """
         if self.config.quant_flow is QuantFlow.file2file:
             raise ConfigError("quant_flow=file2file takes no model: call direct_quantize_checkpoint(source, output).")
@@ -163,16 +178,20 @@ class ModelQuantizer:
     def freeze(
         model: nn.Module, quantize: bool | None = None, runtime_options: RuntimeOptions | None = None
     ) -> nn.Module:
-        """End training, and write the quantized values into the weights and biases: a forward no longer quantizes them.
+        """Write the quantized values into the weights and biases, so that a forward no longer quantizes them.
 
         Args:
             model: A model from `quantize_model`.
-            quantize: None or True: write them. False: keep the float weights and quantize in each forward. Learned
-                scales (LSQ, TQT) stay as they are from now on, either way.
-            runtime_options: Which kernels then take the place of frozen linear layers, see `accelerate`; None: none.
+            quantize: None or True writes the values. False keeps the float weights and quantizes them in each forward.
+                In both cases, learned scales (LSQ, TQT) no longer change.
+            runtime_options: The kernels that replace frozen linear layers, as in `accelerate`; None: no kernels.
 
         Returns:
-            The same model. Freezing twice changes nothing.
+            The same model. Freezing it twice changes nothing.
+
+        Raises:
+            ConfigError: The model has no quantized layer, or `runtime_options` are given with `quantize=False`.
+            NotSupportedError: `runtime_options` are given for a graph.
         """
         if runtime_options is not None:
             check_runtime_options(runtime_options)
@@ -214,16 +233,21 @@ class ModelQuantizer:
         presharded_weights: object | None = None,
         **options: Any,
     ) -> None:
-        """Quantize a checkpoint folder into another, tensor by tensor; see `quark.torch.flows.file2file`.
+        """Quantize the files of a checkpoint tensor by tensor, without the model in memory.
 
         Args:
             pretrained_model_path: Folder of a float, FP8-block or compressed-tensors checkpoint.
-            save_path: Folder to make.
-            keep_excluded_layers_as_original_model_state: Excluded layers of a quantized checkpoint stay quantized as
-                they are; else they are stored in the dtype of the model.
-            weight_converters, presharded_weights: Not in this version.
-            device: Where the arithmetic runs, or a list of such; default: the CPU.
-            options: `workers` (threads per device), `weight_format`, `pack_method`, `max_shard_size`, `overwrite`.
+            save_path: Folder to write.
+            keep_excluded_layers_as_original_model_state: True is not part of this version. Excluded layers are stored
+                in the dtype of the model.
+            weight_converters, presharded_weights: Not part of this version.
+            device: A device or a list of devices that compute; None: the CPU.
+            options: `workers` (threads for each device), `weight_format`, `pack_method`, `max_shard_size`, `overwrite`.
+
+        Raises:
+            NotSupportedError: The config needs calibration data, or an argument is not part of this version.
+            FormatError: A file is missing, damaged, or not of a known checkpoint.
+            OutputError: The folder cannot be written, or exists and `overwrite` is False.
         """
         for name, value in (("weight_converters", weight_converters), ("presharded_weights", presharded_weights)):
             if value is not None:

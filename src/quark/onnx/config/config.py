@@ -31,21 +31,29 @@ __all__ = ["Config", "QConfig", "QLayerConfig", "QuantizationConfig"]
 @checked
 @dataclass(eq=False)
 class QConfig:
-    """The quantization of a model. Priority: exclude > specific_layer_config > layer_type_config > global_config.
+    """How the nodes of a model are quantized.
 
-    Keyword arguments beyond these are extra options; `extra_options={...}` says the same. extra_options.py lists them.
+    If several fields name a node, the first of these applies: `exclude`, `specific_layer_config`, `layer_type_config`,
+    `global_config`. Any further keyword is an extra option, as in `QConfig(layer, WeightsOnly=True)`;
+    `extra_options={"WeightsOnly": True}` means the same.
 
     Attributes:
-        global_config: For every node that nothing below names.
-        specific_layer_config: Config -> node names, regular expressions ("^" and ".*") or subgraphs ([starts], [ends]).
-        layer_type_config: Config -> op types; None keeps them in float.
-        exclude: Node names, regular expressions or subgraphs that stay in float.
+        global_config: The config of every node that no other field names. Its `weight` is required, and its
+            `input_tensors` too, unless `WeightsOnly=True`.
+        specific_layer_config: Config -> list of nodes: names, regular expressions ("^" and ".*"), or subgraphs as
+            ([first nodes], [last nodes]).
+        layer_type_config: Config -> list of op types; the key None keeps them in float.
+        exclude: Nodes that stay in float, given as in `specific_layer_config`.
         algo_config: Algorithms in the order in which they run.
-        use_external_data_format: Write weights beside the model.
-        extra_options: Everything else.
+        use_external_data_format: Write the weights to a file beside the model, which models above 2 GB need.
+        extra_options: All other options by name.
 
     Raises:
-        ConfigError: a field or an option is unknown, missing or of the wrong type.
+        ConfigError: A field or an option is unknown, missing or of the wrong type.
+
+    Example:
+        >>> from quark.onnx import Int8Spec, QLayerConfig, UInt8Spec
+        >>> config = QConfig(QLayerConfig(input_tensors=UInt8Spec(), weight=Int8Spec()), exclude=["/head/Gemm"])
     """
 
     global_config: QLayerConfig

@@ -1,7 +1,7 @@
 """The documented algorithm configs (`algo_config=[...]`): parameters only.
 
-`scaling_layers`, `inside_layer_modules` and `model_decoder_layers` may stay empty: the structure is then found in
-the model. Argument order and defaults are the documented system's.
+`scaling_layers`, `inside_layer_modules` and `model_decoder_layers` may stay empty: quark then finds the structure in
+the model. The order of arguments and the defaults are those of AMD Quark.
 """
 
 from __future__ import annotations
@@ -41,14 +41,18 @@ class AlgoConfig:
     """Base of all algorithm configs.
 
     Attributes:
-        keep_better: Whether a block whose output error an algorithm raises is left as it was. So it is where algorithms
-            are named; one whose config is written out runs as written. No part of the record: it is how to run.
+        keep_better: Whether a block stays unchanged if the algorithm raises the error of its output. It is True for an
+            algorithm that is given by its name ("gptq"), and False for one whose config you write out. It is not stored
+            in checkpoints.
+
+    Raises:
+        ConfigError: A field is unknown, of the wrong type or out of range. The message names the field.
     """
 
     keep_better: bool = field(default=False, kw_only=True, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields of the algorithm, as JSON holds them."""
+        """Return the fields of the algorithm as JSON values, as checkpoints store them."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "keep_better"}
 
 
@@ -58,7 +62,20 @@ class PreQuantOptConfig(AlgoConfig):
 
 @checked_dataclass
 class SmoothQuantConfig(PreQuantOptConfig):
-    """SmoothQuant (Xiao et al. 2022): s = act_max^alpha / weight_max^(1 - alpha), folded into what precedes."""
+    """SmoothQuant (Xiao et al. 2022) with one alpha for all layers.
+
+    The factor of a channel is `act_max^alpha / weight_max^(1 - alpha)`. It is folded into the layer before.
+
+    Attributes:
+        alpha: How much of the range moves from the inputs to the weights, from 0 to 1.
+        scale_clamp_min: The smallest factor.
+        scaling_layers: The folds of one block, each a dict with `prev_op`, `layers` and `inp`; empty: they are found.
+        model_decoder_layers: Name of the list of blocks, such as "model.layers"; empty: it is found.
+
+    Example:
+        >>> SmoothQuantConfig(alpha=0.8).alpha
+        0.8
+    """
 
     name: str = "smooth"
     alpha: float = 1
@@ -69,7 +86,12 @@ class SmoothQuantConfig(PreQuantOptConfig):
 
 @checked_dataclass
 class AWQConfig(AlgoConfig):
-    """AWQ (Lin et al. 2023): searches the channel scales that protect salient weights."""
+    """AWQ (Lin et al. 2023): a search for factors of channels that protect salient weights, and for ranges.
+
+    Attributes:
+        scaling_layers: As in `SmoothQuantConfig`.
+        model_decoder_layers: As in `SmoothQuantConfig`.
+    """
 
     name: str = "awq"
     scaling_layers: Layers = field(default_factory=list)
@@ -78,7 +100,13 @@ class AWQConfig(AlgoConfig):
 
 @checked_dataclass
 class AutoSmoothQuantConfig(AlgoConfig):
-    """SmoothQuant with alpha searched for each group of layers by `compute_scale_loss`."""
+    """SmoothQuant with an alpha that is searched for each group of layers that read one tensor.
+
+    Attributes:
+        scaling_layers: As in `SmoothQuantConfig`.
+        model_decoder_layers: As in `SmoothQuantConfig`.
+        compute_scale_loss: The error that is compared: "MSE", "RMSE" or "MAE".
+    """
 
     name: str = "autosmoothquant"
     scaling_layers: Layers | None = None
@@ -88,7 +116,14 @@ class AutoSmoothQuantConfig(AlgoConfig):
 
 @checked_dataclass
 class ImportanceScaleConfig(AlgoConfig):
-    """Weight scales that minimise the square error weighted by the second moments of the inputs; quark's own name."""
+    """Weight scales that minimise the squared error, weighted by the second moments of the inputs.
+
+    AMD Quark has no such algorithm.
+
+    Attributes:
+        inside_layer_modules: Layers of a block to which it applies, such as "mlp.down_proj"; empty: all.
+        model_decoder_layers: As in `SmoothQuantConfig`.
+    """
 
     name: str = "importance"
     inside_layer_modules: Modules = field(default_factory=list)
@@ -97,11 +132,13 @@ class ImportanceScaleConfig(AlgoConfig):
 
 @checked_dataclass
 class ImatrixConfig(AlgoConfig):
-    """Scales weighed by an importance matrix of llama.cpp; `gguf_config(imatrix=...)` makes one for a model.
+    """Weight scales that are weighted by an importance matrix of llama.cpp.
+
+    `gguf_config(imatrix=...)` makes such a config for a model.
 
     Attributes:
-        file: The importance matrix, GGUF or .dat.
-        tensors: Name of a layer -> its tensor in the file.
+        file: Path of the importance matrix, a GGUF or .dat file.
+        tensors: Name of a layer -> name of its tensor in the file.
     """
 
     name: str = "imatrix"
@@ -110,11 +147,17 @@ class ImatrixConfig(AlgoConfig):
 
 
 class _ColumnOrder:
-    """What the GPTQ family has in common.
+    """What the configs of GPTQ, GPTAQ and Qronos have in common.
 
-    Beside the documented fields: `group_aware_order` orders groups, and the columns in each, by importance, so that
-    scales may be found on the way; `refine_passes` times, scales are fitted to the codes and each column is rounded
-    again; with `fisher` ("auto": where possible) as often by the model's distribution. `block_size`, `beta` do nothing.
+    Attributes:
+        desc_act: Visit the columns with the largest second moments first. Needs `static_groups=True`.
+        static_groups: Find all scales before the columns are visited. False: the scale of a group is found when its
+            first column is reached.
+        group_aware_order: Order the groups, and the columns in each, by importance. Takes the place of `desc_act`.
+        refine_passes: Refinements after the first solution, 0 or more. Each fits the scales to the codes and rounds
+            every column again. Costs about two forwards of the data.
+        fisher: Weight the errors by their effect on the distribution that the model predicts, in a further solution
+            with as many refinements. "auto": if the model has logits and the memory suffices.
     """
 
     desc_act: bool
@@ -137,7 +180,20 @@ class _ColumnOrder:
 
 @checked_dataclass
 class GPTQConfig(_ColumnOrder, AlgoConfig):
-    """GPTQ (Frantar et al. 2022): column by column, the error spread over the columns that follow."""
+    """GPTQ (Frantar et al. 2022): rounds column by column, and spreads each error over the columns that follow.
+
+    The base class describes `desc_act`, `static_groups`, `group_aware_order`, `refine_passes` and `fisher`.
+
+    Attributes:
+        block_size: Accepted and without effect: columns are visited by recursive halving.
+        damp_percent: The share of the mean second moment that is added to the diagonal.
+        inside_layer_modules: Layers of a block that are solved, such as "mlp.down_proj"; empty: all.
+        model_decoder_layers: As in `SmoothQuantConfig`.
+
+    Example:
+        >>> GPTQConfig(desc_act=False, static_groups=False, refine_passes=3).refine_passes
+        3
+    """
 
     name: str = "gptq"
     block_size: int = 128
@@ -153,7 +209,13 @@ class GPTQConfig(_ColumnOrder, AlgoConfig):
 
 @checked_dataclass
 class GPTAQConfig(_ColumnOrder, AlgoConfig):
-    """GPTAQ (Li et al. 2025): GPTQ against the float model's activations, weighted by alpha."""
+    """GPTAQ (Li et al. 2025): GPTQ that also compensates for the errors of the layers before.
+
+    `GPTQConfig` describes the other fields.
+
+    Attributes:
+        alpha: The share of these errors that is compensated, from 0 to 1.
+    """
 
     name: str = "gptaq"
     block_size: int = 128
@@ -170,7 +232,14 @@ class GPTAQConfig(_ColumnOrder, AlgoConfig):
 
 @checked_dataclass
 class QronosConfig(_ColumnOrder, AlgoConfig):
-    """Qronos (Zhang et al. 2025): corrects past quantization error, then rounds."""
+    """Qronos (Zhang et al. 2025): corrects the errors of the layers before, then rounds.
+
+    `GPTQConfig` describes the other fields.
+
+    Attributes:
+        alpha: The share of the largest eigenvalue of the second moments that is added to their diagonal.
+        beta: Accepted and without effect.
+    """
 
     inside_layer_modules: Modules = field(default_factory=list)
     model_decoder_layers: str = ""
@@ -187,7 +256,13 @@ class QronosConfig(_ColumnOrder, AlgoConfig):
 
 @checked_dataclass
 class OnlineRotationConfig:
-    """Rotations that run with the model instead of being folded into weights."""
+    """Rotations that run in each forward instead of being folded into weights.
+
+    Attributes:
+        shared_parallel: Whether all rotated layers share the same random signs.
+        online_rotation_layers: Names of the layers whose inputs are rotated, as checkpoints list them.
+        use_input_prescale: Not part of this version.
+    """
 
     shared_parallel: bool
     online_rotation_layers: list[str] | None = None
@@ -196,10 +271,29 @@ class OnlineRotationConfig:
 
 @checked_dataclass
 class RotationConfig(PreQuantOptConfig):
-    """Hadamard rotations (QuaRot, SpinQuant): r1 residual, r2 heads of v/o, r3 queries and keys, r4 down.
+    """Hadamard rotations (QuaRot, SpinQuant).
 
-    `trainable` learns r1 and r2 in `train_steps` steps of `train_batch_size` calibration batches, whose length falls
-    from `train_lr` of the longest one to 0; these three are quark's own.
+    Attributes:
+        scaling_layers: The residual stream by hand (`first_layer`, `middle_layers`, `last_layer`); empty: it is found.
+        r1: Rotate the residual stream; folded into weights.
+        r2: Rotate the values of each attention head; folded into weights.
+        r3: Rotate queries and keys after the rotary embedding, in each forward.
+        r4: Rotate the input of the down projection, in each forward.
+        rotation_size: Rotate blocks of so many channels; None: whole axes.
+        random_r1, random_r2: Multiply the matrix by random signs from a fixed seed.
+        backbone, model_decoder_layers, v_proj, o_proj, self_attn, mlp: Names of modules, as AMD Quark takes them.
+        online_r1_rotation: Rotate the inputs of layers that read a norm in each forward, instead of the stream.
+        online_config: Details of `online_r1_rotation`.
+        trainable: Learn R1 and R2, starting from their Hadamard matrices.
+        train_smooth, smooth_positions: Not part of this version.
+        train_steps: Steps of learning, 1 or more.
+        train_batch_size: Calibration batches of a step, 1 or more.
+        train_lr: Length of the first step, as a share of the longest possible one: above 0 and at most 1. It falls
+            linearly to 0.
+
+    Example:
+        >>> RotationConfig(r2=True, r4=True, rotation_size=32).r1
+        True
     """
 
     scaling_layers: dict[str, Layers] = field(default_factory=dict)
@@ -253,10 +347,17 @@ class QuaRotConfig(RotationConfig):
 
 @checked_dataclass
 class AutoRoundConfig(AlgoConfig):
-    """AutoRound (Cheng et al. 2023): rounding and clipping learned by signed gradient descent.
+    """AutoRound (Cheng et al. 2023): rounding and ranges, learned by signed gradient descent on the output of a block.
 
-    Beside the documented fields: with `fisher` ("auto": where possible) errors of a block weigh by what they do to the
-    distribution that the model gives.
+    Attributes:
+        iters: Steps for each block.
+        lr: Learning rate of the rounding, in steps of the grid. It falls linearly to 0.
+        enable_minmax_tuning: Also learn the two ends of each range, between half and all of it.
+        minmax_lr: Learning rate of the ends of ranges.
+        batch_size: Calibration batches of a step.
+        inside_layer_modules: As in `GPTQConfig`.
+        model_decoder_layers: As in `SmoothQuantConfig`.
+        fisher: As in `GPTQConfig`; the errors are those of the output of the block.
     """
 
     name: str = "autoround"
@@ -272,13 +373,14 @@ class AutoRoundConfig(AlgoConfig):
 
 @checked_dataclass
 class DistillationConfig(AlgoConfig):
-    """Codes and scales learned together from the outputs of the float model, behind any other algorithm.
+    """Codes and scales that are learned together from the predictions of the float model. Runs after other algorithms.
 
     Attributes:
-        epochs: Passes over the data.
-        lr: Rate of the codes, in mean steps of the grid; None: so that steps of random sign move one by a fifth.
-        scale_lr: Rate of the logarithms of scales, where their type is fine enough to move; None: a tenth of `lr`.
-        batch_size: Samples of a step, where they are equally long.
+        epochs: Passes over the data, 1 or more.
+        lr: Learning rate of the codes, in mean steps of the grid, from 0 to 1. None: such that all steps, with random
+            signs, move a code by a fifth of a step of the grid.
+        scale_lr: Learning rate of the logarithms of float scales, from 0 to 1. None: a tenth of `lr`.
+        batch_size: Samples of a step, 1 or more, if they have the same length.
     """
 
     name: str = "distillation"
@@ -299,12 +401,24 @@ class DistillationConfig(AlgoConfig):
 
 @checked_dataclass
 class SVDQuantConfig(AlgoConfig):
-    """SVDQuant (Li et al. 2024): a low-rank branch in high precision carries the outliers.
+    """SVDQuant (Li et al. 2024): a low-rank branch in the dtype of the model beside each quantized layer.
 
-    Beside the documented fields: `correction_layers` lists the only layers that may have a branch, in a checkpoint
-    those that have one; `refine_passes` is how often the branch is fitted again to what rounding the rest has lost.
-    `gptq_n_bits`, `gptq_symmetric` and `gptq_group_size` (-1: the scheme's) must be those of the scheme;
-    `gptq_blocksize` is a step of another implementation and changes nothing here.
+    A branch of rank r beside a layer of n inputs and m outputs has r (n + m) values.
+
+    Attributes:
+        svd_rank: The rank, 1 or more.
+        smooth_alpha: Alpha of the smoothing before the decomposition, from 0 to 1, if `search_alpha` is False.
+        search_alpha: Search alpha for each layer among `alpha_candidates`.
+        alpha_candidates: Values from 0 to 1; None: 0.05 to 0.95.
+        alpha_search_max_samples: Calibration batches for this search, 1 or more.
+        exclude_patterns: Patterns of names of layers that get no branch.
+        min_layer_size: The shortest side of a layer with a branch, 1 or more.
+        use_gptq: Round the remaining weight with GPTQ.
+        gptq_n_bits, gptq_symmetric, gptq_group_size: Must agree with the scheme (-1: the group size of the scheme).
+        gptq_blocksize: Accepted and without effect.
+        gptq_percdamp, gptq_actorder: `damp_percent` and `desc_act` of GPTQ.
+        correction_layers: The only layers that may have a branch; in a checkpoint, those that have one.
+        refine_passes: The most times that the branch is fitted again to the error of rounding, 0 or more.
     """
 
     name: str = "svdquant"

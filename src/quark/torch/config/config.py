@@ -29,10 +29,25 @@ TensorConfigs = QTensorConfig | list[QTensorConfig] | None
 
 @checked_dataclass
 class QLayerConfig:
-    """What happens to the tensors of a layer; None leaves a tensor in float.
+    """How the tensors of a layer are quantized. A tensor with None stays in float.
 
-    A list of two quantizes in sequence: the second the scales (`is_scale_quant`) or else the codes of the first.
-    The shorthand specs (`Int8PerTensorSpec(...)`) are accepted as they are.
+    Each field takes a `QTensorConfig`, a shorthand spec such as `Int8PerTensorSpec(...)`, or a list of two. The second
+    of a list quantizes the scales of the first (`is_scale_quant=True`), or else its codes.
+
+    Attributes:
+        input_tensors: The input of the layer, (..., in_features).
+        output_tensors: The output of the layer, (..., out_features).
+        weight: The weight, (out_features, in_features) for a linear layer.
+        bias: The bias, (out_features,).
+        target_device: Accepted for AMD Quark's signature.
+
+    Raises:
+        ConfigError: A field is of the wrong type, a list is not a pair, or an activation has static groups.
+
+    Example:
+        >>> from quark.torch.quantization import Int8PerTensorSpec
+        >>> QLayerConfig(weight=Int8PerTensorSpec(observer_method="min_max", symmetric=True, is_dynamic=False))
+        QLayerConfig(weight int8 tensor)
     """
 
     input_tensors: TensorConfigs = None
@@ -56,7 +71,7 @@ class QLayerConfig:
         return f"QLayerConfig({', '.join(shown) or 'float'})"
 
     def to_dict(self) -> dict[str, Any]:
-        """The LAYER object of the checkpoint format."""
+        """Return the object of a layer as JSON values, as checkpoints store it."""
         tensors = ("input_tensors", "output_tensors", "weight", "bias")
         device = None if self.target_device is None else self.target_device.name
         return {**{name: _to_json(getattr(self, name)) for name in tensors}, "target_device": device}
@@ -71,34 +86,45 @@ class QLayerConfig:
 
 @checked_dataclass
 class QConfig:
-    """The quantization of a model. Priority: exclude > layer_quant_config > layer_type_quant_config > global.
+    """How the layers of a model are quantized.
+
+    If several fields name a layer, the first of these applies: `exclude`, `layer_quant_config`,
+    `layer_type_quant_config`, `global_quant_config`.
 
     Attributes:
-        global_quant_config: For every supported layer that nothing below names.
-        exclude: fnmatch patterns ("re:" for regular expressions) on full module names, and SELECTORS.
-        algo_config: Algorithms in the order in which they run; a single one may be given without a list.
-        log_severity_level: Log from this level on while quantizing (0 debug, 1 info: no change, 2 warning, 3 error).
-        version: Of quark; written to checkpoints.
-        layer_type_quant_config: Module class -> config.
-        layer_quant_config: Pattern -> config; the first match counts.
-        kv_cache_quant_config: Pattern of k/v projections -> config; its `output_tensors` is the cache.
-        kv_cache_group: Patterns whose members share the largest scale.
-        min_kv_scale: Smallest scale of the cache.
-        kv_cache_post_rope: Quantize what the cache holds: keys after their norm and rotary embedding. False: what the
-            projections give, as the documented system does by default.
-        shared_scale_groups: Names of sibling layers that share one global scale (NVFP4).
-        softmax_quant_spec: For attention probabilities.
-        quant_mode: Modules or a graph.
-        quant_flow: standard; per_block: one block at a time on the GPU; file2file: no model in memory.
-        gpu_resident_blocks: With per_block, so many blocks stay on the GPU.
-        sync_moe_expert_input_amax: Experts share the range of their inputs.
-        keep_prequantized_layers: Layers that are quantized already stay as they are.
-        weight_format: How the checkpoint that this config was read from stores weights; None for a config of one's own.
-        calibrate_all_experts: Each expert of a mixture is calibrated by all tokens, not by those alone that its router
-            sends there; what the model computes stays the same.
+        global_quant_config: The config of every supported layer that no other field names.
+        exclude: Layers that stay in float: fnmatch patterns of full module names, regular expressions after "re:", and
+            SELECTORS such as "@router".
+        algo_config: Algorithms in the order in which they run. A single one needs no list.
+        log_severity_level: The lowest level that is logged while the model is quantized: 0 debug, 1 the level that is
+            set, 2 warning, 3 error.
+        version: The version of quark, which is written to checkpoints.
+        layer_type_quant_config: Class of a module -> config.
+        layer_quant_config: Pattern as in `exclude` -> config; the first match applies.
+        kv_cache_quant_config: Pattern of key and value projections -> config, whose `output_tensors` is the cache.
+        kv_cache_group: Patterns of layers that share the largest of their scales.
+        min_kv_scale: The smallest scale of the cache.
+        kv_cache_post_rope: Quantize what the cache stores: keys after their norm and rotary embedding. False: quantize
+            what the projections give, as AMD Quark does by default.
+        shared_scale_groups: Lists of sibling layers, by the last part of their names, that share one global scale
+            (NVFP4).
+        softmax_quant_spec: The config of attention probabilities.
+        quant_mode: `eager_mode` replaces modules, `fx_graph_mode` changes an exported graph.
+        quant_flow: `standard`; `per_block` with one block at a time on the GPU; `file2file` without a model in memory.
+        gpu_resident_blocks: Number of blocks that stay on the GPU with `per_block`.
+        sync_moe_expert_input_amax: Whether the experts of a block share the range of their inputs.
+        keep_prequantized_layers: Layers that are quantized already stay unchanged. False is not part of this version.
+        weight_format: How the checkpoint from which the config was read stores weights; None for a new config.
+        calibrate_all_experts: Calibrate each expert of a mixture with all tokens, instead of those that its router
+            sends to it. The outputs of the float model stay the same.
 
     Raises:
-        ConfigError: a field is unknown, missing or of the wrong type.
+        ConfigError: A field is unknown, missing or of the wrong type.
+
+    Example:
+        >>> from quark.torch.quantization import Int8PerTensorSpec
+        >>> weight = Int8PerTensorSpec(observer_method="min_max", symmetric=True, is_dynamic=False)
+        >>> config = QConfig(global_quant_config=QLayerConfig(weight=weight), exclude=["lm_head"])
     """
 
     global_quant_config: QLayerConfig
@@ -158,7 +184,7 @@ class QConfig:
             )
 
     def get_rotation_config(self) -> RotationConfig | None:
-        """The rotation among the algorithms, if any."""
+        """Return the first rotation among the algorithms, or None."""
         return next((algo for algo in self.algo_config or [] if isinstance(algo, RotationConfig)), None)
 
     def to_dict(self) -> dict[str, Any]:
