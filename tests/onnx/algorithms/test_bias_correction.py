@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,13 @@ def test_a_layer_that_reads_vectors_is_corrected() -> None:
     before = numpy_helper.to_array(b.initializers[1])
     np.testing.assert_allclose(stored["b"], before + certain(np.subtract(*rows)), atol=1e-5)
     assert np.ptp(stored["b"] - before) > 0.01
+
+
+def test_calibration_is_asked_for_the_means_of_layers_with_a_bias_alone() -> None:
+    settings = replace(ModelQuantizer(QConfig(LAYER)).settings, correct_biases=True)
+    models = [load(chain(bias)) for bias in (True, False)]
+    asked = [[node.outputs[0].name for node in bias_correction.wanted_means(model, settings)] for model in models]
+    assert asked == [["up", "conv", "gemm", "product"], ["product"]]
 
 
 @pytest.mark.parametrize("opset", [17, pytest.param(21, marks=pytest.mark.slow)])

@@ -150,7 +150,7 @@ class QuantizedLayers:
             if index != rule_of(node.op_type).weight or node in placement.dynamic:
                 continue
             source = node.inputs[index]
-            bias = _own_input(node, rule_of(node.op_type).bias) or _added(node)
+            bias = bias_of(node)
             assert source is not None
             shared = any(len(value.uses()) > 1 for value in (source, bias) if value is not None)
             params = qparams.weights[node, index]
@@ -174,6 +174,11 @@ def decoded(array: NumpyArray, params: QParams, spec: TensorSpec) -> NumpyArray:
     """What the codes of an array stand for; blocks find their scales themselves."""
     params = compute_qparams(array, spec) if spec.is_block else params
     return np.asarray(dequantize(quantize(array, params, spec), params, spec))
+
+
+def bias_of(node: ir.Node) -> ir.Value | None:
+    """The constant bias of a layer: its own, or that of the Add behind a MatMul."""
+    return _own_input(node, rule_of(node.op_type).bias) or _added(node)
 
 
 def _added(node: ir.Node) -> ir.Value | None:

@@ -28,7 +28,7 @@ from quark.core.solvers.bias_correction import LEAST, LEAST_OF_WEIGHTS, certain_
 from quark.core.spec import ScaleType
 from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import PRODUCTS, RealRows
-from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers, decoded
+from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers, bias_of, decoded
 from quark.onnx.algorithms.rescaling.linear_means import LinearMeans, decoded_codes, is_plain_decoder
 from quark.onnx.algorithms.sliced_run import SlicedRun, has_plain_codes, holds_codes
 from quark.onnx.calibration.besides import SampleRows, position_means
@@ -105,11 +105,15 @@ def learning_starts_corrected(settings: Settings) -> bool:
 
 
 def wanted_means(model: ir.Model, settings: Settings) -> list[ir.Node]:
-    """The layers of a float model whose means a correction asks for; none where its own Q/DQ compute."""
+    """The layers of a float model whose means a correction asks for: of those with a bias that may move.
+
+    None where Q/DQ of the model compute. What is quantized later has fewer such layers, not more.
+    """
     asked = settings.correct_biases or any(isinstance(one, BiasCorrectionConfig) for one in settings.algorithms)
     if not asked or any(node.op_type == "QuantizeLinear" for node in model.graph):
         return []
-    return [node for node in select_nodes(model, settings) if is_op(node, *WITH_BIAS) or matmul_bias(node)]
+    layers = (node for node in select_nodes(model, settings) if is_op(node, *WITH_BIAS) or matmul_bias(node))
+    return [node for node in layers if (bias := bias_of(node)) is not None and len(bias.uses()) == 1]
 
 
 def _least(settings: Settings) -> int:
