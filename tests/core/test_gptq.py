@@ -183,14 +183,18 @@ def test_gptaq_and_qronos_are_those_of_their_papers(rule: TensorSpec) -> None:
         moved[j] += of_paper[:j, j] @ found[:j]
         found[j] = moved[j] + feedback[:j, j] @ (moved - expected)[:j]
         expected[j] = rounder(j, found)
-    solved = gptq.solve(columns, feedback, rounder, drift)
+    residual = np.empty_like(columns)
+    solved = gptq.solve(columns, feedback, rounder, drift, residual=residual)
+    assert np.allclose(residual, feedback.T @ (columns - solved), atol=1e-4)
     # The same codes, but for values within float32 of a tie.
     assert (~np.isclose(solved, expected, rtol=1e-5, atol=1e-6)).mean() < 0.01
     pull = (real @ x.T - real @ real.T) @ columns
-    residual = np.empty_like(columns)
+    offset = np.float32(gptq.offset_of(pull, *factored))
+    assert np.allclose(
+        gptq.drawn(columns, gptq.drift_matrix((x - real) @ real.T, *factored, 1.0, whole=True)), offset, atol=1e-5
+    )
     target = columns + gptq.moved_target(pull, *factored)
     expected = gptq.solve(target, feedback, rounder)
-    offset = np.float32(gptq.offset_of(pull, *factored))
     solved = gptq.solve(columns, feedback, rounder, offset=offset, residual=residual)
     assert (~np.isclose(solved, expected, rtol=1e-5, atol=1e-6)).mean() < 0.01
     assert np.allclose(residual, feedback.T @ (target - solved), atol=1e-4)
@@ -202,20 +206,19 @@ def test_triangles_are_solved_as_scipy_does(shape: tuple[int, ...], wrap: Callab
     random, columns = np.random.default_rng(0), shape[-1]
     feedback = np.triu(random.normal(size=shape) / columns, 1) + np.eye(columns)
     right, square = random.normal(size=(*shape[:-1], 7)), random.normal(size=shape)
-    upper, lower, above = (
-        np.asarray(solve(wrap(value), wrap(other)))
-        for solve, value, other in (
-            (triangles.solve_upper, feedback, right),
-            (triangles.solve_lower, feedback, right),
-            (triangles.above_diagonal, square, feedback),
-        )
+    upper, lower = (
+        np.asarray(solve(wrap(feedback), wrap(right))) for solve in (triangles.solve_upper, triangles.solve_lower)
+    )
+    beside, above = (
+        np.asarray(triangles.solve_right(wrap(square * 1.0), wrap(feedback), way)) for way in (False, True)
     )
     for index in np.ndindex(shape[:-2]):
         f, b, d = feedback[index], right[index], square[index]
         assert np.allclose(upper[index], solve_triangular(f, b), rtol=1e-10, atol=1e-12)
         assert np.allclose(lower[index], solve_triangular(f, b, trans=1), rtol=1e-10, atol=1e-12)
-        expected = np.triu(solve_triangular(f, d.T).T, 1)  # Y F^T = D
-        assert np.allclose(above[index], expected, rtol=1e-10, atol=1e-12)
+        expected = solve_triangular(f, d.T).T  # Y F^T = D
+        assert np.allclose(beside[index], expected, rtol=1e-10, atol=1e-12)
+        assert np.allclose(above[index], np.triu(expected, 1), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("wrap", [np.asarray, torch.from_numpy])
@@ -310,6 +313,26 @@ def test_what_rounded_products_cost_is_known_before(
     monkeypatch.setattr(gptq, "add_product", lambda to, left, right, *_: plain(to, coarse(left), coarse(right)))
     assert lost() / exact - 1 == pytest.approx(256 * expected, rel=0.5)
     assert (expected <= gptq.ALLOWED) == allowed
+
+
+@pytest.mark.parametrize(("bits", "allowed"), [(9, True), (3, False)])
+def test_the_drift_is_rounded_where_little_of_it_is_lost(
+    bits: int, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(600, 300, generator=random) @ torch.randn(300, 300, generator=random)
+    drift, plain = torch.randn(300, 300, generator=random), triangles.add_product
+    feedback, importance, _ = gptq.factor(x.T @ x, 0.01)
+
+    def coarse(x: torch.Tensor) -> torch.Tensor:
+        significand, exponent = torch.frexp(x)
+        return torch.ldexp(significand.mul(2.0**bits).round() / 2**bits, exponent)
+
+    def product(to: torch.Tensor, left: torch.Tensor, right: torch.Tensor, sign: int, rounded: bool) -> None:
+        plain(to, *((coarse(left), coarse(right)) if rounded else (left, right)), sign)
+
+    monkeypatch.setattr(triangles, "add_product", product)
+    assert gptq.drift_may_round(drift, feedback.float(), importance.float()) is allowed
 
 
 def test_the_largest_eigenvalue_is_found_from_below() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from quark.core.granularity import PerChannel
 from quark.core.quantize import fake_quantize
+from quark.core.solvers import gptq
 from quark.core.spec import LayerSpec, spec
 from quark.errors import NonFiniteError
 from quark.torch.algorithms.input_group import TILE, InputGroup
@@ -27,30 +28,58 @@ def group_of(width: int, layer: Any, tokens: int = 18) -> InputGroup:
     return InputGroup({"layer": layer}, x, y)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_bands_of_the_moments_are_the_rows_of_the_whole(keep: bool) -> None:
+def test_bands_of_the_moments_are_the_rows_of_the_whole() -> None:
     group = group_of(WIDTH, nn.Linear(WIDTH, 1))
-    bands = list(group.cross_bands(keep))
+    bands = list(group.cross_bands())
     assert [which for which, _ in bands] == [slice(0, TILE), slice(TILE, WIDTH)]
-    assert ("cross" in group.statistics) is keep
+    assert "cross" not in group.statistics
     assert torch.equal(torch.cat([rows for _, rows in bands]), group.cross)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_the_drift_stands_in_the_order_that_is_asked_for() -> None:
+    group = group_of(WIDTH, nn.Linear(WIDTH, 1))
+    order = torch.randperm(WIDTH, generator=torch.Generator().manual_seed(1))
+    expected = (group.cross.T - group.gram)[order[:, None], order]
+    assert torch.allclose(group.drift(order), expected, rtol=0, atol=1e-5)
+    assert torch.allclose(group.drift(order, above=True).triu(), expected.triu(), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("tokens", [18, 3000])
 def test_pulls_are_those_of_the_formula_from_moments_and_from_outputs(
-    tokens: int, share: float, monkeypatch: pytest.MonkeyPatch
+    tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(column_problem, "ROWS", 8)
-    layer: Any = nn.Linear(WIDTH, 20)
+    monkeypatch.setattr(column_problem, "ROWS", 160)
+    layer: Any = nn.Linear(WIDTH, 400)
     group = group_of(WIDTH, layer, tokens // 2)
     problem = ColumnProblem(group, {"layer": layer}, torch.arange(WIDTH))
-    problem.add_pulls(share, keep=True)
-    assert ("cross" in group.statistics) is (tokens == 3000)  # of few tokens outputs cost less
+    of_outputs: list[bool] = []  # which cost less of few tokens
+    monkeypatch.setattr(problem, "add_pulls_of_outputs", lambda: of_outputs.append(True))
+    problem.add_pulls()
+    assert bool(of_outputs) is (tokens == 18)
+    if of_outputs:
+        monkeypatch.undo()
+        problem.add_pulls_of_outputs()
     real, ideal = (torch.cat(x).reshape(-1, WIDTH).double() for x in (group.inputs, group.float_inputs))
-    expected = share * (real.T @ (ideal - real) / len(real)) @ layer.weight.detach().double().T
+    expected = (real.T @ (ideal - real) / len(real)) @ layer.weight.detach().double().T
     # Sums of WIDTH products of float32, each of at most about 1 / sqrt(WIDTH) in size.
     assert torch.allclose(problem.pulls["layer"].double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [18, 3000])
+def test_what_draws_a_weight_is_the_same_from_its_outputs_and_from_the_drift(tokens: int) -> None:
+    layer: Any = nn.Linear(WIDTH, 20)
+    group, order = group_of(WIDTH, layer, tokens // 2), torch.arange(WIDTH).flip(0)
+    feedback, importance, _ = gptq.factor(group.gram, 0.1, order)
+    problem = ColumnProblem(group, {"layer": layer}, order)
+    assert problem.drift_gives_pulls is (tokens == 3000)  # of few tokens outputs cost less
+    problem.add_pulls_of_outputs(0.25)
+    of_outputs = problem.drawn("layer", slice(1, 9), feedback, importance)
+    problem.pulls = {}
+    assert problem.drawn("layer", slice(1, 9), feedback, importance) is None
+    problem.drift = gptq.drift_matrix(group.drift(order), feedback, importance, 0.25, whole=True)
+    of_drift = problem.drawn("layer", slice(1, 9), feedback, importance)
+    assert of_outputs is not None and of_drift is not None
+    assert torch.allclose(of_drift, of_outputs, rtol=0, atol=1e-4 * float(of_outputs.abs().max()))
 
 
 def test_the_drift_of_outputs_of_bfloat16_is_off_by_less_than_its_noise() -> None:

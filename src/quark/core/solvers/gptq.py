@@ -4,8 +4,8 @@
     H = X~ X~^T + damp * mean(diag) I = F diag(d) F^T, F upper triangular, F_jj = 1
 
     GPTQ        q_j = quantize(v_j),  v_j = w_j + sum_{i < j} (w_i - q_i) F_ij                        (X = X~)
-    GPTAQ       v_j += sum_{i < j} v_i P_ij,  P = alpha * triu(D F^-T, 1) d^-1,  D = (X - X~) X~^T
-    Qronos      v_j += y_j,  y = d^-1 F^-1 k (X~ X^T - X~ X~^T) W
+    GPTAQ       v_j += sum_{i < j} v_i P_ij,  P = alpha * D F^-T d^-1,  D = (X - X~) X~^T
+    Qronos      v_j += y_j,  y = d^-1 F^-1 k (X~ X^T - X~ X~^T) W,    which is P^T W with alpha = k
                 k: how much of that is learned, and not the noise of few tokens (`kept_share.py`)
 
 Frantar et al. 2022 (arXiv:2210.17323), Li et al. 2025 (arXiv:2504.02692), Zhang et al. 2025 (arXiv:2505.11695).
@@ -257,11 +257,50 @@ def _pivots_apart(factor: Array) -> tuple[Array, Array]:
     return factor, pivots * pivots
 
 
-def drift_matrix(drift: Array, feedback: Array, importance: Array, alpha: float) -> Array:
-    """GPTAQ's P = alpha * triu(D F^-T, 1) d^-1 from D = (X - X~) X~^T, shape (..., columns, columns), in order."""
-    over = triangles.above_diagonal(astype(drift, dtype_name(feedback)), feedback)
-    over *= alpha / importance[..., None, :]
-    return astype(over, "float32")
+def drift_matrix(
+    drift: Array, feedback: Array, importance: Array, alpha: float, whole: bool = False, rounded: bool = False
+) -> Array:
+    """GPTAQ's P = alpha * D F^-T d^-1 from D = (X - X~) X~^T, shape (..., columns, columns), float32.
+
+    Args:
+        drift: D, in the order of F; overwritten where it is of the dtype of F. What is below its diagonal is only read
+            for P whole.
+        feedback, importance: F and d.
+        alpha: Factor on the result.
+        whole: Whether what is not above the diagonal is found too, which `drawn` needs and `solve` does not; else 0.
+        rounded: Whether the solution may round what it multiplies to bfloat16; see `drift_may_round`.
+    """
+    found = triangles.solve_right(row_major(astype(drift, dtype_name(feedback))), feedback, not whole, rounded)
+    found *= alpha / importance[..., None, :]
+    return astype(found, "float32")
+
+
+def drift_may_round(drift: Array, feedback: Array, importance: Array) -> bool:
+    """Whether `drift_matrix` and what is multiplied with it may round to bfloat16: whether of some rows of P, above the
+    diagonal and in the measure in which errors of columns count, at most ALLOWED is then lost.
+
+    Args:
+        drift: D of one problem, (columns, columns), in the order of F, of torch; not changed.
+        feedback, importance: F and d, float32.
+    """
+    rows = namespace(drift).arange(len(drift), device=drift.device)[some_rows(len(drift))]
+    above = rows[:, None] < namespace(drift).arange(len(drift), device=drift.device)
+    exact, rounded = (triangles.solve_right(drift[rows] * above, feedback, rounded=way) for way in (False, True))
+    lost, all_of_it = (((x * x) * above / importance).sum() for x in (rounded - exact, exact))
+    return bool(lost <= ALLOWED * all_of_it)
+
+
+def drawn(weight: Array, drift: Array, rounded: bool = False) -> Array:
+    """P^T W, shape (..., columns, rows): y of Qronos' weight, from P whole.
+
+    Args:
+        weight: Transposed, in the order of P.
+        drift: P of `drift_matrix`, whole.
+        rounded: Whether operands may be rounded to bfloat16.
+    """
+    found = namespace(weight).zeros_like(weight)
+    add_product(found, _transposed(drift), weight, 1, rounded)
+    return found
 
 
 def offset_of(pull: Array, feedback: Array, importance: Array, rounded: bool = False) -> Array:
@@ -333,6 +372,7 @@ def solve(
     residual: Array | None = None,
     rounded: bool = False,
     offset: Array | None = None,
+    drift_rounded: bool = False,
 ) -> Array:
     """Quantize all columns, each with the errors of those before it made up for.
 
@@ -340,11 +380,12 @@ def solve(
         weight: W transposed, shape (..., columns, rows), float32; not changed.
         feedback: F of `factor`, in the same order of columns; float32.
         rounder: Quantizes one column.
-        drift: `drift_matrix`, for GPTAQ.
+        drift: `drift_matrix`, for GPTAQ. What is not above its diagonal is not read.
         align: Groups whose scale the rounder finds at their first column: multiples of this are not split.
-        residual: Filled with v - Q, what each column was off when it was rounded; without drift that is F^T (W' - Q).
+        residual: Filled with F^T (W' - Q), without drift what each column was off when it was rounded.
         rounded: Whether what is carried over may be rounded; see `may_round`.
         offset: `offset_of`, for Qronos: it solves for W' = W + F^-T offset.
+        drift_rounded: Whether what the drift adds may be rounded; see `drift_may_round`.
 
     Returns:
         The quantized values, shape (..., columns, rows), float32.
@@ -355,24 +396,36 @@ def solve(
     work, missed, result = weight * 1.0, xp.empty_like(weight), xp.empty_like(weight)
     if offset is not None:
         work += offset
+    # Columns are moved by the drift and by errors; where the residual is asked for, it tells one from the other.
+    moved = work if drift is None or residual is None else residual
+    if moved is not work:
+        moved[...] = 0.0
     blocks = block_solver(rounder, weight)
 
     def step(start: int, stop: int) -> None:
         here = slice(start, stop)
         grid = grid_of_block(rounder, start, stop, work)
         now, goal, lost, solved = (x[..., here, :] for x in (work, weight, missed, result))
-        pull = None if drift is None else drift[..., here, here]
-        blocks.solve(grid, now, goal, lost, solved, feedback[..., here, here], pull)
+        own, pull = feedback[..., here, here], None if drift is None else drift[..., here, here]
+        if moved is work:
+            blocks.solve(grid, now, goal, lost, solved, own, pull)
+            return
+        of_errors = now - goal
+        now += moved[..., here, :]
+        blocks.solve(grid, now, goal, lost, solved, own, pull)
+        add_product(of_errors, _transposed(own), lost)
+        moved[..., here, :] = of_errors
 
     def carry(start: int, middle: int, stop: int) -> None:
         left, right = slice(start, middle), slice(middle, stop)
         add_product(work[..., right, :], _transposed(feedback[..., left, right]), missed[..., left, :], 1, rounded)
         if drift is not None:
-            add_product(work[..., right, :], _transposed(drift[..., left, right]), work[..., left, :])
+            sides = _transposed(drift[..., left, right])
+            add_product(moved[..., right, :], sides, work[..., left, :], 1, drift_rounded)
 
     align = align if align > 1 else alignment(blocks, rounder)
     in_halves(0, weight.shape[-2], step, carry, align, blocks.most if align == 1 else min(blocks.most, align))
-    if residual is not None:
+    if residual is not None and moved is work:
         residual[...] = work  # columns keep what they were when they were rounded
         residual -= result
     return result

@@ -143,14 +143,25 @@ class InputGroup:
         """X~^T X / count of the real inputs X~ and those of the float model X."""
         return self._moments(self.inputs, self.float_inputs)
 
-    def cross_bands(self, keep: bool = False) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Rows of `cross`, some at a time, for what does not need them all at once: (which, they).
+    def drift(self, order: torch.Tensor, above: bool = False) -> torch.Tensor:
+        """(X - X~)^T X~ / count, (in_features, in_features): made for the caller, who may overwrite it.
 
         Args:
-            keep: Whether `cross` is made whole, as it will be read again. Several processes always do, for they would
-                exchange all inputs for each band.
+            order: Of the channels, by which rows and columns stand.
+            above: Whether what is below the diagonal is not needed, half of the work; it is then not to be read.
         """
-        whole = self.cross if keep or world() > 1 else None
+        total = self._moments(self.float_inputs, self.inputs, order=order, upper=above)
+        for start in range(0, len(order), TILE):
+            here, first = slice(start, start + TILE), start if above else 0
+            total[here, first:] -= self.gram[order[here]].index_select(1, order[first:])
+        return total
+
+    def cross_bands(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rows of `cross`, some at a time, for what does not need them all at once: (which, they).
+
+        Several processes make it whole, for they would exchange all inputs for each band.
+        """
+        whole = self.cross if world() > 1 else None
         width = self.inputs[0].shape[-1]
         for start in range(0, width, TILE):
             rows = slice(start, min(start + TILE, width))
@@ -237,24 +248,38 @@ class InputGroup:
         )
 
     def _moments(
-        self, left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], band: slice | None = None
+        self,
+        left: Sequence[torch.Tensor],
+        right: Sequence[torch.Tensor],
+        band: slice | None = None,
+        order: torch.Tensor | None = None,
+        upper: bool = False,
     ) -> torch.Tensor:
-        """Left^T right / count, of all channels of `left`, or of a band of them that begins with a tile."""
+        """Left^T right / count, of all channels of `left`, or of a band of them that begins with a tile.
+
+        Args:
+            left, right: Inputs of each batch.
+            band: Of the channels of `left`; None: all.
+            order: In which the channels of both stand; None: as they are.
+            upper: Whether what is below the diagonal is not found; of `left` with itself it is the same, and filled in.
+        """
         self._require_tokens()
         width = left[0].shape[-1]
         channels = range(width)[band or slice(width)]
         total = torch.zeros(len(channels), width, dtype=torch.float32, device=self.device)
         self._require_same_tokens(left, right)
         tiles, same = rows_of_ranks(range(0, len(channels), TILE)), left is right
+        upper = upper or same
         loaded, others_loaded = (self.in_turn(side) for side in (left, right))
         for x, y in ((x, x) for x in loaded) if same else zip(loaded, others_loaded, strict=True):
             with exact_in_bfloat16(x, y):
                 for some, other in zip(torch.split(flat(x), TOKENS), torch.split(flat(y), TOKENS), strict=True):
+                    some, other = (x if order is None else x.index_select(1, order) for x in (some, other))
                     mine = some[:, channels.start : channels.stop]
-                    _add_moments(total, tiles[rank()], mine, None if same else other, 1 / self.count)
+                    _add_moments(total, tiles[rank()], mine, None if same else other, 1 / self.count, upper)
         for owner, starts in enumerate(tiles):
             for start in starts:
-                from_owner(total[start : start + TILE, start if same else 0 :], owner)
+                from_owner(total[start : start + TILE, start if upper else 0 :], owner)
         if same:
             _mirror(total)
         self._require_finite(total)
@@ -270,20 +295,20 @@ class InputGroup:
 
 
 def _add_moments(
-    total: torch.Tensor, starts: Iterable[int], x: torch.Tensor, y: torch.Tensor | None, share: float
+    total: torch.Tensor, starts: Iterable[int], x: torch.Tensor, y: torch.Tensor | None, share: float, upper: bool
 ) -> None:
-    """Add share * x^T y to the tiles of `total` that start at these rows; without y, share * x^T x to their upper half.
+    """Add share * x^T y to the tiles of `total` that start at these rows, or to what of them is not below the diagonal.
 
-    One product for each tile, so that it has the same bits whoever takes it.
+    Without y, it is x. One product for each tile, so that it has the same bits whoever takes it.
     """
     compiled = _setting() is None and products.fits(total, x, x if y is None else y)
     tokens = x if compiled else x.float()
     others = tokens if y is None else y if compiled else y.float()
     for start in starts:
-        first = start if y is None else 0
+        first = start if upper else 0
         tile, left = total[start : start + TILE, first:], tokens[:, start : start + TILE]
         if compiled:
-            products.add_products(tile, left, others[:, first:], share, upper=y is None)
+            products.add_products(tile, left, others[:, first:], share, upper)
         else:
             tile.addmm_(left.T, others[:, first:], alpha=share)
 

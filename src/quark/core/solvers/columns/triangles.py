@@ -2,7 +2,6 @@
 
     F X = B        X_c = F_cc^-1 (B_c - sum_{r > c} F_cr X_r)         c from the last block of columns to the first
     F^T X = B      X_c = F_cc^-T (B_c - sum_{r < c} F_rc^T X_r)       c from the first one on
-    F^T B          B_c <- sum_{r <= c} F_rc^T B_r                     from the last one, so that it needs no other place
     Y F^T = D      Y_ic = (D_ic - sum_{r > c} Y_ir F_cr^T) F_cc^-T    of which Y_ij with i < j needs only such
 
 Of 4096 columns three of a hundred products are in the blocks F_cc, whose inverses are found. The rest are products of
@@ -59,51 +58,33 @@ def solve_lower(feedback: Array, right: Array, rounded: bool = False) -> Array:
     return result
 
 
-def above_diagonal(drift: Array, feedback: Array) -> Array:
-    """What of Y = D F^-T is above its diagonal, the rest 0: a third of the work of the whole.
+def solve_right(right: Array, feedback: Array, above: bool = False, rounded: bool = False) -> Array:
+    """Y of Y F^T = D, in the place of D.
 
     Args:
-        drift: D, shape (..., columns, columns), of the dtype of F; not changed.
-        feedback: F, of the same shape.
+        right: D, shape (..., rows, columns), of the dtype of F and with contiguous rows; overwritten.
+        feedback: F, shape (..., columns, columns).
+        above: Whether nothing but what is above the diagonal is needed, a third of the work; the rest is then 0.
+        rounded: Whether operands of products may be rounded to bfloat16, where that is faster.
     """
-    feedback, result = row_major(feedback), row_major(drift) * 1.0
+    feedback, every = row_major(feedback), right.shape[-2]
 
     def step(start: int, stop: int) -> None:
         here = _from_the_end(feedback, start, stop)
-        rows = slice(here.stop)
-        result[..., rows, here] = result[..., rows, here] @ _transposed(_inverse(feedback[..., here, here]))
+        rows = slice(here.stop if above else every)
+        right[..., rows, here] = right[..., rows, here] @ _transposed(_inverse(feedback[..., here, here]))
 
     def carry(start: int, middle: int, stop: int) -> None:
         known, rest = _from_the_end(feedback, start, middle), _from_the_end(feedback, middle, stop)
-        for begin in range(rest.start, rest.stop, ROWS):
-            some = slice(begin, min(begin + ROWS, rest.stop))
-            rows, sides = slice(some.stop), _transposed(feedback[..., some, known])
-            add_product(result[..., rows, some], result[..., rows, known], sides, -1)
+        for begin in range(rest.start, rest.stop, ROWS if above else feedback.shape[-1]):
+            some = slice(begin, min(begin + ROWS, rest.stop) if above else rest.stop)
+            rows, sides = slice(some.stop if above else every), _transposed(feedback[..., some, known])
+            add_product(right[..., rows, some], right[..., rows, known], sides, -1, rounded)
 
     in_halves(0, feedback.shape[-1], step, carry, most=_block(feedback))
-    return result.triu_(1) if is_torch(result) else namespace(result).triu(result, 1)
-
-
-def times_lower(feedback: Array, right: Array, rounded: bool = False) -> Array:
-    """F^T B, in the place of B: half the work of a product of matrices.
-
-    Args:
-        feedback: F, shape (..., columns, columns), with zeros below its diagonal.
-        right: B, shape (..., columns, rows), of the dtype of F; overwritten.
-        rounded: Whether operands may be rounded to bfloat16, where that is faster.
-    """
-
-    def step(start: int, stop: int) -> None:
-        here = _from_the_end(feedback, start, stop)
-        right[..., here, :] = _transposed(feedback[..., here, here]) @ right[..., here, :]
-
-    def carry(start: int, middle: int, stop: int) -> None:  # from columns before these, which are not changed yet
-        found, before = _from_the_end(feedback, start, middle), _from_the_end(feedback, middle, stop)
-        sides = _transposed(feedback[..., before, found])
-        add_product(right[..., found, :], sides, right[..., before, :], 1, rounded)
-
-    in_halves(0, feedback.shape[-1], step, carry, most=_block(feedback))
-    return right
+    if not above:
+        return right
+    return right.triu_(1) if is_torch(right) else namespace(right).triu(right, 1)
 
 
 def _block(matrix: Array) -> int:

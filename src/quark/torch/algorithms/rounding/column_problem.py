@@ -28,7 +28,8 @@ class ColumnProblem:
     """What is solved at once: layers that read one tensor, with the order in which their columns are visited.
 
     `damping` is the share of the mean of the diagonal that the factor took; `pulls` are those of layers that have one;
-    `varied`, by how much the outputs of some of their rows drift, summed over these: the mean square of (X - X~) W^T.
+    `drift`, GPTAQ's P, where all of it is there, so that pulls follow from it; `varied`, by how much the outputs of
+    some of their rows drift, summed over these: the mean square of (X - X~) W^T.
     """
 
     group: InputGroup
@@ -37,38 +38,59 @@ class ColumnProblem:
     damping: float | torch.Tensor = 0.0
     pulls: dict[str, torch.Tensor] = field(default_factory=dict)
     varied: dict[str, torch.Tensor] = field(default_factory=dict)
+    drift: torch.Tensor | None = None
 
     def ordered(self, matrix: torch.Tensor) -> torch.Tensor:
         """Rows and columns in the order of the solver."""
         return matrix[self.order[:, None], self.order]
 
-    def add_pulls(self, share: float = 1.0, keep: bool = False) -> None:
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Columns, tokens, rows of all layers, and by how much products of inputs take less time than of float32."""
+        fast = self.group.inputs[0].dtype is torch.bfloat16 and products.serves(self.group.gram)
+        every = sum(cast(nn.Linear, layer).weight.shape[0] for layer in self.layers.values())
+        return len(self.order), self.group.count, every, 2 if fast else 1
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Of the layers, where their inputs' moments are."""
+        return {name: cast(nn.Linear, x).weight.detach().to(self.order.device) for name, x in self.layers.items()}
+
+    def add_pulls(self) -> None:
         """Find (X~ X^T - H) W of each layer, what draws its weight to the one that does best on the real inputs.
 
         Of W (rows, columns), transposed: (columns, rows). X~ X^T costs tokens x columns products for each column, and
         the pull columns x rows; X~ ((X - X~)^T W), which is the same, twice tokens x rows. The cheaper way is taken.
-
-        Args:
-            share: Factor on the result.
-            keep: Whether X~ X^T is needed anyway, and stays as `group.cross`.
         """
-        weights = {name: cast(nn.Linear, x).weight.detach().to(self.order.device) for name, x in self.layers.items()}
-        columns, tokens, every = len(self.order), self.group.count, sum(map(len, weights.values()))
-        # Moments of bfloat16 inputs take half the time of a float32 product of as many, as both products of outputs do.
-        fast = self.group.inputs[0].dtype is torch.bfloat16 and products.serves(self.group.gram)
-        if 2 * tokens * every < columns * ((2 if fast else 1) * every + (0 if keep else tokens)):
-            self.pulls = self.group.drift_of_outputs(weights)
-            for pull in self.pulls.values():
-                pull *= share
+        columns, tokens, every, speed = self.sizes
+        if 2 * tokens * every < columns * (speed * every + tokens):
+            self.add_pulls_of_outputs()
             return
+        weights = self.weights
         self.pulls = {name: self.group.gram.new_empty(w.shape[1], w.shape[0]) for name, w in weights.items()}
-        for which, cross in self.group.cross_bands(keep):
+        for which, cross in self.group.cross_bands():
             # One band of the difference at a time.
-            drift = (cross - self.group.gram[which]).mul_(share)
+            drift = cross - self.group.gram[which]
             for name, weight in weights.items():
                 for start in range(0, len(weight), ROWS):
                     rows = slice(start, start + ROWS)
                     self.pulls[name][which, rows] = drift @ weight[rows].float().T
+
+    def add_pulls_of_outputs(self, share: float = 1.0) -> None:
+        """Find `share` times what `add_pulls` finds, from what the drift does to outputs."""
+        self.pulls = self.group.drift_of_outputs(self.weights)
+        for pull in self.pulls.values():
+            pull *= share
+
+    @property
+    def drift_gives_pulls(self) -> bool:
+        """Whether pulls cost less from all of P than from outputs, where what is above its diagonal is found anyway.
+
+        For each column, P takes 2/3 columns^2 products more and then columns x rows; outputs, twice tokens x rows and
+        half of columns x rows for a solution.
+        """
+        columns, tokens, every, speed = self.sizes
+        return every * (4 * tokens - columns) * 3 > 2 * speed * columns * columns
 
     def add_varied(self) -> None:
         """Find `varied`, while the inputs of the float model are there."""
@@ -93,6 +115,20 @@ class ColumnProblem:
             offset = gptq.offset_of(pull, feedback, importance)
             explained = (offset * offset * importance[:, None]).sum().float()
             self.pulls[name] *= kept_share(explained, varied, free, self.group.count)
+
+    def drawn(self, name: str, rows: slice, feedback: torch.Tensor, importance: torch.Tensor) -> torch.Tensor | None:
+        """F^T (W' - W) of some rows of a layer, (columns, rows), in the order of the solver; None: nothing draws it.
+
+        Args:
+            name: Of the layer.
+            rows: Which of its rows.
+            feedback, importance: F and d.
+        """
+        if name in self.pulls:
+            return gptq.offset_of(self.pulls[name][:, rows][self.order], feedback, importance)
+        if self.drift is None:
+            return None
+        return gptq.drawn(self.weights[name][rows].float().T[self.order], self.drift)
 
     def rounds_alike(self, feedback: torch.Tensor, importance: torch.Tensor) -> bool:
         """Whether what moves the weights may be found by rounded products: whether on some of the rows as little of

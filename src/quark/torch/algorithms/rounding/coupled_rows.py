@@ -9,6 +9,7 @@ import torch
 from quark.core.scales import QParams
 from quark.core.solvers import gptq
 from quark.core.solvers.columns.columns import ColumnGrid
+from quark.core.solvers.columns.triangles import solve_lower
 from quark.core.solvers.coupled import Fit, refine_coupled, solve_coupled
 from quark.core.spec import TensorSpec
 from quark.torch.algorithms.rounding.column_problem import ColumnProblem, damped
@@ -23,8 +24,9 @@ def goal_of(
 ) -> torch.Tensor:
     """Some rows of the float weight that does best on the inputs of the layer, float32; see `gptq.moved_target`."""
     goal = weight[rows].float()
-    if name in problem.pulls:
-        goal[:, problem.order] += gptq.moved_target(problem.pulls[name][:, rows][problem.order], *factor).T
+    offset = problem.drawn(name, rows, *factor)
+    if offset is not None:
+        goal[:, problem.order] += solve_lower(factor[0], offset).T
     return goal
 
 

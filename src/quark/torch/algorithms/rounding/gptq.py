@@ -23,7 +23,7 @@ from quark.core.quantize import fake_quantize
 from quark.core.scales import QParams
 from quark.core.solvers import gptq
 from quark.core.solvers.columns.columns import ColumnGrid, compiles
-from quark.core.solvers.columns.triangles import solve_lower, times_lower
+from quark.core.solvers.columns.triangles import solve_lower
 from quark.core.solvers.refine import refine
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError
@@ -108,14 +108,14 @@ class GPTQ(ByScores):
             for problem, factor in zip(problems, factors, strict=True):
                 if problem.varied:
                     problem.keep_what_is_learned(*factor)
-            drift = self._drift(problems, feedback, of_order)
+            rounded = gptq.may_round(feedback.float(), of_order.float())
+            drift, drift_rounded = self._drift(problems, feedback, of_order, rounded)
             # float64, where it was needed to find the factor, and what follows from its inverse.
             feedback, of_order = feedback.float(), of_order.float()
             give_back_memory()  # what the factor took beside it
-            rounded = gptq.may_round(feedback, of_order)
             factors = zip(unstacked(feedback, problems), unstacked(of_order, problems), strict=True)
             alike = rounded and all(p.rounds_alike(*f) for p, f in zip(problems, factors, strict=True))
-            solver = _Solver(self, problems, feedback, of_order, drift, rounded, alike)
+            solver = _Solver(self, problems, feedback, of_order, drift, drift_rounded, rounded, alike)
             for same in zip(*(by_spec(problem.layers) for problem in problems), strict=True):
                 solver.round(same)
 
@@ -146,22 +146,15 @@ class GPTQ(ByScores):
             feedback, importance = zip(*alone, strict=True)
             return torch.stack([f.double() for f in feedback]), torch.stack([d.double() for d in importance])
 
-    def _drift(
-        self, problems: list[ColumnProblem], feedback: torch.Tensor, importance: torch.Tensor
-    ) -> torch.Tensor | None:
-        each = zip(problems, unstacked(feedback, problems), unstacked(importance, problems), strict=True)
-        drifts = [self.drift(p.group, p.order, f, d) for p, f, d in each]
-        return None if drifts[0] is None else stacked(cast(list[torch.Tensor], drifts))
-
     def damping(self, hessian: torch.Tensor) -> float | torch.Tensor:
         """Share of the mean of the diagonal; a number that follows from the moments stays on their device."""
         return float(self.config.damp_percent)
 
-    def drift(
-        self, group: InputGroup, order: torch.Tensor, feedback: torch.Tensor, importance: torch.Tensor
-    ) -> torch.Tensor | None:
-        """GPTAQ's matrix P."""
-        return None
+    def _drift(
+        self, problems: list[ColumnProblem], feedback: torch.Tensor, importance: torch.Tensor, may_round: bool
+    ) -> tuple[torch.Tensor | None, bool]:
+        """GPTAQ's matrices P, and whether products with them may be rounded. Here: there are none."""
+        return None, False
 
     def _add_pulls(self, problem: ColumnProblem) -> None:
         """Find what draws each weight, while the moments that it follows from are there. Here: nothing does."""
@@ -181,16 +174,26 @@ class GPTAQ(GPTQ):
     needs_float = True
     rounds_moved = False
 
-    def drift(
-        self, group: InputGroup, order: torch.Tensor, feedback: torch.Tensor, importance: torch.Tensor
-    ) -> torch.Tensor | None:
-        # (X - X~) X~^T is the transpose of `cross` minus `gram`.
-        drift = (group.cross.T - group.gram)[order[:, None], order]
-        group.forget_float()
-        return gptq.drift_matrix(drift, feedback, importance, self.config.alpha)
-
-    def _add_pulls(self, problem: ColumnProblem) -> None:
-        problem.add_pulls(self.config.alpha, keep=True)  # the drift is found from the moments too
+    def _drift(
+        self, problems: list[ColumnProblem], feedback: torch.Tensor, importance: torch.Tensor, may_round: bool
+    ) -> tuple[torch.Tensor | None, bool]:
+        whole, alpha = any(problem.drift_gives_pulls for problem in problems), self.config.alpha
+        may_round = may_round and feedback.dtype is torch.float32
+        found = []
+        factors = zip(unstacked(feedback, problems), unstacked(importance, problems), strict=True)
+        for problem, factor in zip(problems, factors, strict=True):
+            if not whole:
+                problem.add_pulls_of_outputs(alpha)
+            drift = problem.group.drift(problem.order, not whole)
+            problem.group.forget_float()
+            may_round = may_round and gptq.drift_may_round(drift, *factor)
+            found.append(gptq.drift_matrix(drift, *factor, alpha, whole, may_round))
+            del drift
+        drifts = stacked(found)
+        if whole:
+            for problem, own in zip(problems, unstacked(drifts, problems), strict=True):
+                problem.drift = own
+        return drifts, may_round
 
 
 class Qronos(GPTQ):
@@ -219,6 +222,7 @@ class _Solver:
         algorithm: With its settings.
         problems: Experts of one shape, or one problem.
         feedback, importance, drift: Of all problems, in the solver's order.
+        drift_rounded: Whether products with the drift may be rounded; see `gptq.drift_may_round`.
         rounded: Whether what is carried from column to column may be rounded; see `gptq.may_round`.
         alike: Whether what is added to columns may be found by rounded products; see `ColumnProblem.rounds_alike`.
     """
@@ -228,6 +232,7 @@ class _Solver:
     feedback: torch.Tensor
     importance: torch.Tensor
     drift: torch.Tensor | None
+    drift_rounded: bool
     rounded: bool
     alike: bool
 
@@ -326,23 +331,26 @@ class _Solver:
     ) -> tuple[torch.Tensor, list[list[QParams]]]:
         """The values of some rows in natural order, transposed, and their scales."""
         config, orders = self.algorithm.config, [problem.order for problem in self.problems]
-        weight, offset = self._columns(weights), self._offset(pulls)
+        weight = self._columns(weights)
+        offset = self._offset(pulls, weight) if config.refine_passes or self.algorithm.rounds_moved else None
         group_size, feedback = dynamic_group(spec), self.feedback
         residual = torch.empty_like(weight) if config.refine_passes else None
         added = offset if self.algorithm.rounds_moved else None
         if config.static_groups or group_size == 1:
             grid: Any = static_grid(qparams, weights, spec, orders)
-            solved = gptq.solve(weight, feedback, grid, self.drift, 1, residual, self.rounded, added)
+            align = 1
         else:
             grid = DynamicGrid(spec, orders, group_size, weights[0][0].dtype, self.importance)
-            solved = gptq.solve(weight, feedback, grid, self.drift, group_size, residual, self.rounded, added)
+            align = group_size
+        solved = gptq.solve(
+            weight, feedback, grid, self.drift, align, residual, self.rounded, added, self.drift_rounded
+        )
+        if isinstance(grid, DynamicGrid):
             qparams = grid.params([len(weight) for weight in weights[0]])
         del grid, added
         natural, goal, gradient = self._in_natural_order(solved), None, None
         if residual is not None:
-            if self.drift is not None:
-                torch.subtract(weight, solved, out=residual)
-                residual = times_lower(feedback, residual, self.rounded)
+            if self.drift is not None and offset is not None:
                 residual += offset
             del solved
             if config.refine_passes > 1:  # the first pass starts from the gradient
@@ -362,10 +370,12 @@ class _Solver:
         """Weights of each problem in the solver's order, transposed."""
         return stacked(_transposed(own)[problem.order] for own, problem in zip(weights, self.problems, strict=True))
 
-    def _offset(self, pulls: list[torch.Tensor | None]) -> torch.Tensor | None:
+    def _offset(self, pulls: list[torch.Tensor | None], weight: torch.Tensor) -> torch.Tensor | None:
         """By how much the float weight that is best on the real inputs is another one, in the solver's order: F^T of
         the difference. None where no weight is moved.
         """
+        if self.problems[0].drift is not None and self.drift is not None:
+            return gptq.drawn(weight, self.drift, self.drift_rounded)
         given = [pull[problem.order] for pull, problem in zip(pulls, self.problems, strict=True) if pull is not None]
         return gptq.offset_of(stacked(given), self.feedback, self.importance, self.alike) if given else None
 
