@@ -52,7 +52,7 @@ def test_a_plan_takes_what_quantize_does_but_options_of_the_output(folder: Path)
     assert held.code == 1 and "The awq format cannot hold" in held.err
     assert quark("plan", folder, "--scheme", "int8_wo", "--pack-method", "order").code == 2
     named = quark("plan", LANGUAGE_MODEL.parent / "digits_cnn" / "model.onnx", "--config", "A8W8", "--algorithm", "cle")
-    assert named.code == 2 and "--algorithm is no part of the plan of an ONNX file" in named.err
+    assert named.code == 2 and "--algorithm does not apply to the plan of an ONNX file" in named.err
 
 
 SCHEMES = {

@@ -82,5 +82,5 @@ def test_scales_of_a_cache_that_vllm_has_no_name_for_are_refused_on_the_plan(nam
     if layer is None:
         check_goal(model, made, GOALS["vllm"], "quark")
         return
-    with pytest.raises(NotSupportedError, match=rf"vLLM does not know the scale beside .*\.{layer} in quark folders"):
+    with pytest.raises(NotSupportedError, match=rf"vLLM does not read the scale of .*\.{layer} from quark folders"):
         check_goal(model, made, GOALS["vllm"], "quark")

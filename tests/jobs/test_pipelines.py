@@ -93,7 +93,7 @@ def test_diffusers_runs_a_pipeline_of_which_some_components_are_quantized(pipeli
         ({"component": ("text_encoder=int8",)}, "static activation scales need data"),
         ({"component": ("text_encoder=int9",)}, "Unknown scheme 'int9'"),
         ({"goal": "vllm"}, "vLLM does not load by itself. Possible: goal diffusers, comfyui"),
-        ({"goal": None, "scheme": "int8_wo", "imatrix": "x.dat"}, "imatrix is of one model"),
+        ({"goal": None, "scheme": "int8_wo", "imatrix": "x.dat"}, "imatrix applies to a single model"),
         ({"scheme": "int8"}, "record_steps recorded"),
         ({"algorithm": "gptq"}, "record_steps recorded"),
         ({"export_format": "awq"}, "Nobody has tried int8_wo as awq in diffusers"),
@@ -159,7 +159,7 @@ def test_a_plan_needs_no_data_and_says_which_steps_are_taken(pipeline: Path, tmp
     ("stored", "said"),
     [
         ({"../vae": ["diffusers", "AutoencoderKL"]}, "the component '../vae', which is no folder beside it"),
-        ({"..": ["diffusers", "AutoencoderKL"]}, "names the file '..', which is none of its own"),
+        ({"..": ["diffusers", "AutoencoderKL"]}, "names the file '..', which is outside the folder"),
         ({"": ["diffusers", "AutoencoderKL"]}, "the component '', which is no folder beside it"),
         ({"transformer": ["diffusers", "FluxTransformer2DModel"]}, "names the class 'FluxTransformer2DModel'"),
         ({"transformer": ["own_code", "SD3Transformer2DModel"]}, "from 'own_code', which is no part of diffusers"),
@@ -242,7 +242,7 @@ def test_a_page_of_a_pipeline_has_timesteps_layers_and_pictures(
     measured = quark.evaluate("float", "out", data="steps", windows=2)
     assert isinstance(measured, MeasuredPipeline) and not measured.pictures
     assert measured.components["unet"].outputs.keys() == found.components["unet"].outputs.keys()
-    with pytest.raises(ConfigError, match="prompt: DDIMPipeline takes none"):
+    with pytest.raises(ConfigError, match="prompt: DDIMPipeline has no such argument"):
         quark.evaluate("float", "out", data="steps", prompt="a fox")
     done = program("compare", "float", "--schemes", "int8_wo,fp8", "--calib", "steps")
     assert done.code == 0 and "int8_wo" in done.out, done.err

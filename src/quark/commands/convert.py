@@ -31,6 +31,6 @@ def convert(request: ConvertRequest) -> None:
     check_log_file(request.log_file, str(request.output), [model])
     with log_to(request.log_file):
         _, size = run_conversion(job)
-    how = f"rounded anew to {request.requantize}" if request.requantize else "every value as it was"
+    how = f"values rounded again to {request.requantize}" if request.requantize else "values unchanged"
     line = f"{model} -> {request.output} ({request.format}): {size / 1e6:.2f} MB, {how}"
     results().print(line, highlight=False, soft_wrap=True)

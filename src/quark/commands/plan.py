@@ -38,12 +38,12 @@ def _asked(model: Path, said: Mapping[str, Any]) -> FolderRequest | FileRequest:
     if not is_onnx(model):
         return request_of(model, said)
     if unused := {*OF_FOLDERS_ALONE} & {*said}:
-        raise UsageError(f"--{min(unused)} is no part of the plan of an ONNX file. Possible: {OF_FILES}.")
+        raise UsageError(f"--{min(unused)} does not apply to the plan of an ONNX file. Possible: {OF_FILES}.")
     if "goal" in said:
         return request_of(model, said)
     if {"bits", "size", "candidates", "sensitivity"} & {*said}:
         raise UsageError(
-            "Of an ONNX file a configuration says the bits. Possible: --config NAME, or --for GOAL --bits N."
+            "The bits of an ONNX file are chosen by a configuration. Possible: --config NAME, or --for GOAL --bits N."
         )
     return request_of(model, {"config" if name == "scheme" else name: value for name, value in said.items()})
 

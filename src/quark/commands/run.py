@@ -123,7 +123,7 @@ def _check_evaluation(evaluation: Mapping[str, Any], model: Path) -> None:
     """Find what would stop the evaluation before the model is made."""
     data = evaluation.get("data")
     if data is None:
-        raise ConfigError("evaluation: data is missing; it names the held-out data.")
+        raise ConfigError("evaluation.data is missing. It names the held-out data.")
     if not Path(data).exists():
         raise CalibrationError(f"evaluation.data: {data} is not there.")
     if not (Path(data).is_file() or Path(data).is_dir()):

@@ -156,7 +156,7 @@ class GoalChoice:
         if asked is not None and asked not in targets:
             possible = f"--target {', '.join(targets)}, or --for alone" if targets else "--for alone"
             raise ConfigError(
-                f"--target {asked} is not of {self.goal.program}, which --for {self.goal.name} says. Possible: "
+                f"--target {asked} does not fit {self.goal.program}, the program of --for {self.goal.name}. Possible: "
                 f"{possible}."
             )
         return asked or self.defaults.target
@@ -236,7 +236,7 @@ class _Known:
         scheme, bits, has_data = self.asked.scheme, self.asked.bits, self.asked.has_data
         rows = self.defaults.bits
         if scheme is not None and bits is not None:
-            raise ConfigError("--scheme and --bits say the same twice. Possible: one of them.")
+            raise ConfigError("--scheme and --bits exclude each other. Possible: one of them.")
         if bits is not None:
             return self.loaded(*rows[int(bits)]), f"{bits:g} bits"
         if scheme is None:
@@ -291,7 +291,7 @@ class _Known:
                 raise self.unknown(name, form)
         candidates = tuple(asked.candidates) or own
         if own and len(candidates) < 2:
-            raise ConfigError(f"A mix needs two candidates at least, got {', '.join(candidates)}.")
+            raise ConfigError(f"A mix needs at least two candidates, got {', '.join(candidates)}.")
         first = loaded.get(next(iter(candidates), ""))
         return first or loaded[self.defaults.default[1]], candidates
 

@@ -350,8 +350,8 @@ def _refuse_beside_budget(request: FolderRequest, budget: Budget) -> None:
     """Raise for options under which a budget cannot be kept, or layers not be measured."""
     if request.kv_cache or request.attention:
         raise NotSupportedError(
-            f"{budget.named()} chooses the schemes of weights; --kv-cache and --attention give layers schemes of their "
-            "own. Possible: --scheme and --layer."
+            f"{budget.named()} chooses the schemes of weights, and excludes --kv-cache and --attention. Possible: "
+            "--scheme and --layer."
         )
     if request.trust_remote_code or request.keep_unexpected:
         given = "--trust-remote-code" if request.trust_remote_code else "--keep-unexpected"

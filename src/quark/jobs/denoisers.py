@@ -198,7 +198,7 @@ def _check_data(request: FolderRequest, source: Any, reads: str | None) -> None:
     """Raise for data that nothing reads, or that no class is known for."""
     if request.calib is None:
         if request.samples is not None:
-            raise ConfigError("--samples describes calibration data, and there are none. Possible: --calib.")
+            raise ConfigError("--samples describes calibration data, but none are given. Possible: --calib.")
         return
     if source.folder is None:
         raise NotSupportedError(

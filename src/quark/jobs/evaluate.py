@@ -211,7 +211,7 @@ def evaluate_pipeline(request: EvaluateFolders) -> MeasuredPipeline:
             raise ConfigError(f"{path} is one model, and {other} a pipeline. Possible: the folder of one, in both.")
     pictures = bool(request.prompt) or request.report is not None
     if request.num_inference_steps is not None and not pictures:
-        raise ConfigError("--num-inference-steps is of pictures. Possible: --prompt TEXT, or --report FILE.")
+        raise ConfigError("--num-inference-steps applies to pictures only. Possible: --prompt TEXT, or --report FILE.")
     made, steps = request.quantized, held_out(request)
     coded = [name for name in components(made) if _is_quantized(made / name)]
     known = denoisers(request.model)

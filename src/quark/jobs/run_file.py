@@ -339,7 +339,7 @@ def _calibration_data(job: FileJob) -> Any:
     images = {"--mean": request.mean, "--std": request.std, "--resize": request.resize}
     for flag, value in (describing | images).items():
         if value is not None:
-            raise ConfigError(f"{flag} describes the data, and there are none. Possible: --calib.")
+            raise ConfigError(f"{flag} describes the data, but none are given. Possible: --calib.")
     return None
 
 

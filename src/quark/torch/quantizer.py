@@ -278,7 +278,7 @@ def _refuse_by_place(config: QConfig, model: nn.Module, offloaded: Offloaded, al
     """Raise for what a model with a device_map cannot have, where it lies as that says."""
     if has_device_map(model) and config.gpu_resident_blocks:
         raise ConfigError(
-            "gpu_resident_blocks has no meaning for a model with a device_map, which says itself what stays on a "
+            "gpu_resident_blocks does not apply to a model with a device_map, which decides itself what stays on a "
             "device. Leave it at 0."
         )
     whole = [algorithm for algorithm in algorithms if algorithm.needs_whole]

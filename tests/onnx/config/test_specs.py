@@ -172,7 +172,7 @@ def test_mixed_precision_needs_a_target_and_known_metrics() -> None:
 @pytest.mark.parametrize("name", algo_configs.FORMER_MIX_FIELDS)
 def test_former_names_of_mixed_precision_say_what_says_it_today(name: str) -> None:
     fields = {entry.name for entry in dataclasses.fields(algo_configs.AutoMixprecisionConfig)}
-    with pytest.raises(NotSupportedError, match=f"{name} is of versions before") as told:
+    with pytest.raises(NotSupportedError, match=f"{name} belongs to versions before") as told:
         algo_configs.AutoMixprecisionConfig(object(), **{name: 1})
     possible = str(told.value).partition("Possible: ")[2]
     assert name not in fields and (fields & set(re.findall(r"\w+", possible)) or "algo_config" in possible)

@@ -167,8 +167,8 @@ WRONG: dict[str, tuple[Change, str]] = {
     "two inputs": (two_inputs, "two inputs have the name 'x'"),
     "two functions": (two_functions, "two functions have the name 'F'"),
     "two attributes": (two_attributes, "two attributes of the node 'y_node' have the name 'k'"),
-    "a value of another type": (another_value, "'k' of the node 'y_node' is of type int and holds float"),
-    "no value": (no_value, "'k' of the node 'y_node' is of type int and holds no value"),
+    "a value of another type": (another_value, "'k' of the node 'y_node' has the type int, but its value is float"),
+    "no value": (no_value, "'k' of the node 'y_node' has the type int, but its value is no value"),
     "another shape as an output": (another_shape, "'x' has one shape as an input and another as an output"),
     "spread over devices": (devices, "'y_node' is spread over devices"),
     "a type of none": (untyped_value, "'y' has the element type 0"),
@@ -267,7 +267,7 @@ def test_external_data_of_two_places_are_refused(tmp_path: Path) -> None:
     model = onnx.load(path, load_external_data=False)
     weight(model).external_data.add(key="location", value="w.bin")
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(FormatError, match="'w' name their place twice"):
+    with pytest.raises(FormatError, match="'w' have a key twice"):
         load(path)
 
 

@@ -141,7 +141,7 @@ def test_layers_are_alike_that_the_server_in_question_makes_one_of(alike: Any, f
     leaves = {tuple(name.rpartition(".")[2] for name in group.layers) for group in table.groups}
     assert (("w1", "w3") in leaves) is fused and (("w1",) in leaves) is not fused
     assert ("q_proj", "k_proj", "v_proj") in leaves
-    with pytest.raises(ConfigError, match="'llama.cpp' makes one of is not known"):
+    with pytest.raises(ConfigError, match="not known which layers 'llama.cpp' fuses"):
         measure_sensitivity(model, token_batches(vocabulary=32), alike=["llama.cpp"])
 
 

@@ -197,7 +197,7 @@ def test_transformers_reads_the_fp8_source_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "said"),
     [("bitsandbytes", r"is quantized \('bitsandbytes'\)\. Possible: float checkpoints"),
-     ("modelopt", "ModelOpt's NVFP4_AWQ are not read. Possible: FP8")],
+     ("modelopt", "ModelOpt's NVFP4_AWQ are not supported. Possible: FP8")],
 )  # fmt: skip
 def test_what_a_config_calls_quantized_in_a_way_that_is_not_known_is_refused(
     method: str, said: str, tmp_path: Path
@@ -216,8 +216,8 @@ def test_what_a_config_calls_quantized_in_a_way_that_is_not_known_is_refused(
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("model.layers.0.self_attn.q_proj.weight", lambda x: x.view(torch.uint8), "holds uint8"),
-        ("model.norm.weight", lambda x: x.view(torch.int16), "holds int16"),
+        ("model.layers.0.self_attn.q_proj.weight", lambda x: x.view(torch.uint8), "has the type uint8"),
+        ("model.norm.weight", lambda x: x.view(torch.int16), "has the type int16"),
         (
             "model.layers.0.self_attn.q_proj.weight_scale_inv",
             lambda x: x.view(torch.int32),

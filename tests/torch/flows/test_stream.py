@@ -292,7 +292,7 @@ def test_damage_is_found(what: str, unfinished: Path) -> None:
             file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     folder = unfinished.parent
     with pytest.raises(
-        FormatError, match={"manifest": "corrupt", "inputs": "inputs-1", "block": "not as it was"}[what]
+        FormatError, match={"manifest": "corrupt", "inputs": "inputs-1", "block": "has changed since"}[what]
     ):
         streamed(scheme("int8"), folder / "float", folder / "out", token_batches())
 

@@ -99,7 +99,7 @@ def test_the_scales_of_heads_cover_the_largest_of_each(name: str) -> None:
 
 def test_heads_that_a_module_does_not_tell_apart_are_refused_before_any_data() -> None:
     made = LLMTemplate.get("deepseek_v3").get_config("int8_wo", kv_cache_scheme="fp8_per_head")
-    with pytest.raises(NotSupportedError, match="does not say how many heads its cache stores"):
+    with pytest.raises(NotSupportedError, match="does not say how many heads of this layer its cache stores"):
         ModelQuantizer(made).quantize_model(family("deepseek_v3"), None)
 
 

@@ -92,7 +92,7 @@ def _check_words(request: FolderRequest) -> None:
     given = {"--scheme": request.scheme, "--bits": request.bits, "--size": request.size}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise UsageError(f"{' and '.join(names)} say the same twice. Possible: one of --scheme, --bits and --size.")
+        raise UsageError(f"{' and '.join(names)} exclude each other. Possible: one of --scheme, --bits and --size.")
     if request.bits is None and request.size is None:
         for name, value in (("--candidates", request.candidates), ("--sensitivity", request.sensitivity)):
             if value:

@@ -80,11 +80,11 @@ class Calibration:
             }  # fmt: skip
             for flag, value in given.items():
                 if value is not None:
-                    raise ConfigError(f"{flag} describes calibration data, and there are none. Possible: --calib.")
+                    raise ConfigError(f"{flag} describes calibration data, but none are given. Possible: --calib.")
             return None
         if self.length is not None and "input_ids" not in inputs.names:
             raise ConfigError(
-                f"--length counts tokens, and {inputs.model_class.__name__} takes none. Possible: without."
+                f"--length counts tokens, and {inputs.model_class.__name__} takes no tokens. Possible: leave it out."
             )
         if self.is_default and not inputs.reads_text:
             raise CalibrationError(

@@ -42,8 +42,8 @@ class Imatrices:
             read_imatrix(self.read)
             if calib is not None and not algorithm:
                 raise ConfigError(
-                    "--imatrix and --calib both say what reaches the layers. Possible: one of them, or --algorithm "
-                    "qronos, which rounds by --calib on the scales of --imatrix."
+                    "--imatrix and --calib both describe the inputs of the layers. Possible: one of them, or "
+                    "--algorithm qronos, which rounds by --calib on the scales of --imatrix."
                 )
         if self.saved is not None:
             if calib is None:

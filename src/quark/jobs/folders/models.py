@@ -109,8 +109,8 @@ def load_meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
     """
     if not is_read(folder):
         raise ConfigError(
-            f"{folder} is quantized already; give the float model. Possible: quark convert, whose --requantize rounds "
-            "its values anew."
+            f"{folder} is quantized already; give the float model. Possible: quark convert --requantize SCHEME, "
+            "which rounds the quantized values again."
         )
     _quiet_transformers()
     try:

@@ -50,7 +50,9 @@ def pictures_of(
     taken = inspect.signature(loaded.__call__).parameters
     for name, value in {PROMPT: prompts, STEPS: steps}.items():
         if value and name not in taken:
-            raise ConfigError(f"--{name.replace('_', '-')}: {type(loaded).__name__} takes none. Possible: without.")
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: {type(loaded).__name__} has no such argument. Possible: leave it out."
+            )
     asked: list[Any] = list(prompts or PROMPTS) if PROMPT in taken else [{}]
     more: dict[str, Any] = {} if steps is None else {STEPS: steps}
     try:

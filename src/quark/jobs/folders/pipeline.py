@@ -135,8 +135,8 @@ def _refuse_of_one(request: FolderRequest) -> None:
     for name in OF_ONE:
         if name in request.said:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is of one model, and {request.model} is a pipeline. Possible: the "
-                "folder of a component."
+                f"--{name.replace('_', '-')} applies to a single model, and {request.model} is a pipeline. "
+                "Possible: the folder of a component."
             )
 
 

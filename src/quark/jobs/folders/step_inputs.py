@@ -33,7 +33,9 @@ class StepInputs:
 
     def words(self, ids: Sequence[int]) -> list[str]:
         """Raises ConfigError: a network reads no tokens."""
-        raise ConfigError(f"{self.model_class.__name__} reads no tokens, of which {len(ids)} are asked for.")
+        raise ConfigError(
+            f"{self.model_class.__name__} reads no tokens, but the text of {len(ids)} tokens was asked for."
+        )
 
     def read(
         self, data: Path, limit: int, length: int, packing: bool | None = None, seed: int | None = None
@@ -53,11 +55,11 @@ class StepInputs:
         for flag, value in {"--packing": packing, "--seed": seed}.items():
             if value is not None:
                 raise ConfigError(
-                    f"{flag} does not apply to recorded steps, which are taken evenly. Possible: without."
+                    f"{flag} does not apply to recorded steps, which are taken evenly. Possible: leave it out."
                 )
         if data.suffix != ".npz" and not data.is_dir():
             raise CalibrationError(
-                f"{data}: {self.model_class.__name__} takes calls of its own ({', '.join(self.names[:4])} ...): a "
-                "folder of .npz files as quark.torch.record_steps writes them, or one .npz file."
+                f"{data} has no recorded steps of {self.model_class.__name__} ({', '.join(self.names[:4])} ...). "
+                "Possible: a folder of .npz files as quark.torch.record_steps writes them, or one .npz file."
             )
         return stored_batches(data, self.model_class, limit, self.dtype)

@@ -133,7 +133,9 @@ class Statistics:
         if str(arrays.get("format")) != FORMAT:
             raise FormatError(f"{path} is not a statistics file of this version ({FORMAT}).")
         if str(arrays.pop("digest", "")) != _digest(arrays):
-            raise FormatError(f"{path} was changed after it was written, or is damaged. Possible: collect it anew.")
+            raise FormatError(
+                f"{path} was changed after it was written, or is damaged. Possible: collect the statistics again."
+            )
         _check_arrays(arrays, path)
         if str(arrays["fingerprint"]) != fingerprint:
             raise CalibrationError(
@@ -178,7 +180,7 @@ def _check_arrays(arrays: Mapping[str, NumpyArray], path: str | os.PathLike[str]
     }
     for what, is_so in wrong.items():
         if is_so:
-            raise FormatError(f"{path} is damaged: {what}. Possible: collect it anew.")
+            raise FormatError(f"{path} is damaged: {what}. Possible: collect the statistics again.")
 
 
 def _digest(arrays: Mapping[str, NumpyArray]) -> str:

@@ -309,7 +309,7 @@ class AutoMixprecisionConfig(AlgoConfig):
             if name in FORMER_MIX_FIELDS:
                 possible = FORMER_MIX_FIELDS[name]
                 raise NotSupportedError(
-                    f"AutoMixprecisionConfig.{name} is of versions before 0.13. Possible: {possible}."
+                    f"AutoMixprecisionConfig.{name} belongs to versions before 0.13. Possible: {possible}."
                 )
         return args, kwargs
 

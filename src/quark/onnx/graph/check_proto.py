@@ -36,7 +36,7 @@ def check_proto(model: onnx.ModelProto, folder: Path, elsewhere: Container[str] 
     for text in (model.producer_name, model.producer_version, model.domain, model.doc_string, model.graph.name):
         _check_text(text, "the model")
     if not model.HasField("ir_version"):
-        raise FormatError("it does not say its IR version.")
+        raise FormatError("it has no IR version.")
     if not {entry.domain for entry in model.opset_import} & {"", "ai.onnx"} and any(
         node.domain in ("", "ai.onnx") for node in _all_nodes(model.graph.node)
     ):
@@ -139,7 +139,7 @@ def _check_value(attribute: onnx.AttributeProto, of: str) -> None:
     may_lack = attribute.ref_attr_name or kind in fields.values()
     if kind == "UNDEFINED" or given - {kind} or not (given or may_lack):
         values = " and ".join(sorted(given)).lower() or "no value"
-        raise FormatError(f"{of} is of type {kind.lower()} and holds {values}.")
+        raise FormatError(f"{of} has the type {kind.lower()}, but its value is {values}.")
 
 
 def _once(names: Iterable[str], what: str) -> None:

@@ -144,9 +144,9 @@ def _external_entries(tensor: TensorProto, who: str) -> dict[str, str]:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     unknown = sorted(entries.keys() - EXTERNAL_KEYS)
     if unknown:
-        raise FormatError(f"The data of {who} have {quoted(unknown[0])}, which says nothing of where they lie.")
+        raise FormatError(f"The external data of {who} have the unknown key {quoted(unknown[0])}.")
     if len(entries) < len(tensor.external_data):
-        raise FormatError(f"The data of {who} name their place twice: each key may be there once.")
+        raise FormatError(f"The external data of {who} have a key twice. Each key may occur once.")
     return entries
 
 

@@ -43,7 +43,7 @@ def convert_opset_version(model: ir.Model, target: int) -> int:
     name_nodes(fresh)
     infer_shapes(fresh)
     _keep_meaning(fresh, source, target)
-    require_same(model, fresh, f"The model is of opset {source} and cannot be converted to {target}")
+    require_same(model, fresh, f"The model has opset {source} and cannot be converted to {target}")
     model.graph, model.ir_version = fresh.graph, fresh.ir_version
     return 1
 
@@ -117,7 +117,7 @@ def _convert(proto: onnx.ModelProto, source: int, target: int) -> onnx.ModelProt
         return converted
     except Exception as error:  # the converter's own classes have no base but this one
         raise QuarkError(
-            f"The model is of opset {source} and cannot be converted to {target}: {reason(error)}"
+            f"The model has opset {source} and cannot be converted to {target}: {reason(error)}"
         ) from error
 
 

@@ -38,7 +38,7 @@ def require_same(source: ir.Model, changed: ir.Model, what: str) -> None:
         if not _alike([one], [other]):
             raise StructureError(
                 f"{what}: its output {name!r} would change, as ONNX Runtime computes it. Possible: export the model "
-                "anew for the opset, or keep its own."
+                "again for this opset, or leave its opset unchanged."
             )
 
 

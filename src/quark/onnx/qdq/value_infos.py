@@ -103,7 +103,7 @@ def _by_running(model: ir.Model, run: Run) -> None:
     outside = {output.name for node in model.graph for output in node.outputs}
     hidden = sorted(set(unknown) - outside)
     if hidden:
-        raise NotSupportedError(f"FillAllValueInfo: nothing says the shape of {hidden[0]} within a body of If or Loop.")
+        raise NotSupportedError(f"FillAllValueInfo: the shape of {hidden[0]} is unknown within a body of If or Loop.")
     inputs = [value for value in model.graph.inputs if not value.is_initializer()]
     fixed = all(value.shape is not None and value.shape.is_static() for value in inputs)
     for name, array in run(list(unknown)).items():

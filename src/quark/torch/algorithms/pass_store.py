@@ -47,8 +47,8 @@ class PassStore:
         other = [] if begun is None else differences(begun, json.loads(json.dumps(dict(settings))))
         if other:
             raise ConfigError(
-                f"{folder} was begun with other settings: {'; '.join(other[:3])}. Possible: the same settings, or "
-                "remove the folder to begin anew."
+                f"{folder} was started with other settings: {'; '.join(other[:3])}. Possible: the same settings, or "
+                "remove the folder to start again."
             )
         self.keep_result(SETTINGS, dict(settings))
 
@@ -73,7 +73,7 @@ class PassStore:
             return self._tensors[name]
         file = self._file(name, "safetensors")
         if not file.is_file():
-            raise FormatError(f"{file} is not there, which this run had written. Remove {self.folder} to begin anew.")
+            raise FormatError(f"{file} is missing, which this run had written. Remove {self.folder} to start again.")
         stored = dict(read_tensors([file]))
         return [stored[str(index)] for index in range(len(stored))]
 
@@ -91,7 +91,7 @@ class PassStore:
         try:
             return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
         except (OSError, ValueError) as error:
-            raise FormatError(f"{file} is corrupt: {error}. Remove {self.folder} to begin anew.") from None
+            raise FormatError(f"{file} is corrupt: {error}. Remove {self.folder} to start again.") from None
 
     def keep_result(self, name: str, value: Any) -> None:
         """Keep what JSON can hold."""

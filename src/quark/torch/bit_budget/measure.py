@@ -135,9 +135,7 @@ def mixed_format(name: str, alike: bool | Sequence[str] = True) -> BudgetRules:
     rules.programs = tuple(PROGRAMS if alike else ()) if isinstance(alike, bool) else tuple(alike)
     unknown = next((program for program in rules.programs if program not in PROGRAMS), None)
     if unknown is not None:
-        raise ConfigError(
-            f"alike: which layers {unknown!r} makes one of is not known. Possible: {', '.join(PROGRAMS)}."
-        )
+        raise ConfigError(f"alike: it is not known which layers {unknown!r} fuses. Possible: {', '.join(PROGRAMS)}.")
     return rules
 
 
@@ -234,7 +232,7 @@ def _measure(
     """The table; sizes are taken before `weights` may change the dtype of the model."""
     chosen = rules.layers(model, plan, config)
     if not chosen:
-        raise ConfigError("Every layer is excluded or has a scheme of its own: there is nothing to choose.")
+        raise ConfigError("Every layer is excluded or has a scheme already: there is nothing to choose.")
     layers = {name: [rules.fitting(name, layer, spec) for spec in specs.values()] for name, layer in chosen.items()}
     sizes = {
         name: [None if spec is None else rules.bytes(layer.weight, spec) for spec in layers[name]]

@@ -240,13 +240,13 @@ class SensitivityTable:
         """Raise ConfigError where the table is of another model, or of other data (None: not given)."""
         if self.model != model:
             raise ConfigError(
-                "The table of sensitivities is of another model, of other excluded layers, of another format, or of "
-                "another program, for which other layers are alike. Possible: another file."
+                "The table of sensitivities was measured with another model, other excluded layers, another format, or "
+                "another program, which fuses other layers. Possible: another file."
             )
         if data is not None and self.data != fingerprint_of_data(data):
             raise ConfigError(
-                "The table of sensitivities is of other calibration data. Possible: the same data, none, or another "
-                "file."
+                "The table of sensitivities was measured with other calibration data. Possible: the same data, none, "
+                "or another file."
             )
 
 

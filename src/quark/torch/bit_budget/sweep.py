@@ -73,7 +73,7 @@ class Sweep(ScorePasses):
         self._moments: dict[str, Moments] = {}
         if self.names == [WHOLE]:
             raise NotSupportedError(
-                f"{type(model).__name__} has no list of blocks, one of which could be measured at a time. Possible: "
+                f"{type(model).__name__} has no list of blocks that could be measured one at a time. Possible: "
                 "name a scheme, and others for some layers (layer_config)."
             )
 

@@ -46,12 +46,14 @@ def synthetic_batches(model: nn.Module, data: Sequence[Any], count: int, seed: i
     if not writes_text(model):
         raise NotSupportedError(
             f"{type(model).__name__} does not go on writing a text, as a causal language model of transformers does. "
-            "Possible: data of your own alone."
+            "Possible: calibration data without synthetic texts."
         )
     arguments = ModelArguments.of(model)
     rows = [row for batch in data for part in unpadded(batch, arguments) for row in _rows(part) if len(row) > PROMPT]
     if not rows:
-        raise CalibrationError(f"Synthetic data begin with tokens of the data, of which no sample has over {PROMPT}.")
+        raise CalibrationError(
+            f"Synthetic texts begin with tokens of the data, and no sample has more than {PROMPT} tokens."
+        )
     device, length = input_device(model), most_tokens(text_config(config), max(map(len, rows)))
     order = torch.Generator().manual_seed(seed)
     prompts = [_prompt(rows[index % len(rows)], getattr(config, "bos_token_id", None), order) for index in range(count)]

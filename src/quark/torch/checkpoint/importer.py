@@ -111,7 +111,9 @@ def read_quantization_config(folder: Path) -> dict[str, Any]:
         raise FormatError(f"{path} has no quantization_config: the model is not quantized.")
     if stored.get("quant_method") not in (*FORMATS, *AUTO_ROUND):
         known = ", ".join((*FORMATS, AUTO_ROUND[0]))
-        raise FormatError(f"{path} is of the quantizer {stored.get('quant_method')!r}; can be imported: {known}.")
+        raise FormatError(
+            f"{path} has quant_method {stored.get('quant_method')!r}, which cannot be imported. Possible: {known}."
+        )
     return as_known(stored)
 
 

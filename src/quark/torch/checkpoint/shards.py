@@ -193,8 +193,8 @@ def _stored_entry(name: str, x: torch.Tensor, quantizer: StoredTensor, extras: E
         stored = layout.store(values, params, frozen=True)
         if not torch.equal(layout.load(stored, quantizer.shape), values):
             raise NotSupportedError(
-                f"{name} ({quantizer.spec}) would not keep its values to the bit: the new form rounds its scales or "
-                "zero points. Possible: the quark format, or to quantize the values anew (quark convert --requantize)."
+                f"{name} ({quantizer.spec}) would not keep its values to the bit: the new format rounds its scales or "
+                "zero points. Possible: the quark format, or to quantize the values again (quark convert --requantize)."
             )
         return stored
 

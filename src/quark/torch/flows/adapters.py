@@ -104,7 +104,9 @@ def _merged_model(folder: Path, base: Path, held: set[str]) -> Any:
     used = set(peft.get_peft_model_state_dict(model))
     if used != held:
         odd = sorted(used ^ held)
-        raise FormatError(f"{folder / WEIGHTS} does not fit {base}: {len(odd)} tensors are of one alone, as {odd[0]}.")
+        raise FormatError(
+            f"{folder / WEIGHTS} does not fit {base}: {len(odd)} tensors are in only one of the two, such as {odd[0]}."
+        )
     if not hasattr(model, "merge_and_unload") or not getattr(model.base_model, "merge_and_unload", None):
         raise NotSupportedError(f"{folder}: an adapter of the kind {model.peft_type} cannot be merged into its base.")
     with as_format_error(folder, f"cannot be merged into {base}"):

@@ -123,8 +123,8 @@ def check_goal(model: nn.Module, made: Plan, goal: RuntimeGoal, form: str) -> No
             f", and{goal.folder.serve_cache} when it is served, which takes 1.0 for each scale" if goal.folder else ""
         )
         raise NotSupportedError(
-            f"{goal.program} does not know the scale beside {unnamed} in {form} folders. Possible: compressed-tensors, "
-            f"which says itself whether it has a place for it; or no --kv-cache{served}."
+            f"{goal.program} does not read the scale of {unnamed} from {form} folders. Possible: compressed-tensors, "
+            f"if it can store that scale; or no --kv-cache{served}."
         )
     heads = [] if goal.heads is None or form in goal.heads else sorted(output_head(model) & made.layers.keys())
     if heads:

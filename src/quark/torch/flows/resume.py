@@ -72,14 +72,14 @@ class Manifest:
             stored = json.loads(path.read_text())
             begun, blocks = stored["settings"], list(stored["blocks"])
         except (ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"{path} is corrupt: {error}. Remove {folder} to begin anew.") from None
+            raise FormatError(f"{path} is corrupt: {error}. Remove {folder} to start again.") from None
         if not model.is_dir():
             return cls._begun(folder, settings)
         other = differences(begun, settings)
         if other:
             raise ConfigError(
-                f"{folder} was begun with other settings: {'; '.join(other[:3])}. Possible: the same settings, or "
-                "remove the folder to begin anew."
+                f"{folder} was started with other settings: {'; '.join(other[:3])}. Possible: the same settings, or "
+                "remove the folder to start again."
             )
         return cls(folder, settings, blocks)
 
@@ -128,8 +128,8 @@ class Manifest:
         for block in self._blocks:
             if _hash({name: places[name] for name in block["tensors"]}) != block["sha256"]:
                 raise FormatError(
-                    f"{self.folder}: the block {block['name']!r} is not as it was written. Remove the folder to begin "
-                    "anew."
+                    f"{self.folder}: the block {block['name']!r} has changed since it was written. Remove the folder "
+                    "to start again."
                 )
 
     def remove(self) -> None:

@@ -107,9 +107,7 @@ class AwqFormat(FolderFormat):
                 "can be imported: bits=4, version='gemm', groups of some size."
             )
         if stored.get("zero_point") is False:
-            raise FormatError(
-                "This awq checkpoint says zero_point=False, and the tensors of the format have zero points."
-            )
+            raise FormatError("This awq checkpoint has zero_point=False, but its tensors have zero points.")
         weight = TensorSpec(DTYPES["uint4"], PerGroup(-1, size), symmetric=False, scale_type=ScaleType.float)
         return Stored(QConfig(global_quant_config=config_of_layer(LayerSpec(weight=weight))))
 

@@ -229,12 +229,12 @@ def _within(folder: Path, name: str) -> Path:
     """The path of a name that does not lead out of a folder, whether it is there or not."""
     parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
     if ".." in parts or PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or "\0" in name:
-        raise FormatError(f"{folder} names the file {name!r}, which is none of its own.")
+        raise FormatError(f"{folder} names the file {name!r}, which is outside the folder.")
     path = folder / name
     try:
         target = path.resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise FormatError(f"{path} is a link that leads nowhere: {error}.") from None
+        raise FormatError(f"{path} is a broken link: {error}.") from None
     if not target.is_relative_to(folder.resolve()) and not _BLOB.search(target.as_posix()):
         raise FormatError(f"{path} is a link to {target}, out of its folder: copy the file to its place.")
     return path

@@ -125,7 +125,7 @@ def carried_in_codes(model: Any, folder: Path | None) -> nn.Module | None:
     for name, parts in layers.items():
         spec = choice.spec(name, nn.Linear)
         if spec.weight is None:
-            raise FormatError(f"{name} is stored in codes, and the config of {folder} does not say of which kind.")
+            raise FormatError(f"{name} is stored as codes, but the config of {folder} does not give their type.")
         layout = form.make_layout(spec.weight, spec, model.dtype, content.pack_method, real)
         rows, columns = _float_shape(name, parts, spec, layout)
         bias = "bias" in parts
@@ -174,7 +174,7 @@ def _float_shape(name: str, parts: Mapping[str, torch.Tensor], spec: LayerSpec, 
         same = all(suffix in made and made[suffix].numel() == size.numel() for suffix, size in stored.items())
         if same and made[""].shape == stored[""]:
             return shape
-    raise FormatError(f"{name}: what is stored of its weight, {tuple(parts['weight'].shape)}, fits no shape of one.")
+    raise FormatError(f"{name}: the stored weight of shape {tuple(parts['weight'].shape)} fits no shape of a layer.")
 
 
 _SUFFIXES = {"weight": "", SCALE: "scale", "weight_zero_point": "zero_point", "weight_scale_2": "scale_2"}

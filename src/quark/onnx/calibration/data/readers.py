@@ -211,7 +211,7 @@ def usable(feeds: Iterable[Feed]) -> Iterator[Feed]:
     if floats and not alive:
         raise CalibrationError(
             "Every calibration sample is zero, or below the smallest normal float32 (1.2e-38), in every float input: "
-            "they say nothing about the ranges. Possible: data like those that the model will see."
+            "no ranges can be found from them. Possible: data that resemble those in use."
         )
 
 

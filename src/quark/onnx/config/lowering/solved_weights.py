@@ -61,7 +61,7 @@ def lower_nbits(options: Mapping[str, Any], gptq: GPTQConfig | None = None) -> T
     for name, key in NBITS_OF_GPTQ.items():
         value = getattr(gptq or GPTQConfig, name)
         if value not in (getattr(GPTQConfig, name), params[key]):
-            raise ConfigError(f"GPTQConfig.{name}={value}, MatMulNBitsParams.{key}={params[key]}: say it once.")
+            raise ConfigError(f"GPTQConfig.{name}={value}, MatMulNBitsParams.{key}={params[key]}: set only one.")
     size = group_size(params["GroupSize"], "MatMulNBitsParams.GroupSize")
     if size not in NBITS_SIZES:
         possible = ", ".join(map(str, NBITS_SIZES))

@@ -205,5 +205,5 @@ class Study:
         """The choice with the least score. Raises QuarkError where there is none."""
         finite = [position for position, score in enumerate(scores) if math.isfinite(score)]
         if not finite:
-            raise self.error or ConfigError("No trial succeeded, and none was run anew.")
+            raise self.error or ConfigError("No trial succeeded.")
         return deepcopy(choices[min(finite, key=scores.__getitem__)])

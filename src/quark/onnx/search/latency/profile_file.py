@@ -185,7 +185,7 @@ class Profile:
             conversions: Whether those are needed.
 
         Raises:
-            ConfigError: It is of another machine.
+            ConfigError: It was measured on another machine.
         """
         missing = {kernel.signature for model in models for kernel in model.kernels} - set(self.kernels)
         conversions = conversions and not self.conversions
@@ -313,7 +313,7 @@ def _cached(path: Path, machine: dict[str, str]) -> Profile:
     try:
         profile = Profile.load(path) if _exists(path) else Profile(path, machine)
         if profile.machine != machine:
-            raise FormatError(f"{path} is of another machine.")
+            raise FormatError(f"{path} was measured on another machine.")
     except QuarkError as error:
         logger.info("Kernels are timed again: %s", error)
         profile = Profile(path, machine)

@@ -116,7 +116,7 @@ class Distillation(Algorithm):
         learned = learned_weights(model, layers)
         if not learned:
             raise StructureError(
-                "DistillationConfig: no linear layer has a weight in codes of its own; all are shared."
+                "DistillationConfig: no linear layer has a quantized weight that only this layer uses."
             )
         count = max(1, min(round(UNSEEN * len(self.data)), MOST_UNSEEN))
         judging = merged(self.data[:count], self.config.batch_size)

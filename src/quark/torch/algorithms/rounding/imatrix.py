@@ -65,7 +65,9 @@ class Imatrix(Algorithm):
         if tensor not in moments:
             if not tensor.startswith("blk."):
                 return False  # the head, of which few files speak
-            raise FormatError(f"{file} has no {tensor!r} ({name}): it is of another model. It has {list(moments)[:3]}.")
+            raise FormatError(
+                f"{file} has no {tensor!r} ({name}): it was made for another model. It has {list(moments)[:3]}."
+            )
         columns, expert = layer.weight.shape[1], expert_of(name) or 0
         rows = moments[tensor].reshape(-1)
         first = expert * columns if rows.size > columns else 0

@@ -83,7 +83,7 @@ class QuarkNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         self._dtype: torch.dtype = torch_dtype or said
         if self._dtype != said and {self._dtype, said} <= HALF:
             raise NotSupportedError(
-                f"The network was quantized in {said}, whose numbers {self._dtype} does not hold. Possible: "
+                f"The network was quantized in {said}, and {self._dtype} cannot represent all its values. Possible: "
                 f"torch_dtype={said}, or torch.float32."
             )
         return self._dtype

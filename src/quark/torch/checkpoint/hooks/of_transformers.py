@@ -107,7 +107,7 @@ def _folder_of(model: Any) -> Path:
         name = str(Path(found).parent) if found else ""
     if not name:
         raise FormatError(
-            f"The files of {model.name_or_path or 'this checkpoint'} are not where its name says, and so cannot be "
+            f"The files of {model.name_or_path or 'this checkpoint'} were not found under its name, so they cannot be "
             "checked before they are loaded. Possible: from_pretrained with the path of their folder."
         )
     return _with_subfolder(Path(name))
@@ -156,8 +156,8 @@ class ReceivingExperts(UnfusedExperts):
             stored = {(tuple(weight.shape), weight.dtype) for weight in weights if weight is not None}
             if len(stored) > 1:
                 raise NotSupportedError(
-                    f"transformers merges the experts of this model when it loads them, and these are not stored "
-                    f"alike: {sorted(map(str, stored))}. Possible: import_model_from_safetensors with the float model."
+                    f"transformers merges the experts of this model when it loads them, but they differ in shape or "
+                    f"type: {sorted(map(str, stored))}. Possible: import_model_from_safetensors with the float model."
                 )
             ((shape, dtype),) = stored
             rows = shape[0] * len(layers) // experts.count

@@ -89,7 +89,7 @@ def _check_modelopt(stored: dict[str, Any], folder: Path) -> None:
     other = next((name for row in rows if (name := _algorithm(row)) not in ALGORITHMS), None)
     if other is not None:
         raise NotSupportedError(
-            f"{folder}: weights quantized by ModelOpt's {other or 'quant_algo, which is not said,'} are not read. "
+            f"{folder}: weights quantized by ModelOpt's {other or 'quant_algo (none is given)'} are not supported. "
             f"Possible: {', '.join(ALGORITHMS)}, or the model that it was made from."
         )
 

@@ -196,7 +196,9 @@ class Source:
         dtype = self.meta(name).dtype if name in self._files and name.endswith((".weight", ".bias")) else torch.float32
         unknown = not dtype.is_floating_point if form == "plain" else dtype == torch.uint8 != self._fp4
         if unknown:
-            raise FormatError(f"{name} holds {str(dtype).removeprefix('torch.')}, and nothing says what it means.")
+            raise FormatError(
+                f"{name} has the type {str(dtype).removeprefix('torch.')}, and nothing says how to decode it."
+            )
         blocks = form == "blocks" and f"{name}{EXPONENTS}" not in self._files
         if blocks or (form in ("coded", "packed") and self._scale_name(name) is None):
             missing = name + (EXPONENTS if blocks else SCALES[0] if form == "coded" else SCALES[1])

@@ -215,7 +215,7 @@ def _override(name: str, dynamic: Mapping[str, Any]) -> dict[str, Any]:
         except re.error as error:
             raise FormatError(f"dynamic: {key!r:.80} is not a regular expression: {error}.") from None
         if found and key.startswith("-:"):
-            raise FormatError(f"{name} is quantized in the files, and {key!r:.80} of dynamic says that it is not.")
+            raise FormatError(f"{name} is quantized in the files, but {key!r:.80} of dynamic excludes it.")
         if found:
             other = sorted(entries.keys() - OVERRIDDEN)
             differing = [each for each in other if each in ("desc_act", "format", "pack_dtype") and entries[each]]

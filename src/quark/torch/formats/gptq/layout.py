@@ -109,8 +109,8 @@ class GptqLayout(CodedLayout):
             runs = torch.arange(shape[1], device=tensors["g_idx"].device) // self._columns(shape[1])
             if not torch.equal(tensors["g_idx"].long(), runs):
                 raise NotSupportedError(
-                    "The groups of this gptq weight are no runs of inputs (desc_act), which no other format can hold. "
-                    "Possible: to run it as it is, or to quantize its values anew (quark convert --requantize)."
+                    "The groups of this gptq weight are not consecutive inputs (desc_act), so no other format fits. "
+                    "Possible: use it as it is, or quantize its values again (quark convert --requantize)."
                 )
         return self._as_split(self._params_of_groups(tensors, shape), shape)
 

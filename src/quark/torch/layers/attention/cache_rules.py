@@ -45,7 +45,9 @@ def check_cache_config(config: QConfig) -> None:
         where = f"kv_cache_quant_config[{pattern!r}].output_tensors"
         spec = lower_tensor(layer.output_tensors)
         if spec is None:
-            raise ConfigError(f"{where} is None; it says how the cache is quantized, for one Int8PerTensorSpec().")
+            raise ConfigError(
+                f"{where} is None. It must say how the cache is quantized, for example Int8PerTensorSpec()."
+            )
         by_head = spec.granularity == HEADS
         if by_head and not config.kv_cache_post_rope:
             raise NotSupportedError(

@@ -168,8 +168,8 @@ def _count_heads(model: Any, owner: str, layers: Sequence[str]) -> None:
         quantizer.heads = stored_heads(module, name, config and config.get_text_config(decoder=True))
         if quantizer.heads is None:
             raise NotSupportedError(
-                f"{owner}.{name}: {type(module).__name__} does not say how many heads its cache stores of this layer, "
-                "so that they have no scale each. Possible: one scale for all of them (--kv-cache fp8 or int8)."
+                f"{owner}.{name}: {type(module).__name__} does not say how many heads of this layer its cache stores, "
+                "so each head cannot have a scale. Possible: one scale for all of them (--kv-cache fp8 or int8)."
             )
 
 

@@ -224,7 +224,7 @@ def _refuse_split_ties(model: nn.Module) -> None:
         first, second = (_value(module, leaf) for module, leaf in ends)
         if first is not None and second is not None and first.shape == second.shape and torch.equal(first, second):
             raise NotSupportedError(
-                f"{name} and {of} are one weight, of which the device_map keeps one use on a device and the other on "
+                f"{name} and {of} share one weight, but the device_map keeps one of them on a device and the other on "
                 "the CPU or on disk. Possible: a device_map that names one place for both."
             )
 
@@ -354,9 +354,9 @@ def host_value(weights: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Te
     entry, folder = loader.index[name], loader.save_folder
     if folder is None:
         raise NotSupportedError(
-            f"{name} lies on disk by the device_map, and there is no folder in which what becomes of it can be kept: "
-            "the files of the model are never written. Possible: load the model with offload_folder=..., or stream "
-            "its folder."
+            f"The device_map keeps {name} on disk, and the model has no folder to which its quantized form could be "
+            "written: the files of the model are never changed. Possible: load the model with offload_folder=..., or "
+            "stream its folder."
         )
     if entry.get("safetensors_file") is not None:
         value = mapped_safetensors(Path(entry["safetensors_file"]), entry.get("weight_name", name))

@@ -272,7 +272,7 @@ def _cut(named: Mapping[str, Any], sides: Sequence[PaddedAxis], arguments: Model
     count = len(sides[0].real)
     if any(len(side.real) != count for side in sides):
         sizes = ", ".join(f"{side.mask} {len(side.real)}" for side in sides)
-        raise CalibrationError(f"Masks are of different numbers of samples: {sizes}. Possible: one for each sample.")
+        raise CalibrationError(f"Masks have different numbers of samples: {sizes}. Possible: one for each sample.")
     kept = [row for row in range(count) if all(bool(side.real[row].any()) for side in sides if side.is_main)]
     if not kept or _alike(sides):
         return [_sample(named, sides, 0)] if kept else []

@@ -133,7 +133,7 @@ def kind_of_file(names: Iterable[str]) -> DenoiserKind:
     found = next((kind for kind in kinds() if all(key in known for key in kind.keys)), None)
     if found is None:
         raise NotSupportedError(
-            "These tensors are of no denoiser that is known by the names of its authors. Possible: "
+            "The names of these tensors belong to none of the known denoisers. Possible: "
             f"{', '.join(kind.name for kind in kinds())}; or a folder of diffusers."
         )
     return found
@@ -205,7 +205,7 @@ def _check_whole(kind: DenoiserKind, parts: Mapping[str, list[tuple[int, str]]])
         needed = 1 if name == original else wanted[rows[order][1]]
         if len(found) < needed:
             there = ", ".join(name for _, name in found)
-            raise FormatError(f"{original} is made of {needed} tensors, of which {len(found)} are there: {there}.")
+            raise FormatError(f"{original} needs {needed} tensors, but the file has {len(found)} of them: {there}.")
 
 
 def _row_name(kind: DenoiserKind, name: str) -> tuple[str, int, str] | None:

@@ -68,5 +68,5 @@ def _joined(tensor: str, experts: dict[int, tuple[torch.Tensor, int]]) -> tuple[
     ordered = [experts[index] for index in sorted(experts)]
     total = to_numpy(torch.stack([sums for sums, _ in ordered]).cpu())
     if not np.isfinite(total).all():
-        raise NonFiniteError(f"{tensor}: what it is multiplied with holds NaN or Inf, or values too large to square.")
+        raise NonFiniteError(f"{tensor}: its inputs have NaN or Inf, or values too large to square.")
     return total, np.array([count for _, count in ordered], np.float32)

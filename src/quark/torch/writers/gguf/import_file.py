@@ -222,7 +222,7 @@ def _joined(name: str, parts: list[Any]) -> _Joined:
         shapes.append(shape)
     if None in kinds or len(set(kinds)) > 1:
         raise FormatError(
-            f"{name} is {len(parts)} tensors of the file, of which one is missing, or of another type or shape."
+            f"{name} needs {len(parts)} tensors of the file. One of them is missing, or has another type or shape."
         )
     whole = list(shapes[0])
     whole[rows] = sum(int(shape[rows]) for shape in shapes)
@@ -240,7 +240,7 @@ def _of_architecture(reader: Any, file: Path, arch: str) -> Any:
     field = reader.get_field("general.architecture")
     found = field.contents() if field else None
     if found != arch:
-        raise FormatError(f"{file} is of the architecture {found!r}; the model needs {arch!r}.")
+        raise FormatError(f"{file} has the architecture {found!r}, but the model needs {arch!r}.")
     return reader
 
 
