@@ -48,6 +48,17 @@ FEWEST = 8
 """Values of a channel that a factor is fitted to: with fewer, too much of their noise would pass for a factor."""
 
 
+def _products(x: Array, y: Array, axis: int | None = None) -> Array:
+    """Sum of x y, of each index of an axis if one is given; of NumPy's arrays without an array of the products."""
+    if not isinstance(x, np.ndarray):
+        return (x * y).sum() if axis is None else (x * y).sum(axis=[i for i in range(len(x.shape)) if i != axis])
+    if axis is None:
+        return np.einsum("i,i->", x.ravel(), y.ravel())
+    before, after = (math.prod(part) for part in (x.shape[:axis], x.shape[axis + 1 :]))
+    shape = (before, x.shape[axis], after) if after > 1 else (before, x.shape[axis])
+    return np.einsum("ijk,ijk->j" if after > 1 else "ij,ij->j", x.reshape(shape), y.reshape(shape))
+
+
 @dataclass
 class Comparison:
     """The sums from which every metric follows: of many pairs of arrays as if they were one.
@@ -73,11 +84,11 @@ class Comparison:
         x, y = astype(x, "float64"), astype(y, "float64")
         difference = x - y
         self.count += math.prod(x.shape)
-        self.signal += float((x * x).sum())
-        self.other += float((y * y).sum())
-        self.product += float((x * y).sum())
-        self.noise += float((difference * difference).sum())
-        self.peak = max(self.peak, float(abs(x).max())) if math.prod(x.shape) else self.peak
+        self.signal += float(_products(x, x))
+        self.other += float(_products(y, y))
+        self.product += float(_products(x, y))
+        self.noise += float(_products(difference, difference))
+        self.peak = max(self.peak, float(x.max()), -float(x.min())) if math.prod(x.shape) else self.peak
         return self
 
     @property
@@ -216,7 +227,8 @@ class ChannelFit:
         axis = self.axis % len(x.shape)
         rest = tuple(i for i in range(len(x.shape)) if i != axis)
         x, y = astype(x, "float64"), astype(y, "float64")
-        sums = np.stack([to_numpy(part.sum(axis=rest)) for part in (x, y, x * x, y * y, x * y)])
+        products = [_products(*pair, axis) for pair in ((x, x), (y, y), (x, y))]
+        sums = np.stack([to_numpy(part) for part in (x.sum(axis=rest), y.sum(axis=rest), *products)])
         self.mismatched |= self.sums is not None and self.sums.shape != sums.shape
         if not self.mismatched:
             self.sums = sums if self.sums is None else self.sums + sums
