@@ -13,8 +13,9 @@ from torch import nn
 from quark.core.schemes import SCHEMES
 from quark.errors import ShapeError
 from quark.torch import LLMTemplate, ModelQuantizer
-from quark.torch.config.config import QConfig
+from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_layer, lower_layer
+from quark.torch.config.tensor.shorthand_specs import Int8PerTensorSpec
 from quark.torch.plan import Plan, make_plan
 from tests.models.torch_zoo import tiny_llama
 
@@ -95,3 +96,32 @@ def test_a_template_leaves_a_head_in_float_unless_it_is_named(family: str) -> No
     config = template.get_config("int8_wo", layer_config={"lm_head": "uint4_wo_32"})
     assert str(make_plan(config, tiny_llama()).layers["lm_head"].weight).startswith("uint4 group 32")
     assert "lm_head" in make_plan(template.get_config("int8_wo"), tiny_llama()).excluded
+
+
+def test_what_has_no_quantized_form_is_said_and_in_the_table(caplog: pytest.LogCaptureFixture) -> None:
+    """A GRU, an attention of torch, and a parameter of a module of one's own: none is a layer that is replaced."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix, self.gain = nn.Parameter(torch.eye(16)), nn.Parameter(torch.ones(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.matrix * self.gain
+
+    model = nn.ModuleDict(
+        {"linear": nn.Linear(16, 16), "rnn": nn.GRU(16, 16), "attention": nn.MultiheadAttention(16, 2), "own": Scaled()}
+    )
+    config = QConfig(global_quant_config=QLayerConfig(weight=Int8PerTensorSpec()))
+    plan = make_plan(config, model)
+    assert list(plan.layers) == ["linear"] and plan.unknown == ("rnn", "attention", "attention.out_proj", "own")
+    rows = dict(zip(*(list(column.cells) for column in plan.table(model).columns[:3:2]), strict=True))
+    assert rows["rnn"] == "1,536 values" and rows["own"] == "256 values" and rows["attention.out_proj"] == "(16, 16)"
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert f"GRU (rnn, {1536 / total:.0%} of the weights)" in plan.without_form(model)
+    caplog.set_level("INFO", "quark")
+    ModelQuantizer(config).quantize_model(model)
+    assert "no quantized form" in caplog.text and plan.without_form(model) in caplog.text
+    caplog.clear()
+    ModelQuantizer(config).quantize_model(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    assert "no quantized form" not in caplog.text

@@ -35,6 +35,8 @@ UNFIT_SHARE = 0.1
 """Share of the weights of linear layers that may stay in float because groups do not divide them; above it that is an
 error.
 """
+WORTH_SAYING = 0.01
+"""Share of all weights from which on it is said that they have no quantized form."""
 MOST_IN_FLOAT = 0.5
 """Share of all weights that may stay in float because of that, as convolutions do, before it is a warning."""
 
@@ -46,7 +48,8 @@ class Plan:
     Attributes:
         layers: Full module name -> spec, in the order of the model; only layers that change.
         excluded: Full names of the layers that could have been quantized and stay in float.
-        unknown: Full names of layers derived from a supported class with a forward of their own; they stay in float.
+        unknown: Full names of modules whose weights have no quantized form and stay in float: layers derived from a
+            supported class with a forward of their own, and others that hold a share of the weights, such as GRU.
         probabilities: Full name of an attention module -> spec of its probabilities.
         to_exclude: What a stored config must exclude, so that a runtime, which knows no selectors and may have layers
             in place of what stays in float, quantizes what this plan does.
@@ -103,7 +106,31 @@ class Plan:
 
     def weight_shape(self, model: nn.Module, name: str) -> str:
         """The shape of the weight of a layer, as the table shows it."""
-        return str(tuple(cast(torch.Tensor, model.get_submodule(name).weight).shape))
+        module = model.get_submodule(name)
+        if isinstance(getattr(module, "weight", None), torch.Tensor):
+            return str(tuple(cast(torch.Tensor, module.weight).shape))
+        return f"{_own_weights(module):,} values"
+
+    def without_form(self, model: nn.Module) -> str:
+        """What of a model stays in float for want of a quantized form, with its share of all weights; "" for nothing.
+
+        Args:
+            model: That it was made of.
+        """
+        total = sum(parameter.numel() for parameter in model.parameters()) or 1
+        names: dict[str, list[str]] = {}
+        weights: dict[str, int] = {}
+        for name in self.unknown:
+            module = model.get_submodule(name)
+            kind = type(module).__name__
+            names.setdefault(kind, []).append(name or "the model")
+            weights[kind] = weights.get(kind, 0) + _own_weights(module)
+        more = {kind: f" and {len(each) - 1} more" if each[1:] else "" for kind, each in names.items()}
+        return ", ".join(
+            f"{kind} ({each[0]}{more[kind]}, {weights[kind] / total:.0%} of the weights)"
+            for kind, each in names.items()
+            if weights[kind] >= WORTH_SAYING * total
+        )
 
     def float_label(self, name: str) -> str:
         """What the table says of a tensor that is not quantized."""
@@ -216,9 +243,7 @@ def make_plan(
     unfit = _unfit(model, layers, errors)
     if strict:
         _say_lost(config, choice, candidates)
-    unknown = tuple(
-        name for name, module in model.named_modules() if isinstance(module, tuple(LAYERS)) and name not in candidates
-    )
+    unknown = _without_form(model, candidates)
     if strict and not layers:
         raise _nothing_to_quantize(model, len(candidates))
     _require_calibrated_experts(config, layers, strict)
@@ -227,6 +252,22 @@ def make_plan(
     _say_outside(outside)
     to_exclude = _to_exclude(model, choice, layers, excluded, probabilities)
     return Plan(layers, tuple(excluded), unknown, probabilities, to_exclude, outside, unfit)
+
+
+def _own_weights(module: nn.Module) -> int:
+    """How many values there are in the parameters of a module itself that are no vectors."""
+    return sum(p.numel() for p in module._parameters.values() if p is not None and p.dim() > 1)
+
+
+def _without_form(model: nn.Module, candidates: Collection[str]) -> tuple[str, ...]:
+    """Modules whose weights have no quantized form: derived from a layer, or with a share of the weights."""
+    worth = WORTH_SAYING * sum(parameter.numel() for parameter in model.parameters())
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if name not in candidates
+        and (isinstance(module, tuple(LAYERS)) or (not isinstance(module, QuantLayer) and _own_weights(module) > worth))
+    )
 
 
 def _choose_specs(

@@ -129,6 +129,8 @@ class ModelQuantizer:
                 carried = _carried(self.config, model)
                 plan = make_plan(self.config, model, read_elsewhere=elsewhere, beside=carried)
                 plan = plan_carried(self.config, model, plan, carried)
+                if left := plan.without_form(model):
+                    logger.info("In float, as these classes have no quantized form: %s.", left)
                 with replaced(model, plan) as layers, attention_quantized(model, self.config, plan, layers):
                     self._calibrate(model, layers, algorithms, data, offloaded)
             config, plan = with_quantized_before(_recorded(snapshot(self.config), algorithms), plan, held)
