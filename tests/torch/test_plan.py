@@ -125,3 +125,15 @@ def test_what_has_no_quantized_form_is_said_and_in_the_table(caplog: pytest.LogC
     caplog.clear()
     ModelQuantizer(config).quantize_model(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
     assert "no quantized form" not in caplog.text
+
+
+def test_a_table_is_read_by_indices_which_have_no_scale() -> None:
+    """A rule with inputs that names an Embedding quantizes its weight; its indices are not observed."""
+    both = QLayerConfig(weight=Int8PerTensorSpec(), input_tensors=Int8PerTensorSpec())
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    config = QConfig(global_quant_config=both, layer_type_quant_config={nn.Embedding: both})
+    plan = make_plan(config, model)
+    assert plan.layers["0"].weight is not None and plan.layers["0"].input is None
+    assert plan.layers["1"].input is not None
+    ModelQuantizer(config).quantize_model(model, [torch.tensor([[0, 4], [1, 2]])])
+    assert type(model[0]).__name__ == "QuantEmbedding"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -162,6 +162,8 @@ class Choice:
         linear, only_when_named = issubclass(kind, nn.Linear), issubclass(kind, ONLY_WHEN_NAMED)
         chosen = None if self.excludes(name) else layer_config(self.config, name, kind, only_when_named)
         spec = lower_layer(chosen, per_token=linear)
+        if only_when_named:  # a table, whose input is indices
+            spec = replace(spec, input=None)
         return with_cache(spec, self.config, name, self.feeding) if linear else spec
 
     def wanted(self, name: str) -> bool:
