@@ -26,8 +26,9 @@ from quark.torch import (
     export_safetensors,
     import_model_from_safetensors,
 )
-from quark.torch.config.config import QConfig
+from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_layer
+from quark.torch.config.tensor.shorthand_specs import Int8PerTensorSpec
 from quark.torch.export import ExporterConfig, OnnxExporterConfig
 from quark.torch.layers import LAYERS
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
@@ -398,3 +399,16 @@ def test_the_file_says_nothing_twice(tmp_path: Path) -> None:
     assert len(bits) == len(set(bits))
     assert not found.graph.value_info
     assert_near(run(file, x), outputs(model, x))
+
+
+@pytest.mark.slow
+def test_a_name_of_a_file_is_the_file(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    ModelQuantizer(QConfig(global_quant_config=QLayerConfig(weight=Int8PerTensorSpec()))).quantize_model(model)
+    x = torch.ones(1, 4)
+    assert export_onnx(model, tmp_path / "mine.onnx", (x,)) == tmp_path / "mine.onnx"
+    with pytest.raises(OutputExistsError):
+        export_onnx(model, tmp_path / "mine.onnx", (x,))
+    (tmp_path / "folder.onnx").mkdir()
+    assert export_onnx(model, tmp_path / "folder.onnx", (x,)) == tmp_path / "folder.onnx" / "quark_model.onnx"
+    assert (tmp_path / "mine.onnx").read_bytes() == (tmp_path / "folder.onnx" / "quark_model.onnx").read_bytes()

@@ -53,11 +53,12 @@ def export_onnx(
     dynamic_shapes: Any = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a quantized model as `output_dir/quark_model.onnx`, weights as integers.
+    """Write a quantized model as an ONNX file, weights as integers: as `output_dir/quark_model.onnx`, or as named.
 
     Args:
         model: From `ModelQuantizer.quantize_model`, frozen or not, or loaded from a checkpoint; not changed.
-        output_dir: Folder, made if it is not there; other files in it stay.
+        output_dir: Folder, made if it is not there; other files in it stay. A name that ends in .onnx and is no folder
+            is that of the file.
         input_args: Example input: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         opset_version: Of the file; default 20, or 21 where a type needs it.
         input_names, output_names: Of the graph; default: those of the arguments and of the model's output.
@@ -70,7 +71,7 @@ def export_onnx(
         overwrite: Replace a file that is there.
 
     Returns:
-        The file. Over 2 GB, the weights lie beside it in `quark_model.onnx.data`.
+        The file. Over 2 GB, the weights lie beside it, in `quark_model.onnx.data`.
 
     Raises:
         ConfigError: A model that is not quantized or was accelerated, or an option that is wrong.
@@ -81,7 +82,8 @@ def export_onnx(
     refuse_packed(model)
     refuse_offloaded(model, "export_onnx")
     args, kwargs = _arguments(input_args, next((p.device for p in model.parameters()), torch.device("cpu")))
-    file = Path(output_dir) / FILE
+    place = Path(output_dir)
+    file = place if place.suffix == ".onnx" and not place.is_dir() else place / FILE
     check_file(file, overwrite)
     options: dict[str, Any] = {"input_names": list(input_names) or None, "output_names": list(output_names) or None}
     options |= {"verbose": verbose, "optimize": do_constant_folding, "dynamic_shapes": dynamic_shapes}
