@@ -14,6 +14,7 @@ PARTS = {
     "accuracy_int_inputs": ("accuracy_int_inputs",),
     "onnx": ("onnx_import", "onnx_calibration", "onnx_latency", "onnx_weight_only"),
     "onnx_quantize": ("onnx_quantize",),
+    "onnx_search": ("onnx_search",),
     "onnx_algorithms": ("onnx_algorithms",),
     "real_models": ("real_models",),
 }
@@ -73,6 +74,8 @@ def _at(result: dict[str, Any] | None, path: tuple[str, ...]) -> float | None:
 
 
 REAL_MODELS = ("YOLOv8n", "OCR detection", "OCR recognition", "OCR direction", "magika")
+SEARCHED = (("magika", 8.0, 6.0), ("OCR direction", 3.0, 2.0), ("OCR detection", 6.0, 5.0))
+"""Models that are searched; times of one plain quantization that the first command takes at most, and a later one."""
 SCHEMES = ("int8_per_channel", "int4_group_128", "fp8_per_tensor", "mxfp4")
 FIGURES = [
     Figure("import_time", "import quark.torch / import torch", ("ratio",), 1.15),
@@ -194,6 +197,17 @@ FIGURES = [
         Figure("onnx_quantize", f"{model}, {method}: whole call", (model, method, "quark", "seconds"), limit, " s")
         for model in ("resnet50", "encoder")
         for method, limit in (("MinMax", 2.2), ("Percentile", 2.3), ("Entropy", 2.3))
+    ),
+    *(
+        Figure("onnx_search", f"{model}, {what}", (model, key), limit)
+        for model, first, later in SEARCHED
+        for key, what, limit in (
+            ("first_ratio", "no configuration: CPU seconds / quantize_static", first),
+            ("later_ratio", "no configuration, known kernels: CPU seconds / quantize_static", later),
+            ("size", "no configuration: size / float", 0.51),
+            ("noise", "no configuration: noise / signal", 0.1),
+            ("task_lost", "no configuration: share of the task lost", 0.03),
+        )
     ),
     Figure("onnx_latency", "resnet50, ort_x64: time / float", ("resnet50", "ort_x64", "time"), 1 / 3),
     Figure("onnx_latency", "encoder, ort_x64: time / float", ("encoder", "ort_x64", "time"), 1 / 1.8),
