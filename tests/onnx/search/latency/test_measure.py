@@ -244,13 +244,14 @@ def test_processors_have_caches_of_their_own(tmp_path: Path, monkeypatch: pytest
 
 
 def test_equal_shapes_of_other_types_are_other_kernels() -> None:
-    model = chain(1)
-    single = ProfiledModel(load(model), {"x": np.ones((4, 8), np.float32)})
-    for value in (*model.graph.input, *model.graph.output):
-        value.type.tensor_type.elem_type = TensorProto.DOUBLE
-    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.ones((8, 16)), "w0"))
-    double = ProfiledModel(load(model), {"x": np.ones((4, 8))})
-    assert len({kernel.signature for each in (single, double) for kernel in each.kernels}) == 2
+    signatures = set[str]()
+    for kind in (TensorProto.FLOAT, TensorProto.DOUBLE):
+        x, y = (helper.make_tensor_value_info(name, kind, [4, 8]) for name in "xy")
+        graph = helper.make_graph([helper.make_node("Exp", ["x"], ["y"])], "exp", [x], [y])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+        feed = {"x": np.ones((4, 8), helper.tensor_dtype_to_np_dtype(kind))}
+        signatures |= {kernel.signature for kernel in ProfiledModel(load(model), feed).kernels}
+    assert len(signatures) == 2
 
 
 def test_kernels_are_found_whatever_numbers_a_session_gives_them() -> None:
