@@ -209,6 +209,8 @@ def test_triangles_are_solved_as_scipy_does(shape: tuple[int, ...], wrap: Callab
     upper, lower = (
         np.asarray(solve(wrap(feedback), wrap(right))) for solve in (triangles.solve_upper, triangles.solve_lower)
     )
+    other = feedback + 2 * np.eye(columns)
+    scaled = np.asarray(triangles.solve_right(wrap(square * 1.0), wrap(other), unit=False))
     beside, above = (
         np.asarray(triangles.solve_right(wrap(square * 1.0), wrap(feedback), way)) for way in (False, True)
     )
@@ -218,6 +220,7 @@ def test_triangles_are_solved_as_scipy_does(shape: tuple[int, ...], wrap: Callab
         assert np.allclose(lower[index], solve_triangular(f, b, trans=1), rtol=1e-10, atol=1e-12)
         expected = solve_triangular(f, d.T).T  # Y F^T = D
         assert np.allclose(beside[index], expected, rtol=1e-10, atol=1e-12)
+        assert np.allclose(scaled[index], solve_triangular(other[index], d.T).T, rtol=1e-10, atol=1e-12)
         assert np.allclose(above[index], np.triu(expected, 1), rtol=1e-10, atol=1e-12)
 
 

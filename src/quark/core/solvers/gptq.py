@@ -220,11 +220,7 @@ def _factor_in_place(matrix: Array) -> None:
     half = size // 2
     first, last = slice(half), slice(half, size)
     _factor_in_place(matrix[..., last, last])
-    corner = _transposed(matrix[..., last, last])
-    side = matrix[..., first, last]
-    for start in range(0, half, FACTOR_BLOCK):  # some rows at a time: no copy of them all
-        rows = slice(start, min(start + FACTOR_BLOCK, half))
-        side[..., rows, :] = xp.linalg.solve_triangular(corner, side[..., rows, :] * 1.0, upper=False, left=False)
+    side = triangles.solve_right(matrix[..., first, last], matrix[..., last, last], unit=False)
     for start in range(0, half, FACTOR_BLOCK):  # the upper half of a symmetric product
         rows, right = slice(start, min(start + FACTOR_BLOCK, half)), slice(start, half)
         add_product(matrix[..., rows, right], side[..., rows, :], _transposed(side[..., right, :]), -1)

@@ -58,21 +58,22 @@ def solve_lower(feedback: Array, right: Array, rounded: bool = False) -> Array:
     return result
 
 
-def solve_right(right: Array, feedback: Array, above: bool = False, rounded: bool = False) -> Array:
+def solve_right(right: Array, feedback: Array, above: bool = False, rounded: bool = False, unit: bool = True) -> Array:
     """Y of Y F^T = D, in the place of D.
 
     Args:
         right: D, shape (..., rows, columns), of the dtype of F and with contiguous rows; overwritten.
-        feedback: F, shape (..., columns, columns).
+        feedback: F, shape (..., columns, columns), with contiguous rows.
         above: Whether nothing but what is above the diagonal is needed, a third of the work; the rest is then 0.
         rounded: Whether operands of products may be rounded to bfloat16, where that is faster.
+        unit: Whether the diagonal of F has ones, which are not read.
     """
-    feedback, every = row_major(feedback), right.shape[-2]
+    every = right.shape[-2]
 
     def step(start: int, stop: int) -> None:
         here = _from_the_end(feedback, start, stop)
         rows = slice(here.stop if above else every)
-        right[..., rows, here] = right[..., rows, here] @ _transposed(_inverse(feedback[..., here, here]))
+        right[..., rows, here] = right[..., rows, here] @ _transposed(_inverse(feedback[..., here, here], unit))
 
     def carry(start: int, middle: int, stop: int) -> None:
         known, rest = _from_the_end(feedback, start, middle), _from_the_end(feedback, middle, stop)
@@ -96,13 +97,13 @@ def _from_the_end(matrix: Array, start: int, stop: int) -> slice:
     return slice(matrix.shape[-1] - stop, matrix.shape[-1] - start)
 
 
-def _inverse(block: Array) -> Array:
+def _inverse(block: Array, unit: bool = True) -> Array:
     """Of a block on the diagonal of F."""
     xp = namespace(block)
     if not is_torch(block):
         return xp.linalg.inv(block)
     one = xp.eye(block.shape[-1], dtype=block.dtype, device=block.device).expand(block.shape)
-    return xp.linalg.solve_triangular(block, one, upper=True, unitriangular=True)
+    return xp.linalg.solve_triangular(block, one, upper=True, unitriangular=unit)
 
 
 def _transposed(matrix: Array) -> Array:
