@@ -109,20 +109,23 @@ class Measure:
         tokenizer = AutoTokenizer.from_pretrained(FOLDER)
         self.data = token_windows(tokenizer, text, WINDOW, calibration)
         self.held_out = token_windows(tokenizer, TEXT / "heldout.txt", WINDOW, held_out)
-        self.expected = [_log_probabilities(_load(), ids) for ids in self.held_out]
+        self.expected = [_log_probabilities(load(), ids) for ids in self.held_out]
         self.perplexity = _perplexity(self.expected, self.held_out)
 
     def __call__(self, scheme: str, algorithm: str = "") -> Measured:
         start = time.process_time()
         options: dict[str, Any] = {"algorithm": algorithm.split("+")} if algorithm else {"effort": "fast"}
         options |= {"goal": "llama.cpp"} if scheme in MIXES else {}
-        model = quark.quantize(_load(), scheme, data=self.data, **options)
+        model = quark.quantize(load(), scheme, data=self.data, **options)
         seconds = time.process_time() - start
+        bits = self.bits(scheme) if scheme in SCHEMES else math.nan
+        return Measured(scheme, algorithm, *self.loss(model), bits, seconds)
+
+    def loss(self, model: Any) -> tuple[float, float]:
+        """Millinats and perplexity of a quantized model."""
         found = [_log_probabilities(model, ids) for ids in self.held_out]
         losses = [float(divergence(*pair)) for pair in zip(self.expected, found, strict=True)]
-        mean = 1000 * sum(losses) / len(losses)
-        bits = self.bits(scheme) if scheme in SCHEMES else math.nan
-        return Measured(scheme, algorithm, mean, _perplexity(found, self.held_out), bits, seconds)
+        return 1000 * sum(losses) / len(losses), _perplexity(found, self.held_out)
 
     def float_row(self) -> str:
         """What was measured, in words."""
@@ -133,7 +136,7 @@ class Measure:
     @cache  # noqa: B019  (one object a run)
     def bits(self, scheme: str) -> float:
         """Of a weight on the disk, where the model is in bfloat16, as models are published."""
-        return stored_bits(quark.quantize(_load(torch.bfloat16), scheme, data=self.data[:1], effort="fast"))
+        return stored_bits(quark.quantize(load(torch.bfloat16), scheme, data=self.data[:1], effort="fast"))
 
 
 def stored_bits(model: Any) -> float:
@@ -167,7 +170,8 @@ def _bits_in(folder: Path, model: Any) -> float:
     return 8 * stored / weights
 
 
-def _load(dtype: torch.dtype = torch.float32) -> Any:
+def load(dtype: torch.dtype = torch.float32) -> Any:
+    """The example language model."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype).eval()
