@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, current_thread, main_thread
 from typing import Any
@@ -20,8 +22,8 @@ from transformers import AutoModelForCausalLM
 import quark as quark_package
 from quark.base.command_line import program
 from quark.commands.quantize import quantize
-from quark.errors import CalibrationError
 from quark.goals.efforts import DEFAULT_TEXT
+from quark.jobs import run_folder
 from quark.jobs.options import key_of
 from quark.jobs.recipes import recipe as recipe_module
 from quark.jobs.recipes.recipe import (
@@ -338,28 +340,40 @@ def test_the_model_is_read_beside_the_work_and_no_longer_than_it(
 
     monkeypatch.setattr(recipe_module, "digest_of", slow)
     recipe = Recipe({"model": tmp_path})
-    with pytest.raises(KeyError), read_beside(recipe):
+    with pytest.raises(KeyError), read_beside(tmp_path):
         assert begun.wait(60)
         raise KeyError
     begun.clear()
-    with read_beside(recipe) as beside:
+    with read_beside(tmp_path) as of_model:
         assert begun.wait(60)
     assert main_thread() not in threads
     # What was given up is made when somebody asks for it.
-    assert beside.digests == recipe.digests == {"model": model_digest(tmp_path)}
+    assert replace(recipe, of_model=of_model).digests == recipe.digests == {"model": model_digest(tmp_path)}
 
 
 def test_what_the_thread_has_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     expected = model_digest(tmp_path)
-    with read_beside(Recipe({"model": tmp_path})) as beside:
-        assert beside.of_model is not None and beside.of_model() == expected
+    with read_beside(tmp_path) as of_model:
+        assert of_model() == expected
         monkeypatch.setattr(recipe_module, "model_digest", lambda *_: pytest.fail("read twice"))
-        written = dict(RecipeInFolder(beside))
+        written = dict(RecipeInFolder(Recipe({"model": tmp_path}, of_model=of_model)))
     assert yaml.safe_load(written[RECIPE])["made_with"]["model"] == expected
 
 
-def test_data_that_are_missing_are_named_before_the_work(tmp_path: Path) -> None:
-    recipe = Recipe({"model": tmp_path, "calib": tmp_path / "absent"})
-    with pytest.raises(CalibrationError, match="absent"), read_beside(recipe):
-        pytest.fail("begun")
+def test_data_that_are_missing_are_named_before_the_work(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Event] = []
+
+    def waiting(model: Path, ended: Event) -> str:
+        begun.append(ended)
+        assert ended.wait(60)
+        raise CancelledError
+
+    monkeypatch.setattr(recipe_module, "model_digest", waiting)
+    monkeypatch.setattr(run_folder, "write_folder", lambda *_: pytest.fail("begun"))
+    options = ("--scheme", "int8_wo", "--calib", tmp_path / "absent", "-o", tmp_path / "out")
+    said = quark("quantize", place / "llama", *options)
+    assert said.code == 1 and "absent is not there" in said.err
+    assert [ended.is_set() for ended in begun] == [True] and not (tmp_path / "out").exists()

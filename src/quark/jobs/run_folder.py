@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -94,11 +94,17 @@ def _around_model(job: FolderJob) -> FolderResult:
 
 def _run(job: FolderJob, named: Path) -> FolderResult:
     """As `run_folder`, of a folder that is whole; the recipe names the model `named`."""
+    export_of(job).check_output(job.request.calib)  # before the model is looked at
+    with read_beside(named) as of_model:  # from here on: torch takes a second to import, on one core
+        return _run_beside(job, named, of_model)
+
+
+def _run_beside(job: FolderJob, named: Path, of_model: Callable[[], str]) -> FolderResult:
+    """As `_run`, beside the thread that makes the digest of the model."""
     from quark.jobs.folders.models import folder_bytes
 
     request = job.request
     export = export_of(job)
-    export.check_output(request.calib)  # before the model is looked at
     configured = configure(job)
     configured.check_data()
     if request.calib is not None and configured.why is None and request.save_imatrix is None:
@@ -114,10 +120,11 @@ def _run(job: FolderJob, named: Path) -> FolderResult:
             job.show(*chosen)
         config = configured.completed(*chosen)
     warn_of_servers(configured, config)
-    with read_beside(_recipe_of(replace(request, model=named), configured)) as recipe:
-        export = replace(export, attachments=RecipeInFolder(recipe))
-        save_imatrix = partial(Imatrices.of(request).save, calib=request.calib)
-        after, errors = write_folder(FolderFlow(request, config, configured.calibration, export, save_imatrix))
+    recipe = replace(_recipe_of(replace(request, model=named), configured), of_model=of_model)
+    recipe.of_data  # noqa: B018 - raises: an error of theirs is one of the command line
+    export = replace(export, attachments=RecipeInFolder(recipe))
+    save_imatrix = partial(Imatrices.of(request).save, calib=request.calib)
+    after, errors = write_folder(FolderFlow(request, config, configured.calibration, export, save_imatrix))
     seconds = time.perf_counter() - start
     return FolderResult(export.path, before, after, seconds, configured, chosen, errors, recipe)
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import Field, dataclass, field, replace
+from dataclasses import Field, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from threading import Event
@@ -91,18 +91,16 @@ class Recipe:
 
 
 @contextmanager
-def read_beside(recipe: Recipe) -> Iterator[Recipe]:
-    """The recipe, whose model a thread reads while the work inside runs: SHA-256 takes about a second a GB.
+def read_beside(model: Path) -> Iterator[Callable[[], str]]:
+    """The digest of a model, which a thread reads while the work inside runs: SHA-256 takes about a second a GB.
 
-    Data are read before, as an error of theirs is one of the command line. Where the work is done first, or fails, the
-    thread ends at once; who then asks for the digest waits for it.
+    Where the work is done first, or fails, the thread ends at once; who then asks for the digest waits for it.
     """
-    recipe.of_data  # noqa: B018 - raises
     ended = Event()
     with ThreadPoolExecutor(1, "digest") as pool:
-        made = pool.submit(model_digest, Path(recipe.options["model"]), ended)
+        made = pool.submit(model_digest, model, ended)
         try:
-            yield replace(recipe, of_model=made.result)
+            yield made.result
         finally:
             ended.set()
 
