@@ -394,15 +394,24 @@ def sliced_session(model: ir.Model, wanted: Sequence[str], feed: Feed, settings:
 
 
 @contextmanager
-def model_session(model: ir.Model, wanted: list[str], settings: Settings) -> Iterator[onnxruntime.InferenceSession]:
-    """A session that can give the wanted tensors too, over the weights of the model where they are."""
+def model_session(
+    model: ir.Model, wanted: list[str], settings: Settings, once: bool = False
+) -> Iterator[onnxruntime.InferenceSession]:
+    """A session that can give the wanted tensors too, over the weights of the model where they are.
+
+    Args:
+        model: The model.
+        wanted: Names of the tensors.
+        settings: The execution providers.
+        once: Whether a single run is to come, which is over before weights would be laid out anew for it.
+    """
     proto, weights = split_weights(model)
     ask_for(proto, wanted)
-    yield _open(settings, proto, weights)
+    yield _open(settings, proto, weights, prepack=not once)
 
 
 def _open(
-    settings: Settings, proto: onnx.ModelProto, weights: Mapping[str, Any], arena: bool = True
+    settings: Settings, proto: onnx.ModelProto, weights: Mapping[str, Any], arena: bool = True, prepack: bool = True
 ) -> onnxruntime.InferenceSession:
     """A session for calibration. Raises QuarkError where ONNX Runtime does not load the model."""
     options = session_options()
@@ -411,6 +420,8 @@ def _open(
     options.enable_mem_pattern = False
     # An arena is faster, and keeps for each session what it once had.
     options.enable_cpu_mem_arena = arena
+    if not prepack:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     # Threads that wait leave their core to the counting.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:

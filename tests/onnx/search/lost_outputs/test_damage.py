@@ -85,12 +85,12 @@ def test_the_float_model_runs_again_only_where_calibration_did_not_give_its_outp
     known: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at all; for one sample where passes changed it; for all where they broke it, or memory holds few."""
-    source, runs, open_model = model(), list[str](), damage.__globals__["model_session"]
+    source, once, open_model = model(), list[bool](), damage.__globals__["model_session"]
     monkeypatch.setattr("quark.onnx.search.lost_outputs.damage.PRODUCTS", 0)
 
-    def counted(*arguments: Any) -> Any:
-        runs.append("session")
-        return open_model(*arguments)
+    def counted(*arguments: Any, **named: Any) -> Any:
+        once.append(named.get("once", False))
+        return open_model(*arguments, **named)
 
     monkeypatch.setitem(damage.__globals__, "model_session", counted)
     if known.startswith("changed"):
@@ -107,7 +107,8 @@ def test_the_float_model_runs_again_only_where_calibration_did_not_give_its_outp
     x, y = (np.stack([run(each, feed) for feed in feeds(16)[::4]]).astype(np.float64) for each in (source, written))
     assert quantizer.damage is not None and quantizer.damage.samples == 4
     assert quantizer.damage.sqnr == pytest.approx(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()), abs=0.01)
-    assert len(runs) == (known != "same model")
+    expected = {"same model": [], "changed": [True], "changed wrongly": [True, False]}
+    assert once == expected.get(known, [False])
 
 
 def test_an_output_that_is_a_sequence_of_arrays_of_several_shapes_is_left_to_the_session() -> None:

@@ -223,7 +223,8 @@ class _FloatModel:
         known = [seen[name] for name in self._names]
         if self._confirmed:
             return known
-        arrays = self._run(feed)
+        with model_session(self._model, [], self._settings, once=True) as session:
+            arrays = run_sample(session, self._names, feed)
         self._confirmed = all(map(_same, arrays, known))
         if not self._confirmed:
             self._more = None
