@@ -41,6 +41,7 @@ from quark.torch.config.algo_configs import (
     AutoRoundConfig,
     AutoSmoothQuantConfig,
     AWQConfig,
+    GPTAQConfig,
     GPTQConfig,
     QronosConfig,
 )
@@ -63,6 +64,7 @@ def configs() -> dict[str, QConfig]:
         "int8": template.get_config("int8"),
         "gptq": replace(uint4, algo_config=[GPTQConfig()]),
         "awq": replace(uint4, algo_config=[AWQConfig()]),
+        "gptaq": replace(uint4, algo_config=[GPTAQConfig()]),
         "qronos": replace(uint4, algo_config=[QronosConfig()]),
         "fisher": replace(uint4, algo_config=[QronosConfig(fisher=True)]),
         "cache": replace(
@@ -74,7 +76,7 @@ def configs() -> dict[str, QConfig]:
     }
 
 
-CALIBRATED = ("int8", "gptq", "awq", "qronos", "fisher", "cache")
+CALIBRATED = ("int8", "gptq", "awq", "gptaq", "qronos", "fisher", "cache")
 STREAMED = ("int8", "gptq", "cache")
 
 
