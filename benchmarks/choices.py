@@ -42,7 +42,7 @@ SCHEMES = (
     *("int8_wo", "int8_dynamic", "mxfp6_e2m3_weight_only", "fp8_block_128", "ptpc_fp8", "fp8", "mxfp8_e4m3"),
     *("mxfp6_e2m3", "int8", "uint4_wo_32", "uint4_wo_64", "int4_wo_32", "uint4_wo_128", "int4_wo_128"),
     *("mxfp4_weight_only", "int4_fp8_128", "int4_wo_per_channel", "amdfp4", "nvfp4", "mxfp4", "int3_wo_128"),
-    "int2_wo_64",
+    *("nvfp4_weight_only", "int2_wo_64"),
 )
 SOLVED = ("uint4_wo_128", "int4_wo_128", "int3_wo_128", "int2_wo_64", "mxfp4", "nvfp4")
 """Schemes of the second table, whose columns are ALGORITHMS."""

@@ -104,6 +104,7 @@ _row("mxint8", _ocp("mxint8"), _live(_ocp("mxint8")))
 _row("mxfp8_e4m3", _ocp("fp8_e4m3"), _live(_ocp("fp8_e4m3")))
 _row("mxfp8_e5m2", _ocp("fp8_e5m2"), _live(_ocp("fp8_e5m2")))
 _row("mxfp6_e2m3_weight_only", _ocp("fp6_e2m3"))
+_row("nvfp4_weight_only", _two_level_fp4(16, "fp8_e4m3"))  # NVFP4A16 of compressed-tensors
 for _name in ("float16", "bfloat16"):
     _row(_name, spec(_name, observer="placeholder"))
 

@@ -128,8 +128,10 @@ def test_embeddings_are_refused_for_what_their_readers_do(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", "mxfp4_weight_only", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3"])
-def test_transformers_computes_equal_logits_of_mx_in_bfloat16(scheme: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "scheme", ["mxfp4", "mxfp4_weight_only", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3", "nvfp4_weight_only"]
+)
+def test_transformers_computes_equal_logits_of_fp4_in_bfloat16(scheme: str, tmp_path: Path) -> None:
     """The library decodes these weights to bfloat16, whatever the model."""
     model = frozen(scheme, BF16)
     assert torch.equal(logits(theirs(export_safetensors(model, tmp_path / "out", FORM))), logits(model))

@@ -26,7 +26,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "w4afp8": ("int4_fp8_128",),
     "a8w8": ("A8W8", "int8"),
     "fp8": ("fp8", "ptpc_fp8", "fp8_block_128", "mxfp8_e4m3", "fp8_wo"),
-    "fp4": ("nvfp4", "mxfp4", "mxfp4_weight_only"),
+    "fp4": ("nvfp4", "mxfp4", "nvfp4_weight_only", "mxfp4_weight_only"),
     "mxfp8": ("mxfp8_e4m3",),
     "mxfp6": ("mxfp6_e2m3", "mxfp6_e3m2", "mxfp6_e2m3_weight_only"),
     "nf4": ("iq4_nl",),

@@ -44,7 +44,7 @@ Algorithms = str | AlgoConfig
 MODEL_TYPES = tuple(EXCLUDED)
 """The documented names. Any other name works as well."""
 
-SHARED_SCALE_SCHEMES = ("nvfp4", "fp4_block16_scale_e4m3")
+SHARED_SCALE_SCHEMES = ("nvfp4", "nvfp4_weight_only", "fp4_block16_scale_e4m3")
 """Runtimes fuse q/k/v and gate/up and hold one global scale for each; so sibling layers must share theirs."""
 
 
