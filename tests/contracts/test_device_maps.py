@@ -317,7 +317,7 @@ def test_a_quantized_model_becomes_a_float_one(place: str, in_place: Any) -> Non
 def test_one_weight_in_two_places_is_refused() -> None:
     model = build("gpt2")
     places = {f"transformer.{name}": "cuda:0" for name, _ in model.transformer.named_children()}
-    with PretendedGpu(), pytest.raises(NotSupportedError, match=r"lm_head\.weight and .*wte\.weight are one weight"):
+    with PretendedGpu(), pytest.raises(NotSupportedError, match=r"lm_head\.weight and .*wte\.weight share one weight"):
         quantized(accelerate.dispatch_model(model, places | {"lm_head": "cpu"}), config_of("int8"), batches())
 
 

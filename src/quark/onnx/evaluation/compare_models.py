@@ -60,7 +60,7 @@ class ComparedLayer:
     def update(self, x: NumpyArray, y: NumpyArray) -> None:
         """Add the values of a sample."""
         self.damage.update(x, y)
-        for fit in self.fits if x.ndim > 2 else self.fits[: x.ndim - 1]:  # of two axes, axis 1 is the last
+        for fit in self.fits[: max(0, x.ndim - 1)]:  # of two axes, axis 1 is the last
             fit.update(x, y)
 
     @property
