@@ -24,7 +24,7 @@ DOWN = "model.layers.0.mlp.down_proj"
 I32, I64, U8, I8, F8 = torch.int32, torch.int64, torch.uint8, torch.int8, torch.float8_e4m3fn
 F32, BF16 = torch.float32, torch.bfloat16
 TAKEN = [name for name, layer in SCHEMES.items() if FORMATS[FORM].refusal(layer) is None]
-FP4_DECODED_AS_BF16 = ("nvfp4", "fp4_block16_scale_e4m3")
+FP4_DECODED_AS_BF16 = ("nvfp4", "nvfp4_weight_only", "fp4_block16_scale_e4m3")
 """Schemes whose two levels of scales the library multiplies out in bfloat16."""
 
 

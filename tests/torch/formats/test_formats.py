@@ -355,7 +355,7 @@ def test_another_quantizers_config_is_refused(checkpoint: Path, tmp_path: Path) 
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["quant_method"] = "bitnet"
     (folder / "config.json").write_text(json.dumps(config))
-    refuse_import(folder, "quantizer 'bitnet'.*gptq.*auto-round")
+    refuse_import(folder, "quant_method 'bitnet'.*gptq.*auto-round")
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     refuse_import(folder, "no quantization_config")

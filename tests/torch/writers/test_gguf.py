@@ -615,7 +615,7 @@ def test_a_file_that_is_there_is_kept_unless_replaced(tmp_path: Path) -> None:
 def test_bad_files_are_refused_and_the_model_stays(tmp_path: Path) -> None:
     file = export_gguf(quantized("int8_wo"), tmp_path, "m", LANGUAGE_MODEL)
     qwen = build("qwen2")
-    with pytest.raises(FormatError, match="architecture 'llama'; the model needs 'qwen2'"):
+    with pytest.raises(FormatError, match="architecture 'llama', but the model needs 'qwen2'"):
         import_model_from_gguf(qwen, file)
     wide = build("llama", intermediate_size=192)
     with pytest.raises(FormatError, match="has the shape"):
