@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +106,18 @@ def command_seconds(source: Path, output: Path) -> tuple[dict[str, float], int]:
     """What the command takes, imports and all, and the size of the result."""
     forget(source)
     shutil.rmtree(output, ignore_errors=True)
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    start = time.perf_counter()
     command = [sys.executable, "-m", "quark", "quantize", str(source), "--scheme", SCHEME, "-o", str(output)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    wall = time.perf_counter() - start
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
     size = sum(file.stat().st_size for file in output.iterdir())
     shutil.rmtree(output)
-    taken = {"wall": wall, "user": after.ru_utime - before.ru_utime, "system": after.ru_stime - before.ru_stime}
-    return {**taken, "peak_gb": after.ru_maxrss * 1024 / 1e9}, size
+    taken = {"wall": wall, "user": used.ru_utime, "system": used.ru_stime}
+    return {**taken, "peak_gb": used.ru_maxrss * 1024 / 1e9}, size
 
 
 def file_to_file(source: Path, output: Path) -> None:
@@ -201,7 +206,12 @@ def main() -> None:
     parser.add_argument("--gptq", action="store_true", help="stream it with GPTQ instead")
     given = parser.parse_args()
     source = given.folder / f"model-{given.layers}"
-    checkpoint(source, given.layers)
+    # In a process of its own: the peak of a process begins at the size of the one that starts it.
+    maker = get_context("spawn").Process(target=checkpoint, args=(source, given.layers))
+    maker.start()
+    maker.join()
+    if maker.exitcode:
+        raise SystemExit(maker.exitcode)
     (streamed if given.gptq else file_to_file)(source, given.folder / "out")
 
 
