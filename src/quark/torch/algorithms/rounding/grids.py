@@ -200,16 +200,24 @@ def dynamic_group(spec: TensorSpec) -> int:
 
 
 def rows_of(params: QParams, rows: slice) -> QParams:
-    """The scales of some rows; those of a whole tensor serve all."""
-    if params.scale.ndim == 0 or rows.indices(len(params.scale)) == (0, len(params.scale), 1):
-        return params
-    zero = params.zero_point
-    return QParams(params.scale[rows], None if zero is None else zero[rows], params.second)
+    """The parameters of some rows, of both levels; those of a whole tensor serve all."""
+    zero, second = params.zero_point, params.second
+    return QParams(
+        params.scale[rows] if params.scale.ndim else params.scale,
+        zero[rows] if zero is not None and zero.ndim else zero,
+        None if second is None else rows_of(second, rows),
+    )
 
 
 def joined(parts: list[QParams]) -> QParams:
-    """The scales of rows that were solved one part after the other."""
-    if len(parts) == 1:
-        return parts[0]
+    """The parameters of rows that were solved one part after the other, of both levels."""
+    first = parts[0]
+    if len(parts) == 1 or first.scale.ndim == 0:
+        return first
     zeros = [part.zero_point for part in parts if part.zero_point is not None]
-    return QParams(torch.cat([part.scale for part in parts]), torch.cat(zeros) if zeros else None, parts[0].second)
+    seconds = [part.second for part in parts if part.second is not None]
+    return QParams(
+        torch.cat([part.scale for part in parts]),
+        torch.cat(zeros) if zeros else None,
+        joined(seconds) if seconds else None,
+    )
