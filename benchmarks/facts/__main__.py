@@ -6,6 +6,9 @@ not is printed with what came instead; it is for a reader to judge, and the exit
 With --source, the folder of vLLM's package or of SGLang's, the tables of layers are compared with its models: those
 that it builds in float (quark/goals/float_layers.tsv, which --write replaces), those that it makes one matrix of
 (fused_layers.tsv), and names of experts (expert_names.tsv), in which --write sets the version of what is confirmed.
+
+With --libraries, what quark takes of transformers, diffusers, accelerate and huggingface_hub beside their documented
+names is listed, and whether the installed versions have it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.facts.checks import CHECKS, DiffersError, installed
+from benchmarks.facts.libraries import print_libraries
 from benchmarks.facts.server_source import read_source
 from quark.core.schemes import SCHEMES
 from quark.errors import QuarkError
@@ -32,7 +36,10 @@ def main() -> int:
     parser.add_argument(
         "--source", type=Path, help="folder of vLLM's or SGLang's package: read its layers anew, and run nothing"
     )
+    parser.add_argument("--libraries", action="store_true", help="list the private names that quark takes of others")
     asked = parser.parse_args()
+    if asked.libraries:
+        return print_libraries()
     if asked.source is not None:
         return read_source(asked.source, asked.write)
     rows = {(fact.program, fact.form, fact.scheme): fact for fact in FACTS}

@@ -308,6 +308,7 @@ def _module(
     options: Mapping[str, Any],
 ) -> Any:
     """Quantize a module, in place."""
+    from quark.base.libraries.transformers import is_transformers_model
     from quark.goals import GoalRequest, choose
     from quark.goals.facts import MIX_NAMES
     from quark.jobs.configure_folder import for_goal
@@ -315,7 +316,6 @@ def _module(
     from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors, gguf_config
     from quark.torch.config.llm_template import default_exclusions
     from quark.torch.model.meta_model import meta_copy
-    from quark.torch.model.names import is_transformers_model
     from quark.torch.plan import divides
 
     if options:

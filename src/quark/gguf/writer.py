@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from quark.base.files import atomic_file
+from quark.base.libraries.transformers import folder_of
 from quark.base.progress import progress
 from quark.core.array import to_numpy
 from quark.gguf.architectures.architecture import Architecture
@@ -86,7 +87,7 @@ class Header:
 
     def _name(self) -> str:
         """What a reader shows: the name of the folder or of the repository that the model came from."""
-        source = str(getattr(self.config, "_name_or_path", "") or self.tokenizer.resolve())
+        source = folder_of(self.config) or str(self.tokenizer.resolve())
         return source.rstrip("/").rpartition("/")[2]
 
 

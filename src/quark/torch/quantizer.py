@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from quark.base.checked import snapshot
+from quark.base.libraries.transformers import is_transformers_model
 from quark.base.log import logger, severity
 from quark.base.profiler import ProfileStep, profile_scope
 from quark.core.quantize import fake_quantize
@@ -36,7 +37,6 @@ from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks.offloading import Offloaded, has_device_map, onloaded
 from quark.torch.model.calibration_data import calibration_data
-from quark.torch.model.names import is_transformers_model
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.tied_weights import overlapping
 from quark.torch.plan import make_plan

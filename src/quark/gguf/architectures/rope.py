@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from quark.base.libraries.transformers import rope_function
 from quark.gguf.architectures.architecture import Architecture, head_size
 from quark.gguf.names import import_gguf
 
@@ -102,11 +103,9 @@ def _factors(config: Any, full: Mapping[str, Any], name: str) -> torch.Tensor:
 
 def _scaled(config: Any) -> tuple[torch.Tensor, float]:
     """The frequencies, and by what cos and sin are multiplied."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     nested = "full_attention" if "full_attention" in config.rope_parameters else None
     kind = _kind(_rotations(config)[0])
-    found: tuple[torch.Tensor, float] = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=nested)
+    found: tuple[torch.Tensor, float] = rope_function(kind)(config, torch.device("cpu"), layer_type=nested)
     return found
 
 

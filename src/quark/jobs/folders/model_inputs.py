@@ -18,13 +18,13 @@ import torch
 
 from quark.base.image_files import open_image
 from quark.base.json_objects import plain_json
+from quark.base.libraries.transformers import import_transformers
 from quark.core.checks import naming
 from quark.errors import CalibrationError, ConfigError, MissingDependencyError, as_format_error, one_line
 from quark.torch.llm.documents import is_dataset, lines_of, samples_of
 from quark.torch.llm.text import read_text
 from quark.torch.model.batches import main_inputs, most_tokens, text_config
 from quark.torch.model.calibration_data import ModelArguments, placeholders_of, stored_batches, unpadded
-from quark.torch.model.model_folder import import_transformers
 
 PAIRS = "a folder of images, each beside its caption (1.png, 1.txt)"
 Batch = Any

@@ -13,6 +13,8 @@ from quark.base.loading import without_collection
 with without_collection():
     import torch
 
+from quark.base.libraries.diffusers import is_network
+from quark.base.libraries.transformers import import_transformers
 from quark.base.log import logger
 from quark.errors import ConfigError, FormatError, as_format_error, did_you_mean
 from quark.jobs.folders.model_inputs import ModelInputs
@@ -22,11 +24,10 @@ from quark.torch import import_model_from_safetensors
 from quark.torch.checkpoint.float_model import check_network, load_float_model, shapes_of, stored_metas
 from quark.torch.checkpoint.shards import predicted_bytes
 from quark.torch.checkpoint.sources.methods import READ, method_of, quantization_of
-from quark.torch.diffusion.network import is_network
 from quark.torch.llm.model_loading import DTYPES, FOREIGN
 from quark.torch.model.batches import named_device
 from quark.torch.model.meta_model import build_skeleton
-from quark.torch.model.model_folder import import_transformers, read_config
+from quark.torch.model.model_folder import read_config
 
 
 def _quiet_transformers() -> Any:

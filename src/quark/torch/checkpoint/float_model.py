@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from quark.base.libraries.transformers import left_out, set_folder, set_left_out
 from quark.base.log import logger
 from quark.errors import FormatError, as_format_error
 from quark.torch.checkpoint.sources.methods import MODELOPT, method_of, quantization_of
@@ -116,8 +117,7 @@ def load_whole(
     unexpected = _unexpected(model, report["unexpected_keys"], folder, source)
     if keep_unexpected and unexpected:
         # What the class leaves out by design is named so; writers store it as it was.
-        known = model._keys_to_ignore_on_load_unexpected or ()
-        model._keys_to_ignore_on_load_unexpected = {*known, *(f"^{re.escape(name)}$" for name in unexpected)}
+        set_left_out(model, {*left_out(model), *(f"^{re.escape(name)}$" for name in unexpected)})
         unexpected = []
     _refuse(folder, chosen, "has no", sorted(report["missing_keys"]), "its weights would be random")
     _refuse(folder, chosen, "holds, and the class has no place for,", unexpected, "--keep-unexpected copies them")
@@ -165,7 +165,7 @@ def _from_source(chosen: Any, config: Any, source: Source, folder: Path, options
         options = {**options, "dtype": config.dtype or source.dtype()}
     tensors = {name: WhenRead(source, name) for name in source.names()}
     model, report = chosen.from_pretrained(None, config=config, state_dict=tensors, **options)
-    model.config._name_or_path = str(folder)
+    set_folder(model, str(folder))
     read_generation_config(model, folder)
     return model, report
 

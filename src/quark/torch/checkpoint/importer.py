@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.libraries.transformers import empty_of_class
 from quark.errors import ConfigError, FormatError, QuarkError, as_format_error
 from quark.torch.checkpoint.float_model import load_whole
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored, mark_loaded
@@ -195,7 +196,7 @@ def _float_model(folder: Path, trust_remote_code: bool, attention: str | None) -
     config = load_config(folder, trust_remote_code)
     del config.quantization_config
     chosen = model_class(folder, config, trust_remote_code)
-    model: nn.Module = chosen._from_config(config, dtype=config.dtype, attn_implementation=attention)
+    model: nn.Module = empty_of_class(chosen, config, config.dtype, attn_implementation=attention)
     return model.eval()
 
 

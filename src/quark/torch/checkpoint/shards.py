@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.libraries.diffusers import is_network
 from quark.base.progress import progress
 from quark.core.scales import QParams
 from quark.core.solvers.hadamard import Rotation
@@ -33,7 +34,6 @@ from quark.torch.checkpoint.loading import (
 )
 from quark.torch.checkpoint.safetensors_file import ByteRange, TensorFile, create_file, write_tensor
 from quark.torch.diffusion.component import STEM
-from quark.torch.diffusion.network import is_network
 from quark.torch.formats import FORMATS, FolderFormat, Format
 from quark.torch.formats.format import OF_VALUES
 from quark.torch.formats.layout import Layout, Tensors

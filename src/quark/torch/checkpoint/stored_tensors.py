@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
+from quark.base.libraries.transformers import tied_weights
 from quark.core.scales import QParams, flaw
 from quark.errors import FormatError
 from quark.torch.checkpoint.loading import StoredTensor
@@ -180,7 +181,7 @@ def _refuse_missing(
     there = {id(own[name]) for name in loaded} | {_place(own[name]) for name in loaded}
     absent = [name for name, x in own.items() if name not in loaded and id(x) not in there and _place(x) not in there]
     if partial:
-        tied = getattr(model, "all_tied_weights_keys", {})
+        tied = tied_weights(model)
         holders = tuple(f"{name}." for name in quantized_layers(model))
         holders += tuple(f"{name}_quantizer." for name in attention_quantizers(model))
         absent = [name for name in absent if name not in tied and name.startswith(holders)]

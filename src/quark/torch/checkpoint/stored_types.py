@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from quark.base.libraries.transformers import folder_of
 from quark.errors import FormatError
 from quark.torch.checkpoint.shards import Entry, Plain, plain_entry
 from quark.torch.checkpoint.sources.methods import readable_quantization
@@ -64,7 +65,7 @@ class StoredTypes:
 
 def source_folder(model: Any) -> Path | None:
     """The folder that a model was loaded from, where its config says it and it is there."""
-    path = getattr(model.config, "_name_or_path", "") or getattr(model, "name_or_path", "")
+    path = folder_of(model.config) or getattr(model, "name_or_path", "")
     return Path(path) if path and Path(path).is_dir() else None
 
 

@@ -10,24 +10,17 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from quark.base.libraries.diffusers import always_float32, without_values
 from quark.base.loading import without_collection
 from quark.errors import FormatError, as_format_error, require_packages
 from quark.torch.diffusion.component import TIMESTEPS
-
-
-def is_network(model: nn.Module) -> bool:
-    """Whether a model is one of diffusers. Nothing is imported for the question."""
-    modeling = sys.modules.get("diffusers.models.modeling_utils")
-    return modeling is not None and isinstance(model, modeling.ModelMixin)
 
 
 def is_denoiser(kind: type) -> bool:
@@ -69,12 +62,11 @@ def empty_network(kind: Any, config: Mapping[str, Any], dtype: torch.dtype) -> A
         dtype: Of parameters and stored buffers, but those that the class keeps in float32.
     """
     import accelerate
-    from diffusers.models.modeling_utils import no_init_weights
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with no_init_weights(), accelerate.init_empty_weights():
+        with without_values(), accelerate.init_empty_weights():
             model = kind.from_config({name: value for name, value in config.items() if name != "quantization_config"})
     finally:
         torch.set_default_dtype(before)
@@ -84,7 +76,7 @@ def empty_network(kind: Any, config: Mapping[str, Any], dtype: torch.dtype) -> A
 
 def set_types(model: Any, dtype: torch.dtype) -> None:
     """Give parameters and stored buffers the type that diffusers loads each in."""
-    wide = set(model._keep_in_fp32_modules or ())
+    wide = always_float32(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype if wide.isdisjoint(name.split(".")) else torch.float32)

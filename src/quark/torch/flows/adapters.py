@@ -16,12 +16,13 @@ from typing import Any
 
 from quark.base.files import temporary_folder
 from quark.base.json_objects import plain_json
+from quark.base.libraries.transformers import import_transformers
 from quark.base.log import logger
 from quark.errors import FormatError, NotSupportedError, as_format_error, require_packages
 from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.checkpoint.safetensors_file import TensorFile
 from quark.torch.model.folder_files import file_of, side_files
-from quark.torch.model.model_folder import import_transformers, read_config
+from quark.torch.model.model_folder import read_config
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

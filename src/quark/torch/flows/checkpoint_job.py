@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quark.base.libraries.transformers import is_conv1d
 from quark.base.memory_and_disk import check_disk
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError, NotSupportedError
@@ -47,7 +48,6 @@ from quark.torch.model.model_folder import read_config
 from quark.torch.model.names import dropped_names, source_names
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.passes import prepare
-from quark.torch.model.passes.conv1d import is_conv1d
 from quark.torch.model.tied_weights import tied_names
 from quark.torch.plan import chooser, make_plan
 from quark.torch.writers.model_card import write_card

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.libraries.transformers import is_transformers_model
 from quark.goals.fused_layers import PROGRAMS, VLLM, fused_siblings
 from quark.torch.calibration.experts import EXPERT
 from quark.torch.config.selectors import routers
 from quark.torch.model.batches import evaluating, forward_batch
 from quark.torch.model.dataflow import Trace
 from quark.torch.model.meta_model import meta_copy
-from quark.torch.model.names import is_transformers_model
 from quark.torch.model.outside_reads import example
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.model.record_forward import record

@@ -8,13 +8,23 @@ folder of which it would find less than all is refused here.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from quark.base.libraries.transformers import (
+    always_float32,
+    any_of,
+    conversions,
+    draw_missing,
+    has_values,
+    is_transformers_model,
+    parts_of_codes,
+    patched_experts,
+    tied_weights,
+)
 from quark.core.spec import LayerSpec
 from quark.errors import NotSupportedError
 from quark.goals.expert_names import expert_names
@@ -23,9 +33,7 @@ from quark.torch.layers.online_rotation import BUFFER
 from quark.torch.model.meta_model import meta_copy
 from quark.torch.model.names import (
     OtherForm,
-    conversions,
     found_by,
-    is_transformers_model,
     layers_published,
     models_of_other_classes,
     names_in,
@@ -123,12 +131,10 @@ def _scales_in_float32(model: Any, folder: Folder) -> str | None:
 
     Its loader decodes such weights to float32, beside inputs in the type of the model.
     """
-    patterns = getattr(model, "_keep_in_fp32_modules_strict", None)
+    patterns = always_float32(model)
     if not patterns or getattr(model, "dtype", None) not in (torch.float16, torch.bfloat16):
         return None
-    from transformers.core_model_loading import build_glob_alternation
-
-    wide, *_ = build_glob_alternation(list(patterns))
+    wide = any_of(patterns)
     found = [layer for layer in folder.specs if wide.search(f"{layer}.weight_scale")]
     if not found:
         return None
@@ -179,12 +185,10 @@ def _as_loaded(meta: Any, form: FolderFormat) -> Any:
     """The model with experts that transformers itself takes apart before it loads a quantized folder (Llama 4)."""
     if form.own_loader:
         return meta
-    base = sys.modules.get("transformers.quantizers.base")
-    patches = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
     for name, module in list(meta.named_modules()):
-        if (patch := patches.get(type(module).__name__)) is not None:
+        if (patched := patched_experts(type(module).__name__)) is not None:
             with torch.device("meta"):
-                meta.set_submodule(name, patch["module_name"](meta.config.get_text_config()))
+                meta.set_submodule(name, patched(meta.config.get_text_config()))
     return meta
 
 
@@ -259,13 +263,13 @@ def _check_building(meta: Any, form: FolderFormat, specs: Mapping[str, LayerSpec
     if not hidden:
         return
     for tensor in meta.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True
+        has_values(tensor)
     modules = dict(meta.named_modules())
     for name in hidden:
         if name in modules:  # an expert is fused with others, and no module
             modules[name]._parameters.pop("weight", None)
     try:
-        meta.initialize_weights()
+        draw_missing(meta)
     except AttributeError as error:
         raise NotSupportedError(
             f"transformers cannot build {type(meta).__name__} with the {form.name} format: the class reads the weight "
@@ -279,7 +283,7 @@ def _check_ties(meta: Any, form: FolderFormat, folder: Folder) -> None:
     """Refuse layers with codes whose weights the class shares with others, as the config that is written says it to."""
     if folder.heads or folder.embeddings:
         return  # of which the config says that nothing is shared
-    for name, other in (getattr(meta, "all_tied_weights_keys", None) or {}).items():
+    for name, other in tied_weights(meta).items():
         layers = (each.removesuffix(WEIGHT) for each in (name, other))
         if layer := next((each for each in layers if each in folder.specs), None):
             raise NotSupportedError(
@@ -294,9 +298,7 @@ def _check_conversions(meta: Any, form: FolderFormat, specs: Mapping[str, LayerS
     Its loaders of codes look for a scale beside each tensor that they convert (`serialized_names`), so of one source
     they make several; a conversion has several sources or several results, and it refuses one that has both.
     """
-    kinds = sys.modules["transformers.quantizers.auto"].AUTO_QUANTIZER_MAPPING
-    names = getattr(kinds.get(form.name), "serialized_names", {}).get("weight", ())
-    for conversion in conversions(meta) if len(names) > 1 else ():
+    for conversion in conversions(meta) if len(parts_of_codes(form.name)) > 1 else ():
         sources, targets = conversion.source_patterns, conversion.target_patterns
         if len(targets) < 2 or not all(source.endswith(WEIGHT) for source in sources):
             continue

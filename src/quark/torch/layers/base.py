@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from quark.base.libraries.accelerate import BEFORE, HOOK, hook_of
 from quark.core.spec import LayerSpec
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 
@@ -107,11 +108,11 @@ def take_over_forward(layer: nn.Module, module: nn.Module) -> None:
     around = module.__dict__.get("forward")
     inner = getattr(around, "inner", around)
     copied = layer.__dict__.pop("forward", None)
-    if isinstance(inner, partial) and "_old_forward" in module.__dict__:
+    if isinstance(inner, partial) and BEFORE in module.__dict__:
         arguments = [layer if argument is module else argument for argument in inner.args]
         layer.__dict__["forward"] = update_wrapper(partial(inner.func, *arguments), type(layer).forward)
-        layer.__dict__["_old_forward"] = MethodType(type(layer).forward, layer)
-        layer.__dict__["_hf_hook"] = copy.copy(module.__dict__["_hf_hook"])
+        layer.__dict__[BEFORE] = MethodType(type(layer).forward, layer)
+        layer.__dict__[HOOK] = copy.copy(hook_of(module))
     elif copied is not None:
         layer.__dict__["forward"] = inner
     take_over = getattr(around, "take_over", None)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from quark.base.libraries.transformers import import_transformers
 from quark.base.log import logger
 from quark.errors import ConfigError, FormatError, NotSupportedError, as_format_error, did_you_mean, one_line
 from quark.torch.checkpoint.float_model import load_float_model, load_whole, shapes_of, stored_metas
@@ -19,7 +20,7 @@ from quark.torch.formats import FORMATS
 from quark.torch.formats.gptq.auto_round import AUTO_ROUND
 from quark.torch.model.batches import evaluating, input_device, named_device
 from quark.torch.model.meta_model import build_skeleton, fill_buffers
-from quark.torch.model.model_folder import import_transformers, read_config
+from quark.torch.model.model_folder import read_config
 from quark.torch.model.passes.unfuse_experts import unfuse_known
 
 __all__ = [

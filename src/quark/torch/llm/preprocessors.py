@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from quark.base.libraries.transformers import import_transformers
 from quark.base.log import logger
 from quark.torch.llm.model_loading import model_path
-from quark.torch.model.model_folder import import_transformers
 
 __all__ = ["maybe_save_preprocessors"]
 

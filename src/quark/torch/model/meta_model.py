@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.libraries.diffusers import is_network
+from quark.base.libraries.transformers import draw_missing, dtype_plan, empty_of_class, has_values, set_folder
 from quark.errors import FormatError, as_format_error
 from quark.torch.diffusion.component import CLASS, is_component
-from quark.torch.diffusion.network import common_dtype, empty_network, is_network, network_class
+from quark.torch.diffusion.network import common_dtype, empty_network, network_class
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.model_folder import Shapes, check_sizes, load_config, model_class, read_config
 
@@ -80,8 +82,8 @@ def build_skeleton(
         dtype = config.dtype or stored_dtype
         model = empty_model(chosen, config, dtype)
         read_generation_config(model, folder)
-    _keep_wide(model, model._get_dtype_plan(dtype))
-    model.config._name_or_path = str(folder)
+    _keep_wide(model, dtype_plan(model, dtype))
+    set_folder(model, str(folder))
     return model.eval()
 
 
@@ -110,7 +112,7 @@ def meta_copy(model: Any) -> Any:
 def empty_model(chosen: Any, config: Any, dtype: torch.dtype) -> Any:
     """A model of a class of transformers on the meta device."""
     with torch.device("meta"):
-        model = chosen._from_config(config, dtype=dtype)
+        model = empty_of_class(chosen, config, dtype)
     _empty(model)
     return model
 
@@ -138,13 +140,13 @@ def fill_buffers(model: Any) -> None:
     if is_network(model):  # which has them from the beginning
         return
     for module in model.modules():
-        module._is_hf_initialized = False
+        has_values(module, False)
     for tensor in model.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True
+        has_values(tensor)
     for name, buffer in list(model.named_non_persistent_buffers()):
         parent, _, leaf = name.rpartition(".")
         model.get_submodule(parent)._buffers[leaf] = torch.empty_like(buffer, device="cpu")
-    model.initialize_weights()
+    draw_missing(model)
 
 
 def _keep_wide(model: nn.Module, plan: dict[str, torch.dtype]) -> None:

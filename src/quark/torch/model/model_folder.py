@@ -17,8 +17,9 @@ from torch import nn
 
 from quark.base.files import require_config
 from quark.base.json_objects import plain_json
+from quark.base.libraries.transformers import class_of_code, import_transformers
 from quark.base.loading import is_put_off, without_collection
-from quark.errors import FormatError, as_format_error, one_line, require_packages
+from quark.errors import FormatError, as_format_error, one_line
 from quark.torch.config.config_schema import check_quantization
 from quark.torch.diffusion.component import is_component
 from quark.torch.model.folder_files import check_files
@@ -38,15 +39,6 @@ OF_MODELOPT = "hf_quant_config.json"
 """Where ModelOpt says how a folder is quantized, before its versions that say so in config.json."""
 PACKING = 64
 """A dimension may be this many times as long as what is stored of it: packed codes, and heads of several parts."""
-
-
-def import_transformers() -> Any:
-    """The transformers package. Raises MissingDependencyError."""
-    require_packages("Reading a model folder", "torch", "transformers", "safetensors")
-    with without_collection():
-        import transformers  # costs seconds: imported when a folder is really read
-
-    return transformers
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -185,7 +177,7 @@ def model_class(folder: Path, config: Any, trust_remote_code: bool = False) -> A
         return mapping[type(config)]
     if trust_remote_code and (reference := _remote(config, named)):
         with as_format_error(folder):
-            return transformers.dynamic_module_utils.get_class_from_dynamic_module(reference, folder)
+            return class_of_code(reference, folder)
     with without_collection():
         found: Any = _class_beside(config, named) if is_put_off(transformers) else None
         if found is None and isinstance(named, str):

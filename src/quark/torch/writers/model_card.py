@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from quark.base.files import atomic_file
+from quark.base.libraries.diffusers import is_network
 from quark.core.spec import LayerSpec
 from quark.goals import GOALS
-from quark.torch.diffusion.network import is_network
 from quark.torch.layers.base import ROLES
 from quark.torch.model.folder_files import file_of
 

@@ -16,6 +16,8 @@ from typing import Any
 from torch import fx, nn
 
 from quark.base.files import check_apart, final_place
+from quark.base.libraries.diffusers import is_network
+from quark.base.libraries.transformers import has_code, save_code
 from quark.base.log import logger
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.torch.calibration.distributed import rank, shared_folder
@@ -24,7 +26,6 @@ from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.shards import entries, names_in_file, stem_of, write_shards
 from quark.torch.checkpoint.stored_types import forms_of, source_folder, stored_plain
 from quark.torch.config.config import QConfig
-from quark.torch.diffusion.network import is_network
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark.layout import PACK_METHODS
 from quark.torch.formats.readers import READERS, TRANSFORMERS, check_readers, read_forms
@@ -319,10 +320,8 @@ def write_config(model: Any, quantization: dict[str, Any], folder: Path) -> None
     if any(end is not None and end in quantized for end in ends):
         # A quantized head or embedding no longer shares its weight with the other.
         config.tie_word_embeddings = False
-    if config._auto_class is not None:
-        from transformers.dynamic_module_utils import custom_object_save
-
-        custom_object_save(config, folder, config=config)
+    if has_code(config):
+        save_code(config, folder)
     # Not by save_pretrained, which refuses fields that transformers itself has read (output_attentions, return_dict).
     stored = json.loads(config.to_json_string())
     for of_source in ("transformers_weights", "expert_dtype"):  # where the source has its weights, and in which codes

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from quark.base.json_objects import plain_json
+from quark.base.libraries.transformers import file_in_cache, has_values, revision_of, set_tied_weights, tied_weights
 from quark.core.names.patterns import first_match, matches_any
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored, mark_loaded
@@ -60,7 +61,7 @@ def _map_to_quark(
     for name, module in model.named_modules():
         around: Any = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, UnfusedExperts) and not any(True for _ in around.parameters(recurse=False)):
-            around._is_hf_initialized = True  # Qwen 3 Omni would draw the merged weights, which are not there, from it
+            has_values(around)  # Qwen 3 Omni would draw the merged weights, which are not there, from it
     return model
 
 
@@ -86,24 +87,19 @@ def _untie(model: Any) -> None:
 
     Each was quantized for the inputs of its block and is in the files; tied, one would get the codes of the other.
     """
-    ties = getattr(model, "all_tied_weights_keys", None)
+    ties = tied_weights(model)
     if ties:
         codes = {f"{name}.weight" for name in quantized_layers(model)}
         merged = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, UnfusedExperts))
         kept = {name: other for name, other in ties.items() if name not in codes and not name.startswith(merged)}
-        model.all_tied_weights_keys = kept
+        set_tied_weights(model, kept)
 
 
 def _folder_of(model: Any) -> Path:
     """The folder that transformers is about to load: the one that was named, or a snapshot in its cache."""
     name = model.name_or_path
     if name and not Path(name).is_dir():
-        from transformers.utils import cached_file  # there already: it is transformers that calls
-
-        revision = getattr(model.config, "_commit_hash", None)
-        found = cached_file(
-            name, "config.json", revision=revision, local_files_only=True, _raise_exceptions_for_missing_entries=False
-        )
+        found = file_in_cache(name, "config.json", revision_of(model.config))
         name = str(Path(found).parent) if found else ""
     if not name:
         raise FormatError(
@@ -174,7 +170,7 @@ class ReceivingExperts(UnfusedExperts):
         for index, rows in enumerate(merged.detach()):
             for leaf, part in zip(leaves, rows.chunk(len(leaves)), strict=True):
                 weight = nn.Parameter(part, requires_grad=False)
-                weight._is_hf_initialized = True  # type: ignore[attr-defined]
+                has_values(weight)
                 self.get_submodule(f"{index}.{leaf}")._parameters["weight"] = weight
         del self._parameters[name]
         if not self._parameters:

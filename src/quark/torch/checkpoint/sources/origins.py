@@ -7,13 +7,13 @@ of experts that a pass has taken apart.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from quark.base.libraries.transformers import order_of_parts
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.model.names import Converted, converted_as, source_names
 from quark.torch.model.passes.unfuse_experts import UnfusedExperts, is_transposed
@@ -91,10 +91,9 @@ class Origins:
 
 def _merged(model: Any, stored: list[str]) -> dict[str, Origin]:
     """The tensors that transformers makes of several stored ones, or of one in another form."""
-    core = sys.modules["transformers.core_model_loading"]
     find = converted_as(model, model.state_dict())
     parts: dict[str, list[tuple[str, Converted]]] = {}
-    for name in sorted(stored, key=core.dot_natural_key):
+    for name in sorted(stored, key=order_of_parts):
         if (made := find(name)) is not None:
             parts.setdefault(made.first, []).append((name, made))
     return {
@@ -140,10 +139,8 @@ class Parts:
 
     def joined(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the model, by their names there."""
-        core = sys.modules["transformers.core_model_loading"] if self._parts else None
         for pieces in self._parts.values():
-            assert core is not None
-            pieces.sort(key=lambda piece: core.dot_natural_key(piece[0]))
+            pieces.sort(key=lambda piece: order_of_parts(piece[0]))
             for target in pieces[0][1].targets:
                 yield target, merge_of(self._model, target, [made for _, made, _ in pieces])([x for *_, x in pieces])
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.libraries.transformers import is_conv1d
 from quark.core.names.patterns import matches_any
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError
@@ -57,7 +58,6 @@ from quark.torch.formats.format import (
 from quark.torch.formats.layout import Layout
 from quark.torch.layers.online_rotation import BUFFER
 from quark.torch.model.names import layers_in_model
-from quark.torch.model.passes.conv1d import is_conv1d
 
 GLOBAL_SCALES = {"weight_scale_2": "weight_global_scale", "input_scale_2": "input_global_scale"}
 FORMS = (

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from quark.base.libraries.transformers import is_conv1d
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerChannel, PerGroup
 from quark.core.spec import FLOAT_SCALES, LayerSpec, ScaleType, TensorSpec
@@ -32,7 +33,6 @@ from quark.torch.formats.format import (
 from quark.torch.formats.gptq.layout import GptqLayout, Variant
 from quark.torch.formats.layout import WORD, Layout
 from quark.torch.model.names import published_names
-from quark.torch.model.passes.conv1d import is_conv1d
 
 TYPES = ("int2", "int3", "int4", "int8", "uint2", "uint4", "uint8")
 VERSIONS = {"gptq": 1, "gptq_v2": 2}

@@ -11,7 +11,6 @@ quantizes first. So the module computes as it would with a quantized cache, with
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.libraries.transformers import cache_class
 from quark.core.granularity import HEADS
 from quark.errors import NotSupportedError
 from quark.torch.layers.attention.heads import holds, stored_heads
@@ -267,8 +267,7 @@ class NoCache:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        caches = sys.modules.get("transformers.cache_utils")
-        return NoCache if caches is None else caches.EncoderDecoderCache
+        return cache_class("EncoderDecoderCache") or NoCache
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any
@@ -282,9 +281,9 @@ class NoCache:
 
     def __getattr__(self, name: str) -> Any:
         """What else a model asks of a cache, an empty one of its own kind says."""
-        caches = sys.modules.get("transformers.cache_utils")
-        if name.startswith("__") or "config" not in self.__dict__ or caches is None:
+        kind = cache_class("DynamicCache")
+        if name.startswith("__") or "config" not in self.__dict__ or kind is None:
             raise AttributeError(name)
         if "empty" not in self.__dict__:
-            self.__dict__["empty"] = caches.DynamicCache(config=self.config)
+            self.__dict__["empty"] = kind(config=self.config)
         return getattr(self.__dict__["empty"], name)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.libraries.transformers import attention_of, names_attention, register_attention, set_attention
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
 from quark.torch.config.selectors import NON_TEXT
@@ -97,7 +98,7 @@ def forget_ranges(module: nn.Module) -> None:
 
 def _require_interface(modules: dict[str, nn.Module]) -> None:
     for name, module in modules.items():
-        named = hasattr(getattr(module, "config", None), "_attn_implementation")
+        named = names_attention(getattr(module, "config", None))
         if not named or not hasattr(sys.modules[type(module).__module__], "eager_attention_forward"):
             raise NotSupportedError(
                 f"{name or 'The model'} ({type(module).__name__}) does not call transformers' attention functions, in "
@@ -108,25 +109,16 @@ def _require_interface(modules: dict[str, nn.Module]) -> None:
 def _call_ours(modules: dict[str, nn.Module]) -> Callable[[], None]:
     """Let the configs of the modules name our function; return what undoes it."""
     configs: dict[int, Any] = {id(module.config): module.config for module in modules.values()}
-    before = [(config, config._attn_implementation) for config in configs.values()]
+    before = [(config, attention_of(config)) for config in configs.values()]
     for config, _ in before:
-        config._attn_implementation = _registered()
+        register_attention(NAME, _attention)
+        set_attention(config, NAME)
 
     def restore() -> None:
         for config, name in before:
-            config._attn_implementation = name
+            set_attention(config, name)
 
     return restore
-
-
-def _registered() -> str:
-    """The name of our function, which transformers knows from now on."""
-    modeling, masking = sys.modules["transformers.modeling_utils"], sys.modules["transformers.masking_utils"]
-    functions, masks = modeling.ALL_ATTENTION_FUNCTIONS, masking.ALL_MASK_ATTENTION_FUNCTIONS
-    if NAME not in functions:
-        functions.register(NAME, _attention)
-        masks.register(NAME, masks["eager"])
-    return NAME
 
 
 def _attention(

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from quark.base.libraries.accelerate import BEFORE, HOOK
+
 
 @contextmanager
 def forward_instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
@@ -28,7 +30,7 @@ def forward_instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
 
 def with_plain_forward(copied: nn.Module) -> nn.Module:
     """A copy of a module, which calls the forward of its class, and computes where its tensors are."""
-    for name in ("forward", "_old_forward", "_hf_hook"):
+    for name in ("forward", BEFORE, HOOK):
         copied.__dict__.pop(name, None)
     return copied
 

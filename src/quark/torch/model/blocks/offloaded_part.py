@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from quark.base.libraries.accelerate import hook_of
 from quark.torch.model.blocks.mapped_tensors import keep_in_file
 
 Home = tuple[torch.Tensor, torch.Tensor]
@@ -102,7 +103,7 @@ class OffloadedPart:
 
 def hooks_of(module: nn.Module) -> list[Any]:
     """Accelerate's hooks on a module."""
-    hook = module.__dict__.get("_hf_hook")
+    hook = hook_of(module)
     return [] if hook is None else [*getattr(hook, "hooks", (hook,))]
 
 

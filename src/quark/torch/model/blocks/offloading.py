@@ -20,6 +20,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from quark.base.libraries.accelerate import bring_before_forward, names_brought, take_away
+from quark.base.libraries.transformers import tied_weights
 from quark.errors import NotSupportedError
 from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.model.blocks.mapped_tensors import mapped_offload, mapped_safetensors
@@ -150,7 +152,7 @@ def with_weights(function: Callable[P, R]) -> Callable[P, R]:
 def refuse_offloaded(model: nn.Module, what: str) -> None:
     """Raise NotSupportedError, which says what cannot be done, for weights that accelerate keeps elsewhere."""
     for name, module in model.named_modules():
-        if any(_names(module, hook) for hook in offloading_hooks(module)):
+        if any(names_brought(module, hook) for hook in offloading_hooks(module)):
             raise NotSupportedError(
                 f"{what}: {name or 'the model'} lies on the CPU or on disk by its device_map. Possible: "
                 "accelerate.hooks.remove_hook_from_submodules(model), which loads it, or a model without a device_map."
@@ -170,21 +172,13 @@ def offloading_hooks(module: nn.Module) -> list[Any]:
     return [hook for hook in hooks_of(module) if getattr(hook, "offload", False)]
 
 
-def _names(module: nn.Module, hook: Any) -> list[str]:
-    """The tensors of a module that a hook brings."""
-    from accelerate.utils import named_module_tensors
-
-    found = named_module_tensors(module, hook.offload_buffers, hook.place_submodules, remove_non_persistent=True)
-    return [name for name, _ in found]
-
-
 def _onload(model: nn.Module) -> dict[int, tuple[Any, Path | None]]:
     """Give all modules their weights; id of a module that got some -> where it runs, and the folder of its files."""
     known: dict[Any, nn.Parameter] = {}
     found: dict[int, tuple[Any, Path | None]] = {}
     _refuse_split_ties(model)
     all_values = [
-        (module, hook, {name: host_value(hook.weights_map, name) for name in _names(module, hook)})
+        (module, hook, {name: host_value(hook.weights_map, name) for name in names_brought(module, hook)})
         for module in model.modules()
         for hook in offloading_hooks(module)
     ]
@@ -202,7 +196,7 @@ def _onload(model: nn.Module) -> dict[int, tuple[Any, Path | None]]:
 def _tie(model: nn.Module, found: Mapping[int, object]) -> None:
     """Let parameters be one object that transformers says are one: on disk each has a file of its own."""
     modules = dict(model.named_modules())
-    for name, of in dict(getattr(model, "all_tied_weights_keys", None) or {}).items():
+    for name, of in tied_weights(model).items():
         (path, _, leaf), (its_path, _, its_leaf) = name.rpartition("."), of.rpartition(".")
         module, its = modules.get(path), modules.get(its_path)
         if module is None or its is None or id(module) not in found or id(its) not in found:
@@ -217,7 +211,7 @@ def _tie(model: nn.Module, found: Mapping[int, object]) -> None:
 def _refuse_split_ties(model: nn.Module) -> None:
     """Raise NotSupportedError for one weight that lies in two places: what becomes of one would not be in the other."""
     modules = dict(model.named_modules())
-    for name, of in dict(getattr(model, "all_tied_weights_keys", None) or {}).items():
+    for name, of in tied_weights(model).items():
         ends = [(modules.get(end.rpartition(".")[0]), end.rpartition(".")[2]) for end in (name, of)]
         if len({bool(module and offloading_hooks(module)) for module, _ in ends}) == 1:
             continue
@@ -234,7 +228,7 @@ def _value(module: nn.Module | None, name: str) -> torch.Tensor | None:
     if module is None:
         return None
     for hook in offloading_hooks(module):
-        if name in _names(module, hook):
+        if name in names_brought(module, hook):
             return host_value(hook.weights_map, name)[0]
     tensor = getattr(module, name, None)
     return tensor.detach().to(CPU) if isinstance(tensor, torch.Tensor) and not tensor.is_meta else None
@@ -269,12 +263,10 @@ AWAY = _Away()
 
 def _offload(part: OffloadedPart) -> None:
     """Hand the weights of a part to accelerate, and take the part's forward away."""
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
     _take_forward_away(part)
     modules = [*part.modules()]
     hooks = [(module, hook) for module in modules for hook in hooks_of(module)]
-    done = {id(_owner(m, name)) for m, hook in hooks if hook_is_away(hook) for name in _names(m, hook)}
+    done = {id(_owner(m, name)) for m, hook in hooks if hook_is_away(hook) for name in names_brought(m, hook)}
     for module, hook in hooks:
         if hook_is_away(hook):
             _hand_over(module, hook, part)
@@ -283,7 +275,7 @@ def _offload(part: OffloadedPart) -> None:
             # Made meanwhile: an expert that was a part of another tensor, a branch of low rank.
             weights = HostWeights((name, x.detach()) for name, x in module.named_parameters(recurse=False))
             weights.folder = part.folder
-            add_hook_to_module(module, AlignDevicesHook(part.given, offload=True, weights_map=weights), append=True)
+            bring_before_forward(module, part.given, weights)
     for module in modules:
         _place_small(module, part.device)
 
@@ -313,14 +305,12 @@ def hook_is_away(hook: Any) -> bool:
 
 def _hand_over(module: nn.Module, hook: Any, part: OffloadedPart) -> None:
     """Let a hook bring the weights that a module has now, and let it have none."""
-    from accelerate.utils import set_module_tensor_to_device
-
     weights, before = HostWeights(), getattr(hook, "original_devices", {})
     weights.folder = part.folder
-    for name in _names(module, hook):
+    for name in names_brought(module, hook):
         tensor: torch.Tensor = getattr(_owner(module, name), name.rpartition(".")[2])
         weights[name] = tensor.detach().to(CPU)
-        set_module_tensor_to_device(module, name, "meta")
+        take_away(module, name)
     hook.weights_map, hook.offload = weights, True
     hook.original_devices = {name: before.get(name, CPU) for name in weights}
     # By addresses in memory, which are those of other values now.

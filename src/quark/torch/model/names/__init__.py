@@ -14,7 +14,7 @@ checkpoint is written under the published names: those are what runtimes read.
     dropped_names                          what no class builds
 """
 
-from quark.torch.model.names.conversions import conversions, expert_leaves, is_transformers_model
+from quark.torch.model.names.expert_leaves import expert_leaves
 from quark.torch.model.names.in_model import (
     Converted,
     converted_as,
@@ -33,12 +33,10 @@ from quark.torch.model.names.reader import found_by
 __all__ = [
     "Converted",
     "OtherForm",
-    "conversions",
     "converted_as",
     "dropped_names",
     "expert_leaves",
     "found_by",
-    "is_transformers_model",
     "layers_in_model",
     "layers_published",
     "loaded_as",

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from quark.torch.model.names.conversions import conversions, renamed
+from quark.base.libraries.transformers import Rules, conversions, merged_as, mergers, name_in_model, renamed, renamings
 from quark.torch.model.names.published import published_names
 
 
 def source_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
     """Name in the model -> name in the checkpoint, by the renames that transformers itself applies when it loads."""
-    core = sys.modules["transformers.core_model_loading"]
-    renames = [rule for rule in conversions(model, legacy=True) if isinstance(rule, core.WeightRenaming)]
+    rules: Rules = renamings(conversions(model, legacy=True)), []
     own = model.state_dict()
     prefix = getattr(model, "base_model_prefix", None)
-    return {_renamed(name, core.rename_source_key(name, renames, [], prefix, own)[0], own): name for name in stored}
+    return {_renamed(name, name_in_model(name, rules, prefix, own)[0], own): name for name in stored}
 
 
 def _renamed(stored: str, renamed: str, own: Mapping[str, Any]) -> str:
@@ -37,13 +35,11 @@ def loaded_as(model: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
         model: Of the class that loads.
         own: Its state dict.
     """
-    known, core = conversions(model, legacy=True), sys.modules.get("transformers.core_model_loading")
-    if core is None or not known:
+    known = conversions(model, legacy=True)
+    if not known:
         return lambda name: name
-    renames = [rule for rule in known if isinstance(rule, core.WeightRenaming)]
-    mergers = [rule for rule in known if isinstance(rule, core.WeightConverter)]
-    prefix = getattr(model, "base_model_prefix", None)
-    return lambda name: _renamed(name, str(core.rename_source_key(name, renames, mergers, prefix, own)[0]), own)
+    rules, prefix = (renamings(known), mergers(known)), getattr(model, "base_model_prefix", None)
+    return lambda name: _renamed(name, name_in_model(name, rules, prefix, own)[0], own)
 
 
 @dataclass(frozen=True)
@@ -72,16 +68,15 @@ def converted_as(model: Any, own: Mapping[str, Any]) -> Callable[[str], Converte
         model: Of the class that loads.
         own: Its state dict.
     """
-    known, core = conversions(model, legacy=True), sys.modules.get("transformers.core_model_loading")
-    if core is None or not known:
+    known = conversions(model, legacy=True)
+    if not known:
         return lambda name: None
-    renames = [rule for rule in known if isinstance(rule, core.WeightRenaming)]
-    mergers = [rule for rule in known if isinstance(rule, core.WeightConverter)]
-    by_pattern = {pattern: rule for rule in mergers for pattern in rule.source_patterns}
+    rules = renamings(known), mergers(known)
+    by_pattern = {pattern: rule for rule in rules[1] for pattern in rule.source_patterns}
     prefix = getattr(model, "base_model_prefix", None)
 
     def convert(name: str) -> Converted | None:
-        first, pattern = core.rename_source_key(name, renames, mergers, prefix, own)
+        first, pattern = name_in_model(name, rules, prefix, own)
         if pattern is None:
             return None
         rule = by_pattern[pattern]
@@ -113,8 +108,7 @@ def names_in(model: Any) -> Callable[[str], str]:
     As transformers renames, but that merges nothing: experts keep their numbers. So a text model finds what a composite
     has as `model.language_model.*`, and a model without a head what one with a head has as `model.*`.
     """
-    known, core = conversions(model, legacy=True), sys.modules.get("transformers.core_model_loading")
-    renames = [rule for rule in known if core is not None and isinstance(rule, core.WeightRenaming)]
+    renames = renamings(conversions(model, legacy=True))
     prefix = getattr(model, "base_model_prefix", "") or ""
     roots = {name.partition(".")[0] for name, _ in model.named_modules() if name}
 
@@ -144,10 +138,9 @@ def merged_names(model: nn.Module, names: Iterable[str], stored: Mapping[str, st
         names: In it.
         stored: Name in the module -> name in the file; None: the published ones.
     """
-    publish, known = published_names(model), conversions(model)
+    publish = published_names(model)
     renamed = [name for name in names if (publish(name) if stored is None else stored.get(name, name)) != name]
     if not renamed:
         return set()
-    core = sys.modules["transformers.core_model_loading"]
-    converters = [c for c in known if isinstance(c, core.WeightConverter)]
-    return {name for name in renamed if core.apply_converters(name, converters)[1] is not None}
+    converters = mergers(conversions(model))
+    return {name for name in renamed if merged_as(name, converters)[1] is not None}

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from quark.base.libraries.transformers import left_out
 from quark.torch.model.names.in_model import loaded_as
 
 
@@ -14,7 +15,7 @@ def dropped_names(model: Any, stored: Iterable[str]) -> list[str]:
 
     The second are the buffers of old checkpoints that transformers ignores whatever the class says.
     """
-    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+    patterns = left_out(model)
     buffers = [name for name, _ in model.named_buffers()]
     computed = {r"rotary_emb\.inv_freq": "rotary_emb.inv_freq", r"(^|\.)position_ids$": "position_ids"}
     patterns += [pattern for pattern, end in computed.items() if any(name.endswith(end) for name in buffers)]

@@ -7,15 +7,14 @@ AutoModel                              without the head: model.layers.0 is layer
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
+from quark.base.libraries.transformers import classes_of, is_transformers_model
 from quark.torch.model.meta_model import empty_model
-from quark.torch.model.names.conversions import is_transformers_model
 from quark.torch.model.names.in_model import layers_in_model
 
 LOADERS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
@@ -41,14 +40,12 @@ def names_elsewhere(model: nn.Module) -> Callable[[str], tuple[str, ...]]:
 
 def models_of_other_classes(model: Any) -> list[Any]:
     """An empty model of each other class that one of LOADERS takes for the config of a model."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not is_transformers_model(model):
+    if not is_transformers_model(model):
         return []
     seen: set[Any] = {type(model)}
     others: list[Any] = []
     for loader in LOADERS:
-        found = getattr(transformers, loader)._model_mapping.get(type(model.config), ())
-        for kind in found if isinstance(found, tuple) else (found,):
+        for kind in classes_of(loader, model.config):
             if kind not in seen:
                 seen.add(kind)
                 # A class that cannot be built of this config loads no such folder.

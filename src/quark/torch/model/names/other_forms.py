@@ -9,14 +9,13 @@ published checkpoints, which `save_pretrained` writes, too.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from quark.torch.model.names.conversions import conversions
+from quark.base.libraries.transformers import conversions, merged_as, mergers, order_of_parts
 from quark.torch.model.names.in_model import converted_as
 from quark.torch.model.names.published import published_names
 
@@ -76,15 +75,14 @@ class Turned:
 
 def _grouped(model: Any, own: Mapping[str, torch.Tensor]) -> dict[str, list[Turned]]:
     """The tensors that reversed conversions take, those together that one takes at once, where all are there."""
-    core = sys.modules.get("transformers.core_model_loading")
-    rules = [rule for rule in conversions(model) if core is not None and isinstance(rule, core.WeightConverter)]
-    if core is None or not rules:
+    rules = mergers(conversions(model))
+    if not rules:
         return {}
     reverse = [rule.reverse_transform() for rule in reversed(rules)]
     by_pattern = {pattern: rule for rule in reverse for pattern in rule.source_patterns}
     groups: dict[str, list[Turned]] = {}
-    for name in sorted(own, key=core.dot_natural_key):
-        first, pattern = core.apply_converters(name, reverse)
+    for name in sorted(own, key=order_of_parts):
+        first, pattern = merged_as(name, reverse)
         if pattern is not None:
             groups.setdefault(first, []).append(Turned(name, by_pattern[pattern], pattern))
     return {

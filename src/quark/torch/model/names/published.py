@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 from torch import nn
 
-from quark.torch.model.names.conversions import conversions, renamed
+from quark.base.libraries.transformers import can_be_turned, conversions, renamed, renamings
 
 
 def published_names(model: nn.Module) -> Callable[[str], str]:
@@ -15,16 +14,12 @@ def published_names(model: nn.Module) -> Callable[[str], str]:
 
     A name that transformers' renamings would not bring back keeps the module's form.
     """
-    core = sys.modules.get("transformers.core_model_loading")
-    known = conversions(model)
-    if core is None or not known:
-        return lambda name: name
-    renamings = [c for c in known if isinstance(c, core.WeightRenaming) and not isinstance(c, core.PrefixChange)]
-    reverse = [renaming.reverse_transform() for renaming in reversed(renamings)]
+    rules = [rule for rule in renamings(conversions(model)) if can_be_turned(rule)]
+    reverse = [rule.reverse_transform() for rule in reversed(rules)]
 
     def publish(name: str) -> str:
         out = renamed(name, reverse)
-        return out if renamed(out, renamings) == name else name
+        return out if renamed(out, rules) == name else name
 
     return publish
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from quark.base.libraries.transformers import may_be_missing, tied_weights
 from quark.torch.model.names.in_model import loaded_into
 
 
@@ -40,9 +41,9 @@ def found_by(twin: Any, stored: Iterable[str]) -> Found:
     into = loaded_into(twin, own)
     places = {name: into(name) for name in stored}
     there = set(chain.from_iterable(places.values()))
-    ties = getattr(twin, "all_tied_weights_keys", None) or {}
+    ties = tied_weights(twin)
     there |= {one for pair in ties.items() if there.intersection(pair) for one in pair}
-    optional = getattr(twin, "_keys_to_ignore_on_load_missing", None) or []
+    optional = may_be_missing(twin)
     missing = sorted(name for name in own if name not in there and not any(re.search(p, name) for p in optional))
     first = {name: made[0] for name, made in places.items()}
     return Found(first, sorted(name for name in places if first[name] not in own), missing)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from torch import nn
 
+from quark.base.libraries.transformers import is_conv1d
 from quark.core.names.registry import Registry
 from quark.torch.layers.base import take_over_forward
 from quark.torch.layers.replace import set_submodule
 from quark.torch.model.passes.base import Pass, Wanted
-from quark.torch.model.passes.conv1d import conv1d_to_linear, is_conv1d
+from quark.torch.model.passes.conv1d import conv1d_to_linear
 from quark.torch.model.passes.unfuse_experts import UnfusedExperts, fused_blocks, other_experts, unfuse_experts
 
 PASSES: Registry[Pass] = Registry("pass")

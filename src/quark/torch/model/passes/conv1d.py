@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 from torch import nn
 
+from quark.base.libraries.transformers import is_conv1d
 from quark.torch.layers.replace import set_submodule
 from quark.torch.model.passes.base import Wanted, linear_of
 
@@ -16,13 +15,6 @@ def conv1d_to_linear(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
     for name, layer in layers.items():
         set_submodule(model, name, _linear(layer))
     return layers
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D."""
-    # A model can only hold one if it is loaded; transformers is not imported for the question.
-    loaded = sys.modules.get("transformers.pytorch_utils")
-    return loaded is not None and type(module) is loaded.Conv1D
 
 
 def _linear(conv: nn.Module) -> nn.Linear:

@@ -25,12 +25,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from quark.base.libraries.transformers import conversions
 from quark.base.log import logger
 from quark.errors import NotSupportedError
 from quark.torch.layers import QuantLayer, layer_class
 from quark.torch.layers.replace import set_submodule
 from quark.torch.model.blocks.forwards import with_plain_forward
-from quark.torch.model.names import conversions, expert_leaves
+from quark.torch.model.names import expert_leaves
 from quark.torch.model.passes.base import Wanted, linear_of
 
 TOLERANCE = 1e-6

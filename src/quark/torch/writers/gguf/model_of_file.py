@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from quark.base.files import require_regular
+from quark.base.libraries.transformers import import_transformers, set_folder
 from quark.errors import FormatError, as_format_error
 from quark.gguf.hyperparameters import refuse_other_config, with_scaled_rope
 from quark.gguf.reader import open_gguf
-from quark.torch.model.model_folder import import_transformers
 from quark.torch.writers.gguf.import_file import DTYPES, check_tensors, import_model_from_gguf
 
 EXACT = (torch.float16, torch.bfloat16)
@@ -53,7 +53,7 @@ def model_of_gguf(file: Path, companions: Path) -> Any:
     check_tensors(file, reader, skeleton)  # sizes of the metadata may be any, and need no memory so far
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.config.dtype = dtype
-    model.config._name_or_path = str(companions)
+    set_folder(model, str(companions))
     return import_model_from_gguf(model, file)
 
 
