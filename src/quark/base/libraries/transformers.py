@@ -22,6 +22,9 @@ OLDEST = "5.5"
 Rules = tuple[Sequence[Any], Sequence[Any]]
 """Renamings, and mergers, of a model."""
 
+APART = "5.21"
+"""The first version that merges weights of experts alone; older ones merge all tensors whose names begin as theirs."""
+
 _NAMES, _LOADER = "core_model_loading", "modeling_utils"
 NAMES = (
     Name("conversion_mapping", "get_model_conversion_mapping", "renamings and mergers of a model"),
@@ -70,13 +73,18 @@ def import_transformers() -> Any:
     require_packages("Reading a model folder", "torch", "transformers", "safetensors")
     if is_transformers_version_lower(OLDEST):
         raise MissingDependencyError(
-            f"transformers {version('transformers')} is installed, and quark needs {OLDEST} or newer: pip install "
+            f"transformers {transformers_version()} is installed, and quark needs {OLDEST} or newer: pip install "
             f"'transformers>={OLDEST}'."
         )
     with without_collection():
         import transformers  # costs seconds: imported when a folder is really read
 
     return transformers
+
+
+def transformers_version() -> str:
+    """The installed version."""
+    return version("transformers")
 
 
 def loaded(module: str) -> ModuleType | None:

@@ -19,7 +19,18 @@ import torch
 from torch import nn
 
 from quark.base.json_objects import plain_json
-from quark.base.libraries.transformers import file_in_cache, has_values, revision_of, set_tied_weights, tied_weights
+from quark.base.libraries.transformers import (
+    APART,
+    conversions,
+    file_in_cache,
+    has_values,
+    merged_as,
+    mergers,
+    revision_of,
+    set_tied_weights,
+    tied_weights,
+    transformers_version,
+)
 from quark.core.names.patterns import first_match, matches_any
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored, mark_loaded
@@ -27,7 +38,8 @@ from quark.torch.checkpoint.shards import read_names, read_tensors
 from quark.torch.checkpoint.stored_tensors import stored_tensors
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
-from quark.torch.layers import ROLES
+from quark.torch.layers import ROLES, QuantLayer
+from quark.torch.layers.base import EXTRA_SUFFIXES
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.folder_files import regular_file, shard_files
 from quark.torch.model.meta_model import saved_dtype
@@ -56,8 +68,10 @@ def _map_to_quark(
     # transformers makes up what is missing, and casts what is of another dtype: all is checked before it loads.
     stored_tensors(model, FORMATS["quark"], read_tensors(files), saved_dtype(folder), partial=True)
     blocks = {f"{n}.0.{m.names[2]}.weight": m for n, m in model.named_modules() if isinstance(m, UnfusedExperts)}
-    for name in merged_names(model, blocks, stored):
-        ReceivingExperts.stack(blocks[name])
+    merged, rules = merged_names(model, blocks, stored), mergers(conversions(model))
+    for name, block in blocks.items():
+        kinds = [kind for kind in KINDS if merged_as(f"{name}{kind}", rules)[1] is not None]
+        ReceivingExperts.stack(block, [kind for kind in kinds if kind or name in merged])
     for name, module in model.named_modules():
         around: Any = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, UnfusedExperts) and not any(True for _ in around.parameters(recurse=False)):
@@ -129,52 +143,88 @@ def _is_quantized(config: Path) -> bool:
 
 MERGED = ("gate_up_proj", "up_proj", "down_proj")
 """What transformers calls the merged weights."""
+KINDS = ("", "_scale", "_zero_point", *(f"_{suffix}" for suffix in EXTRA_SUFFIXES))
+"""Ends of the names of what is stored of a weight. Before 5.21 transformers merges all of it as it does the weights."""
 
 
 class ReceivingExperts(UnfusedExperts):
-    """Unfused experts that take their weights from transformers' loader, which merges those of all experts.
+    """Unfused experts that take stored tensors from transformers' loader, which merges those of all experts.
 
-    `gate_up_proj` holds the stored rows of gate and up of each expert, `down_proj` those of down: whatever their
-    encoding, merging stacks and concatenates rows. What arrives is handed out to the experts as views.
+    `gate_up_proj` holds the stored rows of gate and up of each expert, `down_proj` those of down, `down_proj_scale` the
+    scales of these: whatever their encoding, merging stacks and concatenates rows. What arrives is handed out to the
+    experts as views.
     """
 
     @classmethod
-    def stack(cls, experts: UnfusedExperts) -> None:
+    def stack(cls, experts: UnfusedExperts, kinds: Iterable[str]) -> None:
         """Turn experts on the meta device into receiving ones.
 
+        Args:
+            experts: Of a block.
+            kinds: Of KINDS, what arrives merged; the rest has a place of its own.
+
         Raises:
-            NotSupportedError: The experts are not stored alike, so that their rows cannot be merged.
+            NotSupportedError: The experts are not stored alike, so that they cannot be merged.
         """
-        experts.__class__ = cls
-        for target, leaves in {experts.first: experts.names[:2], "down_proj": experts.names[2:]}.items():
-            layers = [expert.get_submodule(leaf) for leaf in leaves if leaf for expert in experts.children()]
-            weights = [layer._parameters.pop("weight") for layer in layers]
-            stored = {(tuple(weight.shape), weight.dtype) for weight in weights if weight is not None}
-            if len(stored) > 1:
-                raise NotSupportedError(
-                    f"transformers merges the experts of this model when it loads them, but they differ in shape or "
-                    f"type: {sorted(map(str, stored))}. Possible: import_model_from_safetensors with the float model."
-                )
-            ((shape, dtype),) = stored
-            rows = shape[0] * len(layers) // experts.count
-            merged = torch.empty(experts.count, rows, *shape[1:], dtype=dtype, device="meta")
-            experts.register_parameter(target, nn.Parameter(merged, requires_grad=False))
+        for kind in kinds:
+            experts.__class__ = cls
+            for target, leaves in {experts.first: experts.names[:2], "down_proj": experts.names[2:]}.items():
+                names = [f"{index}.{leaf}" for index in range(experts.count) for leaf in leaves if leaf]
+                places = [_place(experts, name, kind) for name in names]
+                tensors = [table.pop(name) for table, name in places if table.get(name) is not None]
+                if tensors:
+                    shape = _merged_shape(experts, target + kind, tensors, len(names))
+                    merged = torch.empty(shape, dtype=tensors[0].dtype, device="meta")
+                    experts.register_parameter(target + kind, nn.Parameter(merged, requires_grad=False))
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in MERGED and isinstance(value, nn.Parameter) and not value.is_meta:
-            self._hand_out(name, value)
+        target = next((each for each in MERGED if name.startswith(each)), "")
+        if target and isinstance(value, nn.Parameter) and not value.is_meta:
+            self._hand_out(target, name.removeprefix(target), value)
 
-    def _hand_out(self, name: str, merged: nn.Parameter) -> None:
-        leaves = [leaf for leaf in (self.names[2:] if name == "down_proj" else self.names[:2]) if leaf]
+    def _hand_out(self, target: str, kind: str, merged: nn.Parameter) -> None:
+        leaves = [leaf for leaf in (self.names[2:] if target == "down_proj" else self.names[:2]) if leaf]
         for index, rows in enumerate(merged.detach()):
-            for leaf, part in zip(leaves, rows.chunk(len(leaves)), strict=True):
-                weight = nn.Parameter(part, requires_grad=False)
-                has_values(weight)
-                self.get_submodule(f"{index}.{leaf}")._parameters["weight"] = weight
-        del self._parameters[name]
+            for leaf, part in zip(leaves, rows.chunk(len(leaves)) if len(leaves) > 1 else (rows,), strict=True):
+                stored = part if kind else nn.Parameter(part, requires_grad=False)
+                has_values(stored)
+                table, name = _place(self, f"{index}.{leaf}", kind)
+                table[name] = stored
+        del self._parameters[target + kind]
         if not self._parameters:
             self.__class__ = UnfusedExperts  # type: ignore[assignment]
+
+
+def _place(experts: UnfusedExperts, name: str, kind: str) -> tuple[dict[str, Any], str]:
+    """The table that holds a stored tensor of an expert's layer, and its name there; a float layer has the weight."""
+    layer = experts.get_submodule(name)
+    if not kind:
+        return layer._parameters, "weight"
+    if kind.removeprefix("_") in EXTRA_SUFFIXES or not isinstance(layer, QuantLayer):
+        return layer._buffers, f"weight{kind}"
+    return layer.get_submodule("weight_quantizer")._buffers, kind.removeprefix("_")
+
+
+def _merged_shape(experts: UnfusedExperts, name: str, tensors: list[torch.Tensor], layers: int) -> tuple[int, ...]:
+    """The shape of what transformers makes of tensors of all experts: stacked, and joined along their first axis.
+
+    Raises NotSupportedError where they differ, where not all of so many layers have one, or where they have no axis.
+    """
+    stored, each = {(tuple(x.shape), x.dtype) for x in tensors}, layers // experts.count
+    if len(stored) > 1 or len(tensors) < layers:
+        raise NotSupportedError(
+            f"transformers merges the experts of this model when it loads them, but they differ in shape or "
+            f"type: {sorted(map(str, stored))}. Possible: import_model_from_safetensors with the float model."
+        )
+    ((shape, _),) = stored
+    if not shape and each > 1:
+        raise NotSupportedError(
+            f"transformers {transformers_version()} merges what is stored of the experts of this model, and cannot "
+            f"join single numbers ({name}). Possible: transformers {APART} or newer, or "
+            "import_model_from_safetensors with the float model."
+        )
+    return (experts.count, shape[0] * each, *shape[1:]) if shape else (experts.count,)
 
 
 # A model of another class ---------------------------------------------------------------------------------------------
