@@ -337,4 +337,7 @@ def any_of(patterns: Sequence[str]) -> Any:
 def parts_of_codes(method: str) -> tuple[str, ...]:
     """The tensors that a format stores of a weight, which its loader converts together; none: it converts weights."""
     kind = _module("quantizers.auto").AUTO_QUANTIZER_MAPPING.get(method)
-    return tuple(getattr(kind, "serialized_names", {}).get("weight", ()))
+    found = getattr(kind, "serialized_names", {})
+    if isinstance(found, property):  # 5.21 and 5.22 name fewer, as the config has them; several always
+        return ("weight", "weight_scale")
+    return tuple(found.get("weight", ()))
