@@ -108,27 +108,23 @@ class GoalChoice:
             self, algorithms=(*self.algorithms, *algorithms), texts=texts, left_out=left_out, reasons=reasons
         )
 
-    def fitted(self, fits: Callable[[str], bool], model_type: str = "") -> GoalChoice:
+    def fitted(self, fits: Callable[[str], bool]) -> GoalChoice:
         """The choice for a model: in smaller groups where those of the scheme do not divide most of its weights.
 
         A scheme that was asked for by its name stays, and so does one of which the program loads no smaller groups.
 
         Args:
             fits: Whether the groups of a scheme divide the model.
-            model_type: Of the model, by its config.json: a program may refuse to run some in float16.
         """
-        choice = self
-        if model_type in self.goal.bfloat16:
-            choice = replace(self, serve=self.serve.removesuffix(self.defaults.serve_options.get(self.form, "")))
         if self.asked.scheme == self.scheme or self.mixed is not None or self.asked.onnx:
-            return choice
+            return self
         known = {fact.scheme: fact for fact in self.goal.loaded(False) if fact.form == self.form}
         others = [name for name in in_smaller_groups(self.scheme) if name in known]
         smaller = next(filter(fits, others), None) if others and not fits(self.scheme) else None
         if smaller is None:
-            return choice
+            return self
         why = f"{self.reasons['scheme']}; in smaller groups, as those of {self.scheme} do not divide this model"
-        return replace(choice, scheme=smaller, reasons={**self.reasons, "scheme": why, "format": str(known[smaller])})
+        return replace(self, scheme=smaller, reasons={**self.reasons, "scheme": why, "format": str(known[smaller])})
 
     def rows(self) -> list[tuple[str, str, str]]:
         """What, the choice, and the reason, for a table."""
@@ -206,7 +202,7 @@ def choose(asked: GoalRequest) -> GoalChoice:
     else:
         steps = steps_for(scheme, effort)
         reasons["algorithms"], algorithms, distills = steps.why, steps.algorithms, steps.distills
-    serve = defaults.serve + defaults.serve_options.get(fact.form, "") + (defaults.serve_cache if asked.cache else "")
+    serve = defaults.serve + (defaults.serve_cache if asked.cache else "")
     return GoalChoice(
         asked,
         goal,

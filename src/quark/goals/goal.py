@@ -18,7 +18,6 @@ class GoalDefaults:
         bits: Bits of a weight -> form and scheme.
         why: The reason for the default, a clause.
         serve: The command that runs the result; `{out}` is its path.
-        serve_options: Form -> words that the command ends with, to run in float16.
         serve_pipeline: The command that runs a pipeline of several models, where it is another.
         without_data: The same as `default` where there are no calibration data; None: the same.
         mixed: Form and schemes of a budget, in which layers differ; no schemes: what the form chooses from by itself.
@@ -35,7 +34,6 @@ class GoalDefaults:
     why: str
     serve: str
     target: str | None = None
-    serve_options: Mapping[str, str] = field(default_factory=dict)
     serve_pipeline: str = ""
     targets: tuple[str, ...] = ()
     without_data: tuple[str, str] | None = None
@@ -57,7 +55,6 @@ class RuntimeGoal:
         cache: Schemes of a cache of keys and values whose scales it reads.
         cache_layers: Form -> names of the layers beside which it finds scales of a cache; of other forms, all that they
             hold.
-        bfloat16: Types of models, by their config.json, that it does not run in float16.
         fuses: Whether it makes one layer of several (`quark.goals.fused_layers`), which must have one scheme then.
         reader: What its folders are written for, as `export_safetensors` has it.
         float_layers: Whether layers are known that it builds in float (`quark.goals.float_layers`).
@@ -72,7 +69,6 @@ class RuntimeGoal:
     extra: tuple[str, ...] = field(default=())
     cache: tuple[str, ...] = ()
     cache_layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    bfloat16: tuple[str, ...] = ()
     fuses: bool = False
     reader: str = "transformers"
     float_layers: bool = False

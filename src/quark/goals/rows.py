@@ -7,8 +7,6 @@ from quark.goals.goal import GOALS, GoalDefaults, RuntimeGoal
 
 _SESSION = 'python -c "import sys, onnxruntime as o; print(o.InferenceSession(sys.argv[1]%s).get_inputs())" {out}'
 _VITIS = ", providers=['VitisAIExecutionProvider']"
-_AWQ = {"awq": " --dtype float16"}
-"""The AWQ kernels compute in float16; a config.json that says bfloat16 is refused without this."""
 
 GOALS.register("vllm", RuntimeGoal(
     "vllm", "vLLM",
@@ -16,8 +14,8 @@ GOALS.register("vllm", RuntimeGoal(
         ("awq", "uint4_wo_128"),
         {4: ("awq", "uint4_wo_128"), 8: ("quark", "int8_dynamic")},
         "4 bits in groups of 128, in the format whose kernels every release has",
+        # No --dtype: AutoAWQConfig, its loader of AWQ folders, takes bfloat16 too (0.33: get_supported_act_dtypes).
         "vllm serve {out}",
-        serve_options=_AWQ,
         mixed=("quark", ("uint4_wo_128", "int8_dynamic")),
         cached={4: ("compressed-tensors", "int4_wo_128"), 8: ("quark", "int8_dynamic")},
         serve_cache=" --kv-cache-dtype fp8",
@@ -26,8 +24,6 @@ GOALS.register("vllm", RuntimeGoal(
     cache=("fp8",),
     # Its source (0.33): what `get_cache_scale_mapper` of quark folders renames; the weights of no other name are known.
     cache_layers={"quark": ("q_proj", "k_proj", "v_proj")},
-    # What it calls numerically unstable: --dtype float16 is an error there, and AWQ runs in the dtype of the model.
-    bfloat16=("gemma2", "gemma3", "gemma3_text", "plamo2", "glm4"),
     # "requires all to use the same scheme": its quark and compressed-tensors loaders, of packed_modules_mapping.
     fuses=True,
     reader="vllm",
@@ -42,8 +38,8 @@ GOALS.register("sglang", RuntimeGoal(
         ("awq", "uint4_wo_128"),
         {4: ("awq", "uint4_wo_128"), 8: ("quark", "ptpc_fp8")},
         "4 bits in groups of 128, in the format whose kernels every release has",
+        # No --dtype: on GPUs of NVIDIA it runs AWQ folders by AWQMarlinConfig, which takes bfloat16 too (0.5.23).
         "python -m sglang.launch_server --model-path {out}",
-        serve_options=_AWQ,
         mixed=("compressed-tensors", ("int4_wo_128", "int8_dynamic")),
         cached={4: ("compressed-tensors", "int4_wo_128"), 8: ("quark", "ptpc_fp8")},
         serve_cache=" --kv-cache-dtype fp8_e4m3",

@@ -125,7 +125,6 @@ def fitted_choice(choice: GoalChoice, request: FolderRequest, load_meta: Callabl
     """
     # The flow imports torch: after the goal is known.
     from quark.jobs.folders.schemes import config_of
-    from quark.torch.model.model_folder import read_config
     from quark.torch.model.passes import prepare
     from quark.torch.plan import chooser, divides
 
@@ -138,7 +137,7 @@ def fitted_choice(choice: GoalChoice, request: FolderRequest, load_meta: Callabl
         except QuarkError:  # which the work itself meets, or does not: of a checkpoint in FP8 there is no plan
             return True
 
-    fitted = choice.fitted(fits, read_config(request.model).get("model_type", ""))
+    fitted = choice.fitted(fits)
     if fitted.scheme != choice.scheme:
         logger.info("%s in the place of %s: its groups divide this model.", fitted.scheme, choice.scheme)
     return fitted
