@@ -129,10 +129,12 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
     if isinstance(job, FileJob):
         from quark.jobs.run_file import run_file
 
-        return run_file(job).path
-    from quark.jobs.run_folder import run_folder
+        made = run_file(job).path
+    else:
+        from quark.jobs.run_folder import run_folder
 
-    return run_folder(job).path
+        made = run_folder(job).path
+    return made
 
 
 def evaluate(
@@ -157,11 +159,13 @@ def evaluate(
         QuarkError: An option is unknown, the models or the data cannot be read, or the two models do not match.
     """
     from quark.jobs.evaluate import EVALUATE, EvaluateFiles, evaluate_files, evaluate_folders, evaluate_pipeline
+    from quark.jobs.recipes.held_out import check_held_out
     from quark.jobs.request import is_pipeline, request_for
 
     with _spelled({}, EVALUATE):
         _refuse_of_command("evaluate", options)
         request = request_for(EVALUATE, float_model, {"data": data, **options}, quantized=Path(quantized))
+        check_held_out(request)
         if isinstance(request, EvaluateFiles):
             return evaluate_files(request)
         pipelines = is_pipeline(request.model) or is_pipeline(request.quantized)
@@ -228,7 +232,8 @@ def convert(
     with _spelled(OF_CONVERT, CONVERT):
         request = request_for(CONVERT, model, {"output": output, "format": format, "requantize": requantize})
         require_quantized_model(request.model)
-        return run_conversion(resolve_conversion(request))[0]
+        made, _ = run_conversion(resolve_conversion(request))
+    return made
 
 
 def _refuse_of_command(command: str, options: Mapping[str, Any]) -> None:
@@ -345,9 +350,10 @@ def _module(
         return made
     path = Path(output)
     if chosen.form == "gguf":
-        export_gguf(made, path.parent, path.stem, folder, overwrite=overwrite)
+        path = export_gguf(made, path.parent, path.stem, folder, overwrite=overwrite)
     else:
-        export_safetensors(made, path, chosen.form, overwrite=overwrite, reader=chosen.goal.reader)
+        reader, name = chosen.goal.reader, chosen.goal.name
+        export_safetensors(made, path, chosen.form, overwrite=overwrite, reader=reader, goal=name)
     return made
 
 

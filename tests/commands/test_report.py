@@ -14,10 +14,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import ViTConfig, ViTForImageClassification
 
+import quark as package
 from quark.commands.folders.report import input_range
 from quark.core.metrics import kl, kl_by_row
+from quark.errors import ConfigError
 from quark.jobs.folders.models import load_model
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.llm.text import token_windows
@@ -188,8 +191,7 @@ def test_quantize_writes_the_page_of_what_it_wrote(places: dict[str, Path], tmp_
     text = page.read_text(encoding="utf-8")
     assert "Bit budget" in sections(text) and "calibration data" in text and "<script" not in text
     card = (out / "README.md").read_text(encoding="utf-8")
-    mean = re.search(r"Mean ([\d.e-]+) nats", text)
-    assert mean and f"| {mean[1]} nats (calibration data) |" in card
+    assert "nats" not in card and "model-index" not in card, "figures of calibration data are no figures of the model"
     again = quark("quantize", places["llama"], "--scheme", "int8_wo", "--force", *line)
     assert again.code == 0 and "Bit budget" not in page.read_text(encoding="utf-8"), "--force replaces both"
 
@@ -200,12 +202,52 @@ def test_a_page_without_data_measures_on_the_text_of_the_package(places: dict[st
     done = quark("quantize", places["llama"], "--scheme", "int8_wo", "-o", out, "--report", page)
     assert (done.code, done.err) == (0, "")
     assert "Measured on the text of the package." in page.read_text(encoding="utf-8")
-    assert "nats (the text of the package) |" in (out / "README.md").read_text(encoding="utf-8")
+    card, mean = ModelCard.load(out / "README.md"), re.search(r"Mean ([\d.e-]+) nats", page.read_text(encoding="utf-8"))
+    assert (
+        mean and f"| text of the package openquark | Mean KL divergence of a next token | {mean[1]} nats |" in card.text
+    )
+    assert {each.metric_type for each in card.data.eval_results or ()} == {"perplexity", "kl_divergence", "sqnr_logits"}
     pictures = ViTForImageClassification(ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
     pictures.save_pretrained(tmp_path / "vit")
     line = ("quantize", tmp_path / "vit", "--scheme", "int8_wo", "-o", tmp_path / "other")
     refused = quark(*line, "--report", tmp_path / "other.html")
     assert refused.code == 1 and "--calib" in refused.err and not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_a_page_on_the_text_that_calibrated_leaves_the_card_without_figures(
+    places: dict[str, Path], tmp_path: Path
+) -> None:
+    line = ("--scheme", "int8", "--samples", "2", "-o", tmp_path / "out", "--report", tmp_path / "page.html")
+    done = quark("quantize", places["llama"], *line)
+    assert (done.code, done.err) == (0, "") and "the text of the package is taken" in done.log
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.eval_results is None and "Measured" not in card.text
+
+
+@pytest.mark.slow
+def test_evaluate_writes_figures_of_held_out_data_into_the_card(places: dict[str, Path], tmp_path: Path) -> None:
+    out, held_out = tmp_path / "out", tmp_path / "held-out.txt"
+    shutil.copytree(places["int8"], out)
+    words = " ".join((TEXT / "heldout.txt").read_text(encoding="utf-8").split()[400:800])
+    held_out.write_text(words, encoding="utf-8")
+    line = ("evaluate", places["llama"], out, "--length", "64", "--windows", "2", "--card", "--data")
+    calibration = shutil.copyfile(places["text.txt"], tmp_path / "another name.txt")
+    before = (out / "README.md").read_bytes()
+    for refused in (quark(*line, calibration), quark(*line[:2], out / "model.safetensors", *line[3:], held_out)):
+        assert refused.code == 1 and refused.err.startswith("quark: --card: ") and refused.err.count("\n") == 1
+    with pytest.raises(ConfigError, match="was calibrated on"):
+        package.evaluate(places["llama"], out, data=calibration, card=True)
+    assert (out / "README.md").read_bytes() == before
+    done = quark(*line, held_out, "--json")
+    assert (done.code, done.err) == (0, "")
+    shown = json.loads(done.out)["tables"][0]["rows"][1]
+    card = ModelCard.load(out / "README.md")
+    results = {each.metric_type: each for each in card.data.eval_results or ()}
+    assert results["kl_divergence"].metric_value == pytest.approx(shown["KL nats"], rel=1e-3)  # as it is printed
+    assert results["perplexity"].metric_value == pytest.approx(float(shown["perplexity"].split()[0]), rel=1e-3)
+    assert results["perplexity"].dataset_args == {"samples": 2, "tokens": 64}
+    assert {each.dataset_name for each in results.values()} == {"held-out.txt"}
 
 
 @pytest.mark.slow

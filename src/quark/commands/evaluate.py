@@ -19,6 +19,7 @@ from quark.jobs.evaluate import (
     evaluate_pipeline,
     held_out,
 )
+from quark.jobs.recipes.held_out import check_held_out
 from quark.jobs.request import is_pipeline
 from quark.report.page import check_page
 
@@ -44,6 +45,7 @@ def evaluate(request: EvaluateFolders | EvaluateFiles) -> None:
 def evaluate_as(request: EvaluateFolders | EvaluateFiles) -> None:
     """Measure what a request says, and print what came of it."""
     data = held_out(request)
+    check_held_out(request)
     check_page(request.report, request.model, request.quantized, data)
     check_log_file(request.log_file, str(request.quantized), [request.model, data, request.report])
     say_first("Comparing", request.quantized, f"with {request.model}")

@@ -15,7 +15,7 @@ from quark.base.progress import log_to
 from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
 from quark.commands.options.of_request import option_for, takes
-from quark.commands.results.tables import choice_rows, choice_table, serve_line
+from quark.commands.results.tables import choice_rows, choice_table, serve_lines
 from quark.errors import UsageError
 from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, request_of, resolve
 from quark.jobs.request import QUANTIZE, is_adapter, is_onnx, is_pipeline, options_of
@@ -90,7 +90,7 @@ def _plan_file(job: FileJob) -> None:
         console.print(choice_rows(job.choice))
     plan_file(request, job.config)
     if job.choice is not None:
-        console.print(serve_line(job.choice, "OUT.onnx"), highlight=False, soft_wrap=True)
+        console.print(serve_lines(job.choice, "OUT.onnx", request.model), highlight=False, soft_wrap=True)
 
 
 def _plan_denoiser(job: FolderJob) -> None:
@@ -187,4 +187,4 @@ def _plan_model(job: FolderJob) -> None:
         console.print(f"data: {calibration.described(data, inputs.taken)}", highlight=False, soft_wrap=True)
     if configured.choice is not None:
         out = {"gguf": "OUT.gguf", "onnx": "OUT/quark_model.onnx"}.get(job.form, "OUT")
-        console.print(serve_line(configured.choice, out), highlight=False, soft_wrap=True)
+        console.print(serve_lines(configured.choice, out, request.model), highlight=False, soft_wrap=True)

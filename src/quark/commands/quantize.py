@@ -14,7 +14,7 @@ from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
 from quark.commands.options.of_request import takes
 from quark.commands.results.quantized import check_report, say_how_to_evaluate, size_line
-from quark.commands.results.tables import choice_table, recovery_line, recovery_table, serve_line
+from quark.commands.results.tables import choice_table, recovery_line, recovery_table, serve_lines
 from quark.goals.choice import GoalChoice
 from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, resolve
 from quark.jobs.denoisers import is_for_comfyui
@@ -73,7 +73,7 @@ def quantize_as(request: FolderRequest | FileRequest) -> None:
         # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
         choice, made = _file(job) if isinstance(job, FileJob) else _folder(job)
         if choice is not None:
-            results().print(serve_line(choice, made), highlight=False, soft_wrap=True)
+            results().print(serve_lines(choice, made, made), highlight=False, soft_wrap=True)
 
 
 def _folder(job: FolderJob) -> tuple[GoalChoice | None, Path]:

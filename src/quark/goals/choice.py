@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -70,7 +69,6 @@ class GoalChoice:
         effort: One of EFFORTS.
         algorithms: As --algorithm takes them.
         reasons: Choice -> why.
-        serve: The command that runs the result; `{out}` is its path.
         distills: Whether the effort asks for texts of the model's own and distillation, where these are possible.
         texts: How many the model writes; 0 until it is known, and where there are none.
         left_out: What of the effort is left out -> why.
@@ -85,7 +83,6 @@ class GoalChoice:
     effort: str
     algorithms: tuple[str, ...]
     reasons: dict[str, str]
-    serve: str
     mixed: tuple[str, ...] | None = None
     distills: bool = False
     texts: int = 0
@@ -159,15 +156,11 @@ class GoalChoice:
 
     def of_pipeline(self) -> GoalChoice:
         """The choice with the command that runs a whole pipeline, where its program has another one for that."""
-        return replace(self, serve=self.defaults.serve_pipeline or self.serve)
+        return replace(self, defaults=replace(self.defaults, serve=self.defaults.serve_pipeline or self.defaults.serve))
 
-    def command(self, output: str) -> str:
-        """The command that runs the result.
-
-        Args:
-            output: Path of the folder or file that was made.
-        """
-        return self.serve.format(out=shlex.quote(output))
+    def command(self, output: str, tokenizer: bool = True) -> str:
+        """The command that runs the result; see `GoalDefaults.command`."""
+        return self.defaults.command(output, self.asked.cache is not None, tokenizer)
 
 
 def choose(asked: GoalRequest) -> GoalChoice:
@@ -202,7 +195,6 @@ def choose(asked: GoalRequest) -> GoalChoice:
     else:
         steps = steps_for(scheme, effort)
         reasons["algorithms"], algorithms, distills = steps.why, steps.algorithms, steps.distills
-    serve = defaults.serve + (defaults.serve_cache if asked.cache else "")
     return GoalChoice(
         asked,
         goal,
@@ -212,7 +204,6 @@ def choose(asked: GoalRequest) -> GoalChoice:
         effort,
         algorithms,
         reasons,
-        serve,
         mixed,
         distills,
     )

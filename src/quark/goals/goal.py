@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quark.core.names.registry import Registry
 from quark.goals.facts import ONNX_FILE, Answer, Fact, facts_of
+
+WITHOUT_TOKENIZER = "TOKENIZER stands for a folder with a tokenizer, or its name on a hub: {out} has none."
+"""What is said of a command that ends with `serve_tokenizer`."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class GoalDefaults:
         cached: Bits of a weight -> form and scheme where a cache of keys and values is quantized beside it, the first
             where nothing is said; none: those of `bits`.
         serve_cache: Words that the command ends with for such a cache.
+        serve_tokenizer: Words that the command ends with where the model has no tokenizer, and the program looks for
+            one; TOKENIZER stands for its folder, or its name on a hub.
     """
 
     default: tuple[str, str]
@@ -40,6 +46,18 @@ class GoalDefaults:
     mixed: tuple[str, tuple[str, ...]] | None = None
     cached: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     serve_cache: str = ""
+    serve_tokenizer: str = ""
+
+    def command(self, output: str, cache: bool = False, tokenizer: bool = True) -> str:
+        """The command that runs a result: what is printed, and what the model card has.
+
+        Args:
+            output: Path of the folder or file.
+            cache: Whether its cache of keys and values is quantized.
+            tokenizer: Whether there is a tokenizer beside the model, or it reads no text.
+        """
+        words = self.serve.format(out=shlex.quote(output)) + (self.serve_cache if cache else "")
+        return words if tokenizer else words + self.serve_tokenizer
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ GOALS.register("vllm", RuntimeGoal(
         mixed=("quark", ("uint4_wo_128", "int8_dynamic")),
         cached={4: ("compressed-tensors", "int4_wo_128"), 8: ("quark", "int8_dynamic")},
         serve_cache=" --kv-cache-dtype fp8",
+        serve_tokenizer=" --tokenizer TOKENIZER",
     ),
     # Its loaders of a cache raise an error for other types ("Currently supported kv cache quantization is ...").
     cache=("fp8",),
@@ -43,6 +44,7 @@ GOALS.register("sglang", RuntimeGoal(
         mixed=("compressed-tensors", ("int4_wo_128", "int8_dynamic")),
         cached={4: ("compressed-tensors", "int4_wo_128"), 8: ("quark", "ptpc_fp8")},
         serve_cache=" --kv-cache-dtype fp8_e4m3",
+        serve_tokenizer=" --tokenizer-path TOKENIZER",
     ),
     cache=("fp8",),
     fuses=True,  # by its own rows of the tables
@@ -57,7 +59,9 @@ GOALS.register("transformers", RuntimeGoal(
         {2: ("quark", "uint2_wo_64"), 3: ("quark", "int3_wo_128"), 4: ("quark", "uint4_wo_128"),
          8: ("quark", "int8_wo"), 16: ("quark", "bfloat16")},
         "4 bits in groups of 128 lose least for their size among schemes that need no data",
-        "python -c \"import sys, transformers as t; print(t.pipeline('text-generation', sys.argv[1])('Once'))\" {out}",
+        "python -c \"import sys, transformers as t; "
+        "print(t.pipeline('text-generation', sys.argv[1], tokenizer=sys.argv[-1])('Once'))\" {out}",
+        serve_tokenizer=" TOKENIZER",
         mixed=("quark", ()),
     ),
     cache=("fp8", "int8", "fp8_per_head", "int8_per_head"),

@@ -77,6 +77,12 @@ class EvaluateFolders(MeasureFolders):
         None, "For a pipeline of diffusers: steps of a picture. Default: that of the pipeline.", least=1
     )
     text: Path | None = option(None, "Another name for --data.", key=None)
+    card: bool = option(
+        False,
+        "Write the figures into the model card (README.md) of the quantized folder. The data must not be those that it "
+        "was calibrated on.",
+        "--card",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,12 +159,16 @@ def measure_files(request: EvaluateFiles, reader: PathDataReader) -> MeasuredFil
 def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
     """Run the models of both folders on the data. Raises QuarkError as `evaluate_files` does."""
     # The flow imports torch: when it runs, so that --help is instant.
+    from quark.jobs.folders.card import check_card, figures_of
     from quark.jobs.folders.measure import ALL, measure_folders
     from quark.jobs.folders.models import inputs_of, load_model
     from quark.torch.layers.replace import quantized_layers
     from quark.torch.model.model_folder import read_config
+    from quark.torch.writers.model_card import add_figures
 
     model, quantized, data = request.model, request.quantized, held_out(request)
+    if request.card:
+        check_card(quantized)
     for path in filter(is_pipeline, (model, quantized)):
         raise ConfigError(f"{path} is a pipeline of several models. Possible: the folder of one, in both.")
     for name in ("prompt", "num_inference_steps"):
@@ -179,7 +189,11 @@ def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
         raise ConfigError(f"{quantized} holds no quantized layer; it is a float model.")
     inputs = inputs_of(model, before)
     batches = inputs.read(data, request.windows or ALL, request.length)
-    return measure_folders(model, quantized, (before, after), inputs, batches)
+    measured = measure_folders(model, quantized, (before, after), inputs, batches)
+    if request.card:
+        add_figures(quantized, figures_of(measured, data, request.length))
+        logger.info("The figures are in the model card of %s.", quantized)
+    return measured
 
 
 @dataclass(frozen=True)

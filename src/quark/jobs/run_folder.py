@@ -183,7 +183,7 @@ def export_of(job: FolderJob) -> Export:
     request = job.request
     return Export(
         request.model, Path(request.output), job.form, request.weight_format, request.pack_method,
-        request.max_shard_size, request.force, reader=job.reader,
+        request.max_shard_size, request.force, reader=job.reader, goal=request.goal,
     )  # fmt: skip
 
 

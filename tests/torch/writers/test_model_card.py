@@ -4,26 +4,50 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard, metadata_load
+from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
+from quark import convert
+from quark.errors import ConfigError, FormatError
+from quark.goals import GOALS, GoalRequest, choose
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
-from quark.torch.writers.model_card import add_figures, base_model
-from tests.models.torch_zoo import tiny_llama
+from quark.torch.config.llm_template import cache_spec
+from quark.torch.formats import FORMATS
+from quark.torch.model.folder_files import has_tokenizer
+from quark.torch.writers.model_card import Figures, add_figures, base_model
+from tests.models.torch_zoo import tiny_llama, token_batches
 
-SOURCE = "---\nlicense: apache-2.0\nlanguage: en\nbase_model: someone/else\ntags: [theirs]\n---\n# Theirs\n"
+SOURCE = (
+    "---\nlicense: apache-2.0\nlanguage: en\nbase_model: someone/else\ntags: [theirs, quark]\n"
+    "pipeline_tag: text-generation\nmodel-index: [{name: float, results: []}]\n---\n# Theirs\n"
+)
+PROGRAM = {"vllm": "vllm", "sglang": "python"}
+"""Goal -> the word that its command begins with."""
+PROGRAMS = [name for name, goal in GOALS.items() if goal.folder is not None and not goal.networks]
 
 
-def exported(source: Path, out: Path, readme: str | None = None, custom_mode: str = "quark") -> Path:
+def exported(
+    source: Path, out: Path, readme: str | None = None, custom_mode: str = "quark", scheme: str = "int4_wo_32",
+    exclude: tuple[str, ...] = ("lm_head",), **options: Any,
+) -> Path:  # fmt: skip
     model = tiny_llama()
     model.save_pretrained(source)
     if readme is not None:
         (source / "README.md").write_text(readme)
     model.config._name_or_path = str(source)
-    quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config("int4_wo_32"))
-    return export_safetensors(quantizer.freeze(quantizer.quantize_model(model)), out, custom_mode)
+    cache = options.pop("cache", None)
+    config = LLMTemplate.get("llama").get_config(scheme, kv_cache_scheme=cache, exclude_layers=list(exclude))
+    quantizer = ModelQuantizer(config)
+    made = quantizer.quantize_model(model, token_batches(1) if cache else None)
+    return export_safetensors(quantizer.freeze(made), out, custom_mode, **options)
+
+
+def commands(folder: Path) -> list[str]:
+    """The commands of a card that run its folder."""
+    return re.findall(r"```sh\n(.*)\n```", (folder / "README.md").read_text())
 
 
 @pytest.mark.slow
@@ -33,8 +57,10 @@ def test_hubs_read_what_the_model_is(tmp_path: Path) -> None:
     found = card.data.to_dict()
     assert found == {
         "license": "apache-2.0", "language": "en", "library_name": "transformers", "base_model": "tiny-llama",
-        "base_model_relation": "quantized", "tags": ["quark", "quantized", "llama"],
+        "base_model_relation": "quantized", "tags": ["theirs", "quark", "quantized", "llama"],
+        "pipeline_tag": "text-generation",
     }  # fmt: skip
+    assert card.data.eval_results is None, "the float model's are not its own, and nothing was measured"
     weights = (out / "model.safetensors").stat().st_size
     assert f"{weights / 1e6:.2f} MB" in card.text and "int4 group 32" in card.text
     assert (out / "README_base.md").read_text() == SOURCE and (
@@ -51,7 +77,6 @@ def test_the_lines_that_load_the_model_load_it(tmp_path: Path) -> None:
     exec(code[0].replace("FOLDER", str(out)), names)
     model = names["model"]
     assert isinstance(model, torch.nn.Module) and "README_base.md" not in text
-    assert "vllm serve" in text
 
 
 @pytest.mark.slow
@@ -83,11 +108,129 @@ def test_the_base_model_is_called_as_the_hub_calls_it(tmp_path: Path) -> None:
     assert base_model(hostile) is None and base_model(None) is None
 
 
-def test_figures_replace_those_that_are_there(tmp_path: Path) -> None:
-    add_figures(tmp_path, {"KL": "1"})
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_card_has_the_command_that_the_terminal_prints(name: str, tmp_path: Path) -> None:
+    """Of each program that reads folders, with and without a quantized cache."""
+    for cache in {None, *GOALS[name].cache[:1]}:
+        forms = {form for form, row in FORMATS.items() if cache is not None and row.holds_cache(cache_spec(cache))}
+        choice = choose(GoalRequest(goal=name, cache=cache, cache_forms=forms or None))
+        if choice.form not in FORMATS:
+            return
+        out = exported(
+            tmp_path / "source", tmp_path / f"out-{cache}", None, choice.form, choice.scheme,
+            cache=cache, reader=choice.goal.reader, goal=name,
+        )  # fmt: skip
+        first, *others = commands(out)
+        assert first == choice.command("FOLDER", tokenizer=False), "the source has none"
+        assert not others or choice.goal.reader == "transformers"
+        assert ("TOKENIZER stands for" in (out / "README.md").read_text()) == any(
+            "TOKENIZER" in c for c in [first, *others]
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "scheme", "options", "served"),
+    [
+        ("compressed-tensors", "int4_wo_32", {}, "vllm serve FOLDER --tokenizer TOKENIZER"),
+        ("quark", "int3_wo_128", {}, None),
+        ("quark", "ptpc_fp8", {"exclude": ("lm_head", "*.0.self_attn.q_proj")}, None),
+        ("quark", "ptpc_fp8", {"weight_format": "fake_quantized"}, None),
+        ("quark", "ptpc_fp8", {"cache": "int8"}, None),
+        ("quark", "ptpc_fp8", {"cache": "fp8"}, "vllm serve FOLDER --kv-cache-dtype fp8 --tokenizer TOKENIZER"),
+    ],
+    ids=["served", "untried", "a part in float", "float values", "a cache that is not read", "a cache"],
+)
+def test_a_folder_for_no_program_names_the_servers_that_are_known_to_load_it(
+    form: str, scheme: str, options: dict[str, Any], served: str | None, tmp_path: Path
+) -> None:
+    found = commands(exported(tmp_path / "source", tmp_path / "out", None, form, scheme, **options))
+    loaded = [name for name in ("vllm", "sglang") if (form, scheme) in pairs(name)]
+    assert [line.split()[0] for line in found] == [PROGRAM[name] for name in loaded if served is not None]
+    assert served in (None, *found)
+
+
+def pairs(name: str) -> set[tuple[str, str]]:
+    """The formats and schemes that a program is known to load."""
+    return {(fact.form, fact.scheme) for fact in GOALS[name].loaded(False)}
+
+
+def test_a_command_names_a_tokenizer_where_the_folder_has_none(tmp_path: Path) -> None:
+    choice = choose(GoalRequest(goal="vllm"))
+    assert choice.command("a b", tokenizer=False) == "vllm serve 'a b' --tokenizer TOKENIZER"
+    for name, there in {
+        "tokenizer.json": True, "tokenizer.model": True, "vocab.txt": True, "tekken.json": True, "spm.model": True,
+        "preprocessor_config.json": True, "config.json": False, "model.safetensors": False, "README.md": False,
+    }.items():  # fmt: skip
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).touch()
+        assert has_tokenizer(folder) == there, name
+
+
+def test_another_program_is_refused_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"goal='vlm' is unknown\. Did you mean 'vllm'"):
+        exported(tmp_path / "source", tmp_path / "out", goal="vlm")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_converted_folder_names_the_float_model(tmp_path: Path) -> None:
+    out = exported(tmp_path / "tiny", tmp_path / "quantized", SOURCE)
+    again = convert(out, tmp_path / "again", "compressed-tensors")
+    assert ModelCard.load(again / "README.md").data.base_model == "tiny"
+    assert (again / "README_base.md").read_text() == SOURCE
+    (out / "README.md").unlink()
+    bare = convert(out, tmp_path / "bare", "compressed-tensors")
+    assert "base_model" not in ModelCard.load(bare / "README.md").data.to_dict(), "quantized is no float model's name"
+
+
+def figures(data: str = "heldout.txt", value: float = 12.5, **changes: Any) -> Figures:
+    options: dict[str, Any] = {
+        "kind": "text", "arguments": {"samples": 4, "tokens": 256}, "task": "text-generation",
+        "metrics": [("perplexity", "Perplexity", value)], "lines": {"Perplexity": f"{value}"}, **changes,
+    }  # fmt: skip
+    return Figures(data, **options)
+
+
+def test_hubs_read_the_figures(tmp_path: Path) -> None:
+    """By the client's own reader, and written by it again."""
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Card\n")
+    add_figures(tmp_path, figures())
+    card = ModelCard.load(tmp_path / "README.md")
+    (result,) = card.data.eval_results or ()
+    assert (result.task_type, result.dataset_type, result.dataset_name) == ("text-generation", "text", "heldout.txt")
+    assert (result.metric_type, result.metric_name, result.metric_value) == ("perplexity", "Perplexity", 12.5)
+    assert result.dataset_args == {"samples": 4, "tokens": 256}
+    assert card.data.to_dict()["model-index"][0]["name"] == tmp_path.name and card.data.license == "mit"
+    again = ModelCardData(**card.data.__dict__)
+    assert again.to_yaml() == card.data.to_yaml()
+
+
+def test_figures_replace_those_on_the_same_data(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"README\.md cannot be read"):
+        add_figures(tmp_path, figures())
     assert not list(tmp_path.iterdir())
     (tmp_path / "README.md").write_text("# Card\n")
-    for value in ("1 nat", "2 nats"):
-        add_figures(tmp_path, {"KL": value})
+    for data, value in (("a|b.txt", 1.0), ("c.txt", 2.0), ("a|b.txt", 3.0)):
+        add_figures(tmp_path, figures(data, value))
     text = (tmp_path / "README.md").read_text()
-    assert text.startswith("# Card\n") and "| KL | 2 nats |" in text and "1 nat" not in text
+    assert "# Card\n" in text and "| c.txt | Perplexity | 2.0 |\n| a\\|b.txt | Perplexity | 3.0 |\n" in text
+    results = ModelCard.load(tmp_path / "README.md").data.eval_results or ()
+    assert {result.dataset_name: result.metric_value for result in results} == {"a|b.txt": 3.0, "c.txt": 2.0}
+
+
+def test_figures_without_a_task_are_in_the_table_only(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Card\n")
+    add_figures(tmp_path, figures(task=None))
+    assert "| Perplexity | 12.5 |" in (tmp_path / "README.md").read_text()
+    assert ModelCard.load(tmp_path / "README.md").data.eval_results is None
+
+
+def test_a_damaged_card_is_no_place_for_figures(tmp_path: Path) -> None:
+    for damaged in ("---\nmodel-index: [{name: x, results: 1}]\n---\n", "---\n{[\n---\n"):
+        (tmp_path / "README.md").write_text(damaged)
+        with pytest.raises(FormatError, match="front matter that cannot be read"):
+            add_figures(tmp_path, figures())
+        assert (tmp_path / "README.md").read_text() == damaged

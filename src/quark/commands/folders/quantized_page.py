@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quark.commands.results.quantized import write_quantized_page
 from quark.errors import ConfigError
@@ -30,17 +30,19 @@ BUDGETS = 24
 
 
 def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
-    """Write the page of a folder that was made of another, and figures into its model card; nothing without a page."""
+    """Write the page of a folder that was made of another; nothing without a page.
+
+    Its figures are in the model card too, if nothing that made the folder has read data.
+    """
     if request.report is None:
         return
     from quark.commands.folders.report import folder_sections, pipeline_sections
-    from quark.torch.writers.model_card import add_figures
 
-    output = Path(request.output)
+    output, fitted = Path(request.output), result.configured.why or request.imatrix or request.sensitivity
     asked = EvaluateFolders(
         model=request.model, quantized=output, data=request.calib or DEFAULT_TEXT, windows=WINDOWS, length=LENGTH,
         device=request.device, dtype=request.dtype, trust_remote_code=request.trust_remote_code,
-        keep_unexpected=request.keep_unexpected,
+        keep_unexpected=request.keep_unexpected, card=request.calib is None and not fitted and not result.parts,
     )  # fmt: skip
     if result.parts:
         words = "Measured on the calibration data."
@@ -58,20 +60,6 @@ def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
     if result.budget is not None:
         sections.insert(2, budget_section(*result.budget))
     write_quantized_page(request, sections)
-    add_figures(output, _figures(measured, "calibration data" if request.calib else PACKAGE))
-
-
-def _figures(measured: Any, data: str) -> dict[str, str]:
-    """What a model card says of the measurement on `data`."""
-    lines = {
-        f"SQNR of {name}": f"{output.comparison.sqnr:.2f} dB" for name, output in measured.comparison.outputs.items()
-    }
-    if measured.comparison.perplexity:
-        first, second = measured.comparison.perplexity
-        lines["Perplexity, float and quantized"] = f"{first:.3f}, {second:.3f}"
-    if measured.comparison.kl is not None:
-        lines["Mean KL divergence of a token"] = f"{measured.comparison.kl:.4g} nats"
-    return {name: f"{value} ({data})" for name, value in lines.items()}
 
 
 def errors_section(errors: Sequence[BlockErrors]) -> Section:

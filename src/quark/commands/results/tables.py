@@ -10,6 +10,7 @@ from rich.table import Table
 from quark.base.command_line import new_table
 from quark.goals import GOALS, GoalChoice
 from quark.goals.facts import Answer
+from quark.goals.goal import WITHOUT_TOKENIZER
 
 if TYPE_CHECKING:
     from quark.onnx.search.recovery.search import Recovery
@@ -34,9 +35,21 @@ def choice_rows(choice: GoalChoice) -> Table:
     return table
 
 
-def serve_line(choice: GoalChoice, path: Path | str) -> str:
-    """The last line: how to run what was made."""
-    return f"run it: {choice.command(str(path))}"
+def serve_lines(choice: GoalChoice, path: Path | str, model: Path) -> str:
+    """The last lines: how to run what was made.
+
+    Args:
+        choice: What was chosen for the program.
+        path: What the program opens.
+        model: The folder or file that lies there, or that it will be made of.
+    """
+    if model.is_file():
+        return f"run it: {choice.command(str(path))}"
+    from quark.torch.model.folder_files import has_tokenizer  # imports torch, as what ran before did
+
+    whole = has_tokenizer(model) or not choice.defaults.serve_tokenizer
+    command = choice.command(str(path), whole)
+    return f"run it: {command}" if whole else f"run it: {command}\n{WITHOUT_TOKENIZER.format(out=path)}"
 
 
 def facts_table(goal: str, onnx: bool) -> Table:

@@ -27,6 +27,7 @@ class Export:
         force: Replace the output.
         attachments: What lies beside the model in a folder: name of a file -> text.
         reader: What the folder is made for; see `export_safetensors`.
+        goal: The program that is said to run it, one of GOALS; None: none.
     """
 
     source: Path
@@ -38,6 +39,7 @@ class Export:
     force: bool
     attachments: Mapping[str, str] = field(default_factory=dict)
     reader: str = "transformers"
+    goal: str | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -48,6 +50,7 @@ class Export:
             "max_shard_size": self.max_shard_size,
             "overwrite": self.force,
             "attachments": self.attachments,
+            "goal": self.goal,
         }
 
     def check(self, schemes: Iterable[str], of_folder: bool = True) -> None:

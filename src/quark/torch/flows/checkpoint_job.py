@@ -84,6 +84,7 @@ class CheckpointJob:
         folder: Of a checkpoint, float or one that is read as float.
         weight_format, pack_method, max_shard_size: As for `export_safetensors`.
         keep_unexpected: As for `load_float_model`.
+        goal: As for `export_safetensors`.
 
     Attributes:
         files: The safetensors files of the folder.
@@ -109,10 +110,11 @@ class CheckpointJob:
         pack_method: str,
         max_shard_size: str,
         keep_unexpected: bool = False,
+        goal: str | None = None,
     ) -> None:
-        check_options("quark", weight_format, pack_method, max_shard_size)
+        check_options("quark", weight_format, pack_method, max_shard_size, goal)
         check_cache_config(config)
-        self.config, self.folder = config, folder
+        self.config, self.folder, self.goal = config, folder, goal
         self.weight_format, self.pack_method, self.max_shard_size = weight_format, pack_method, max_shard_size
         self.real = weight_format == REAL_QUANTIZED
         self.files = shard_files(folder)
@@ -222,7 +224,7 @@ class CheckpointJob:
         )
         write_config(self.model, quantization, output)
         write_companions(self.model, self.folder, None, output)
-        write_card(self.model, self.plan.layers, self.folder, output)
+        write_card(self.model, self.plan.layers, self.config, self.folder, output, self.goal)
 
 
 def _take_apart(config: QConfig, model: nn.Module) -> None:

@@ -95,6 +95,7 @@ def quantize_files(
     overwrite: bool = False,
     attachments: Mapping[str, str] | None = None,
     keep_unexpected: bool = False,
+    goal: str | None = None,
 ) -> None:
     """Quantize a checkpoint folder into another.
 
@@ -105,7 +106,8 @@ def quantize_files(
         devices: Where the arithmetic runs; each gets `workers` threads.
         workers: Threads per device, each of which holds a tensor or two; None: one, and for the CPU as many as torch
             has threads, at most MOST_WORKERS.
-        weight_format, pack_method, max_shard_size, overwrite, attachments: As for `export_safetensors`.
+        weight_format, pack_method, max_shard_size, overwrite, attachments, goal: As for
+            `export_safetensors`.
         keep_unexpected: As for `load_float_model`.
 
     Raises:
@@ -116,7 +118,7 @@ def quantize_files(
     """
     check_apart(output, source, whole=True)
     options = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
-    job = CheckpointJob(config, source, **options, keep_unexpected=keep_unexpected)
+    job = CheckpointJob(config, source, **options, keep_unexpected=keep_unexpected, goal=goal)
     _refuse_data(config, job.plan)
     conversion = Conversion(job.files, job.quantization, pack_method, job.real)
     with shared_folder(output, overwrite) as folder, replaced(job.model, job.plan) as layers:

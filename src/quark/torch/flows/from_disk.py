@@ -62,6 +62,7 @@ def stream(
     work: Path | None = None,
     attachments: Mapping[str, str] | None = None,
     keep_unexpected: bool = False,
+    goal: str | None = None,
 ) -> None:
     """Quantize a checkpoint folder into another.
 
@@ -73,7 +74,8 @@ def stream(
         device: Where blocks run.
         weight_format, pack_method, max_shard_size, overwrite: As for `export_safetensors`.
         work: Folder of the unfinished run, which goes on; default: `output` with ".partial" behind its name.
-        attachments, keep_unexpected: As for `export_safetensors` and `load_float_model`.
+        attachments, goal: As for `export_safetensors`.
+        keep_unexpected: As for `load_float_model`.
 
     Raises:
         OutputExistsError: `output` is, holds or lies in the source; or see `quark.base.files.check_folder`.
@@ -84,7 +86,7 @@ def stream(
     check_apart(output, source, whole=True)
     check_folder(output, overwrite)
     options = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
-    job = CheckpointJob(config, source, keep_unexpected=keep_unexpected, **options)
+    job = CheckpointJob(config, source, keep_unexpected=keep_unexpected, goal=goal, **options)
     batches = None if data is None else list(calibration_data(job.model, data) or ())
     settings = _settings(config, options, [source / "config.json", *job.files], batches)
     refuse_whole(algorithms_of(config.algo_config or []))

@@ -32,6 +32,9 @@ _STAYS = re.compile(
 """Weights, and what is said of them: the output has its own."""
 _LARGEST = 64 << 20
 """Bytes of a file of any other name that travels along: each tokenizer calls its files as it likes."""
+_TOKENIZER = re.compile(r"tokeniz|vocab|tekken|tiktoken|\.model$")
+"""Files without which a program finds no tokenizer; any one of them may be all that a tokenizer needs."""
+_PREPROCESSOR = "preprocessor_config.json"
 _READ = re.compile(rf"{_SIDE_FILES.pattern}|\.json$|\.safetensors$|\.bin$")
 """Files that quark, or transformers on its behalf, opens."""
 _BLOB = re.compile(r"models--[^/]+/blobs/[0-9a-f]{40,64}$")
@@ -154,6 +157,15 @@ def side_files(folder: Path) -> list[Path]:
         inner = [path for path in folder.glob("*/*") if re.match(r"\d+_\w+$", path.parent.name) and not path.is_dir()]
         found += sorted(path.relative_to(folder).as_posix() for path in inner)
     return [file_of(folder, name).relative_to(folder) for name in found]
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder of a model has a tokenizer, or in its place a preprocessor, as models of images have.
+
+    Those of a sentence encoder, or of a pipeline, lie in folders of the folder.
+    """
+    names = [path.name for pattern in ("*", "*/*") for path in folder.glob(pattern)]
+    return any(name == _PREPROCESSOR or _TOKENIZER.search(name) for name in names)
 
 
 def _travels(path: Path) -> bool:

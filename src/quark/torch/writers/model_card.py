@@ -10,59 +10,95 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from quark.base.files import atomic_file
 from quark.base.libraries.diffusers import is_network
+from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec
-from quark.goals import GOALS
+from quark.errors import FormatError
+from quark.goals import GOALS, RuntimeGoal
+from quark.goals.goal import WITHOUT_TOKENIZER
+from quark.torch.config.config import QConfig
+from quark.torch.config.llm_template import cache_spec
+from quark.torch.config.selectors import output_head
+from quark.torch.formats.readers import TRANSFORMERS
 from quark.torch.layers.base import ROLES
-from quark.torch.model.folder_files import file_of
+from quark.torch.model.folder_files import file_of, has_tokenizer
+from quark.torch.model.model_folder import read_config
 
 CARD, BASE_CARD = "README.md", "README_base.md"
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "thumbnail")
-"""What of a float model's front matter holds for the quantized one."""
-FIGURES = "## Measured"
+"""What of a float model's front matter holds for the quantized one; its tags, too."""
+FIGURES = "## Measured on held-out data"
 """Begins what `add_figures` writes."""
+COLUMNS = "| data | | |\n| --- | --- | --- |\n"
 CACHE = re.compile(r"models--([\w.-]+)--([\w.-]+)")
 """A folder of huggingface's cache, which says the name on the hub."""
 NAME = re.compile(r"[\w][\w.-]{0,95}")
 """What a hub takes for a name; any other stays out of the card."""
-SERVED = {
-    "quark": "vLLM and SGLang, where they have kernels for the scheme",
-    "awq": "vLLM and SGLang",
-    "fp8": "vLLM and SGLang",
-    "compressed-tensors": "vLLM",
-}
+FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 
 
-def write_card(model: Any, layers: Mapping[str, LayerSpec], source: Path | None, folder: Path) -> None:
-    """Write README.md into a new folder, whose config.json and weights are there.
+@dataclass(frozen=True)
+class Figures:
+    """What was measured of a quantized model on held-out data.
+
+    Attributes:
+        data: Name of the data.
+        kind: Their type, as hubs call it: "text", "json" ...
+        arguments: How they were read, such as the number of windows.
+        task: As hubs call it; None: that of the card.
+        metrics: Type of each metric, as hubs call it, its name and its value.
+        lines: What a reader sees -> the value in words.
+    """
+
+    data: str
+    kind: str
+    arguments: Mapping[str, int]
+    task: str | None
+    metrics: Sequence[tuple[str, str, float]]
+    lines: Mapping[str, str]
+
+
+def write_card(
+    model: Any, layers: Mapping[str, LayerSpec], config: QConfig, source: Path | None, folder: Path, goal: str | None
+) -> None:
+    """Write README.md into a new folder, whose config.json, tokenizer and weights are there.
 
     Args:
         model: A transformers model, be it without weights.
         layers: What was quantized, and how.
+        config: What was asked for.
         source: The folder that it was made of; None: not known.
         folder: Where.
+        goal: The program that it was made for, one of GOALS; None: none in particular.
     """
     from huggingface_hub import ModelCardData  # slow, and needed only here
 
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
-    form, base = str(stored["quant_method"]), base_model(source)
+    form, float_card = str(stored["quant_method"]), _front_matter(source)
+    base = float_card.get("base_model") if _is_quantized(source) else base_model(source)
+    base = base if isinstance(base, str) else None
+    named = dict.fromkeys((*_tags(float_card), "quark", "quantized", form, _model_type(model)))
     data = ModelCardData(
-        **_carried(source, folder),
+        **{key: float_card[key] for key in CARRIED if _is_plain(float_card.get(key))},
         library_name="diffusers" if is_network(model) else "transformers",
         base_model=base,
         base_model_relation="quantized" if base else None,
-        tags=[each for each in dict.fromkeys(("quark", "quantized", form, _model_type(model))) if each],
+        tags=[each for each in named if each],
     )
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     text = _body(type(model).__name__, _loading(model, form), layers, form, base, size)
+    text += _running(model, layers, config, stored, folder, goal)
     text = f"---\n{data.to_yaml().rstrip()}\n---\n\n{text}"
-    if (folder / BASE_CARD).exists():
-        text += f"\n{BASE_CARD} is the description of the float model.\n"
+    if _keep_readme(source, folder):
+        text += f"\n{BASE_CARD} is the description of the model that this was made of.\n"
     (folder / CARD).write_text(text, encoding="utf-8")
 
 
@@ -77,39 +113,103 @@ def base_model(source: Path | None) -> str | None:
     return path.name if NAME.fullmatch(path.name) else None
 
 
-def add_figures(folder: Path, lines: Mapping[str, str]) -> None:
-    """Write figures at the end of a card that quark wrote, in the place of those that are there.
+def read_card(folder: Path) -> Any:
+    """The card of a folder, a ModelCard. Raises FormatError where there is none whose front matter can be read."""
+    from huggingface_hub import ModelCard
+
+    path = file_of(folder, CARD)
+    try:
+        return ModelCard.load(path)
+    except Exception as error:  # noqa: BLE001 - of YAML, of UTF-8, of a model-index: somebody else may have edited it
+        raise FormatError(f"{path} has a front matter that cannot be read: {error!r:.120}.") from None
+
+
+def add_figures(folder: Path, figures: Figures) -> None:
+    """Write figures into the model-index and at the end of a card, in the place of those on the same data.
 
     Args:
-        folder: Of the card; one without is left as it is.
-        lines: What was measured -> its value.
+        folder: Of the card.
+        figures: What was measured.
+
+    Raises:
+        FormatError: As `read_card` does.
     """
-    card = folder / CARD
-    if not card.is_file():
-        return
-    text = card.read_text(encoding="utf-8").split(f"\n{FIGURES}\n")[0]
-    rows = "".join(f"| {name} | {value} |\n" for name, value in lines.items())
-    with atomic_file(card) as temporary:
-        temporary.write_text(f"{text}\n{FIGURES}\n\n| | |\n| --- | --- |\n{rows}", encoding="utf-8")
+    from huggingface_hub import EvalResult
+
+    path, card = folder / CARD, read_card(folder)
+    task = figures.task or card.data.pipeline_tag
+    made = [
+        EvalResult(
+            task_type=task, dataset_type=figures.kind, dataset_name=figures.data, metric_type=kind, metric_name=name,
+            metric_value=value, dataset_args=dict(figures.arguments),
+            dataset_config=figures.data,  # without it the client takes all data of a type for one
+        )
+        for kind, name, value in figures.metrics
+        if task is not None
+    ]  # fmt: skip
+    replaced = {(figures.data, kind) for kind, _, _ in figures.metrics}
+    results = card.data.eval_results or ()
+    kept = [each for each in results if (each.dataset_name, each.metric_type) not in replaced]
+    card.data.eval_results = [*kept, *made] or None
+    card.data.model_name = getattr(card.data, "model_name", None) or folder.resolve().name
+    body = FRONT.sub("", path.read_text(encoding="utf-8"), count=1)
+    text, _, table = body.partition(f"\n{FIGURES}\n\n{COLUMNS}")
+    rows = [row for row in table.splitlines() if row and not row.startswith(f"| {_cell(figures.data)} |")]
+    rows += [f"| {_cell(figures.data)} | {_cell(name)} | {_cell(value)} |" for name, value in figures.lines.items()]
+    with atomic_file(path) as temporary:
+        temporary.write_text(
+            f"---\n{card.data.to_yaml().rstrip()}\n---\n{text}\n{FIGURES}\n\n{COLUMNS}" + "\n".join(rows) + "\n",
+            encoding="utf-8",
+        )
 
 
-def _carried(source: Path | None, folder: Path) -> dict[str, Any]:
-    """What holds of the front matter of the float model's README, whose text goes into the new folder."""
+def _cell(text: str) -> str:
+    """A text as a cell of a table: a name of a file may have a bar, or a break."""
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _front_matter(source: Path | None) -> dict[str, Any]:
+    """The front matter of the README of the model that a folder is made of; empty where there is none to be read."""
     from huggingface_hub import metadata_load
 
     if source is None or not (source / CARD).is_file():
         return {}
-    shutil.copyfile(file_of(source, CARD), folder / BASE_CARD)
     try:
-        found = metadata_load(folder / BASE_CARD)
+        found = metadata_load(file_of(source, CARD))
+    except FormatError:
+        raise
     except Exception:  # noqa: BLE001 - of YAML, of UTF-8: a README that nobody checked, and that travels whole
         return {}
-    return {key: found[key] for key in CARRIED if _is_plain(found.get(key))} if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_quantized(source: Path | None) -> bool:
+    """Whether a folder is quantized itself: its name is not that of a float model."""
+    there = source is not None and (source / "config.json").is_file()
+    return source is not None and there and bool(read_config(source).get("quantization_config"))
+
+
+def _keep_readme(source: Path | None, folder: Path) -> bool:
+    """Keep the README of the source in the new folder; return whether there is one.
+
+    Of a folder that quark made, the description of its own source has come along already.
+    """
+    if not (folder / BASE_CARD).exists() and source is not None and (source / CARD).is_file():
+        shutil.copyfile(file_of(source, CARD), folder / BASE_CARD)
+    return (folder / BASE_CARD).exists()
 
 
 def _is_plain(value: Any) -> bool:
     """Whether it is text, or a list of texts: what else YAML can hold, also a list that holds itself, stays behind."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+
+
+def _tags(card: Mapping[str, Any]) -> list[str]:
+    """The tags of a front matter."""
+    tags = card.get("tags")
+    if not _is_plain(tags):
+        return []
+    return [tags] if isinstance(tags, str) else list(tags or ())
 
 
 def _model_type(model: Any) -> str:
@@ -128,14 +228,63 @@ def _loading(model: Any, form: str) -> str:
     return f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER").eval(){needs}'
 
 
+def _running(
+    model: Any,
+    layers: Mapping[str, LayerSpec],
+    config: QConfig,
+    stored: Mapping[str, Any],
+    folder: Path,
+    goal: str | None,
+) -> str:
+    """The section with the commands that run the folder, those that the terminal prints; empty where none is known."""
+    asked = None if goal is None else GOALS[goal]
+    programs = [] if asked is None else [asked]
+    if asked is None or asked.reader == TRANSFORMERS:
+        real = stored.get("export", {}).get("weight_format", "real_quantized") == "real_quantized"
+        programs += [server for server in _servers(model, layers, str(stored["quant_method"])) if real]
+    cache, tokenizer = bool(config.kv_cache_quant_config), has_tokenizer(folder)
+    commands = {
+        each.program: each.folder.command("FOLDER", cache, tokenizer) for each in programs if each.folder is not None
+    }
+    if not commands:
+        return ""
+    lines = "".join(f"\nWith {program}:\n\n```sh\n{command}\n```\n" for program, command in commands.items())
+    unnamed = any(each.folder is not None and each.folder.serve_tokenizer for each in programs) and not tokenizer
+    note = "" if not unnamed else f"\n{WITHOUT_TOKENIZER.format(out='FOLDER')}\n"
+    return f"\n## Run\n{lines}{note}"
+
+
+def _servers(model: Any, layers: Mapping[str, LayerSpec], form: str) -> Iterator[RuntimeGoal]:
+    """The servers that are known to load a folder that was made for no program in particular.
+
+    Only of language models whose linear layers, but the output head, all get one scheme: a server refuses some of the
+    others, which `--for` finds.
+    """
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    specs = {described(replace(spec, output=None)) for spec in layers.values()}
+    whole = linear - output_head(model) == layers.keys()
+    if not whole or len(specs) != 1 or not type(model).__name__.endswith("ForCausalLM"):
+        return
+    schemes = {name for name, row in SCHEMES.items() if described(row) in specs}
+    for server in GOALS.values():
+        loaded = any(fact.form == form and fact.scheme in schemes for fact in server.loaded(onnx=False))
+        if server.reader != TRANSFORMERS and loaded and _reads_cache(server, layers, form):
+            yield server
+
+
+def _reads_cache(server: RuntimeGoal, layers: Mapping[str, LayerSpec], form: str) -> bool:
+    """Whether a server reads the cache of keys and values that some layers feed, or none is quantized."""
+    known, leaves = [cache_spec(name) for name in server.cache], server.cache_layers.get(form)
+    fed = {name: spec.output for name, spec in layers.items() if spec.output is not None}
+    return all(
+        output in known and (leaves is None or name.rpartition(".")[2] in leaves) for name, output in fed.items()
+    )
+
+
 def _body(architecture: str, load: str, layers: Mapping[str, LayerSpec], form: str, base: str | None, size: int) -> str:
     counts = Counter(described(spec) for spec in layers.values())
     schemes = "".join(f"- {count} layers: {scheme}\n" for scheme, count in counts.most_common())
     name = base or "a float model"
-    serve, offer = "", GOALS["vllm"].folder
-    if offer is not None and architecture.endswith("ForCausalLM"):
-        command = (offer.serve + offer.serve_options.get(form, "")).format(out="FOLDER")
-        serve = f"\n## Serve\n\nRead by: {SERVED.get(form, form)}.\n\n```sh\n{command}\n```\n"
     return f"""# {name}, quantized
 
 `{architecture}` of {name}, quantized by quark in the format `{form}`.
@@ -147,7 +296,7 @@ def _body(architecture: str, load: str, layers: Mapping[str, LayerSpec], form: s
 ```python
 {load}
 ```
-{serve}"""
+"""
 
 
 def described(spec: LayerSpec) -> str:

@@ -20,6 +20,7 @@ from quark.base.libraries.diffusers import is_network
 from quark.base.libraries.transformers import has_code, save_code
 from quark.base.log import logger
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
+from quark.goals import GOALS
 from quark.torch.calibration.distributed import rank, shared_folder
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
 from quark.torch.checkpoint.quantization_config import folder_of
@@ -54,6 +55,7 @@ def export_safetensors(
     overwrite: bool = False,
     attachments: Mapping[str, str] | None = None,
     reader: str = TRANSFORMERS,
+    goal: str | None = None,
 ) -> Path:
     """Write a Hugging Face checkpoint that `AutoModelForCausalLM.from_pretrained` and vLLM load.
 
@@ -68,6 +70,8 @@ def export_safetensors(
         overwrite: Replace `output_dir` if it is there.
         attachments: Files of text that lie beside the weights: name -> text.
         reader: What it is made for: "transformers", or "vllm" or "sglang", which find experts that it does not.
+        goal: The program of `quark.goals.GOALS` whose command the model card has. None: those of the servers that are
+            known to load the folder.
 
     Returns:
         The folder.
@@ -80,7 +84,7 @@ def export_safetensors(
     """
     config, plan = _quantized_as(model)
     weight_format = weight_format or REAL_QUANTIZED
-    check_options(custom_mode, weight_format, pack_method, max_shard_size)
+    check_options(custom_mode, weight_format, pack_method, max_shard_size, goal)
     _require_transformers(model, "export_safetensors")
     if is_network(model) and custom_mode != "quark":
         raise NotSupportedError(f"diffusers loads no {custom_mode} folder of quark's. Possible: custom_mode='quark'.")
@@ -106,18 +110,11 @@ def export_safetensors(
         if rank() == 0:
             write_shards(folder, [*items, *carried.entries], names, max_shard_size, stem_of(model))
             write_config(model, form.describe(content), folder)
-            _write_beside(model, plan, source, tokenizer, attachments, folder)
+            write_companions(model, source, tokenizer, folder)
+            write_card(model, plan.layers, config, source, folder, goal)
+            write_attachments(attachments, folder)
     logger.info("Exported to %s.", final_place(output_dir))
     return Path(output_dir)
-
-
-def _write_beside(
-    model: Any, plan: Plan, source: Path | None, tokenizer: Any, attachments: Mapping[str, str] | None, folder: Path
-) -> None:
-    """Write what lies beside the tensors and their config."""
-    write_companions(model, source, tokenizer, folder)
-    write_card(model, plan.layers, source, folder)
-    write_attachments(attachments, folder)
 
 
 def save_quantized(model: Any, save_directory: str | os.PathLike[str], **options: Any) -> None:
@@ -145,8 +142,12 @@ def save_quantized(model: Any, save_directory: str | os.PathLike[str], **options
     export_safetensors(model, save_directory, model.quant_format, max_shard_size=str(size))
 
 
-def check_options(custom_mode: str, weight_format: str, pack_method: str, max_shard_size: str) -> None:
+def check_options(
+    custom_mode: str, weight_format: str, pack_method: str, max_shard_size: str, goal: str | None = None
+) -> None:
     """Raise ConfigError for an option of `export_safetensors` that does not exist, or not in this format."""
+    if goal is not None:
+        _check_choice("goal", goal, GOALS)
     _check_choice("weight_format", weight_format, WEIGHT_FORMATS)
     _check_choice("custom_mode", custom_mode, FORMATS)
     _check_choice("pack_method", pack_method, tuple(PACK_METHODS))
