@@ -105,6 +105,7 @@ def quantize(
 
 def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: Any) -> Path:
     """Quantize a folder or an ONNX file; return what a program opens."""
+    from quark.goals.upload import say_upload
     from quark.jobs import FileJob, request_of, resolve
     from quark.jobs.request import is_onnx
 
@@ -134,6 +135,7 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
         from quark.jobs.run_folder import run_folder
 
         made = run_folder(job).path
+    say_upload(made)
     return made
 
 
@@ -226,6 +228,7 @@ def convert(
     Raises:
         QuarkError: The model cannot be read, the format cannot store it, or the output exists already.
     """
+    from quark.goals.upload import say_upload
     from quark.jobs.convert import CONVERT, require_quantized_model, resolve_conversion, run_conversion
     from quark.jobs.request import request_for
 
@@ -233,6 +236,7 @@ def convert(
         request = request_for(CONVERT, model, {"output": output, "format": format, "requantize": requantize})
         require_quantized_model(request.model)
         made, _ = run_conversion(resolve_conversion(request))
+    say_upload(made)
     return made
 
 
@@ -316,6 +320,7 @@ def _module(
     from quark.base.libraries.transformers import is_transformers_model
     from quark.goals import GoalRequest, choose
     from quark.goals.facts import MIX_NAMES
+    from quark.goals.upload import say_upload
     from quark.jobs.configure_folder import for_goal
     from quark.jobs.words import torch_algorithms
     from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors, gguf_config
@@ -354,6 +359,7 @@ def _module(
     else:
         reader, name = chosen.goal.reader, chosen.goal.name
         export_safetensors(made, path, chosen.form, overwrite=overwrite, reader=reader, goal=name)
+    say_upload(path)
     return made
 
 

@@ -11,6 +11,7 @@ from quark.base.command_line import results
 from quark.base.progress import log_to
 from quark.commands.options.log_file import check_log_file, say_first
 from quark.commands.options.of_request import takes
+from quark.goals.upload import say_upload
 from quark.jobs.convert import CONVERT, ConvertRequest, require_quantized_model, resolve_conversion, run_conversion
 
 
@@ -30,7 +31,8 @@ def convert(request: ConvertRequest) -> None:
     job = resolve_conversion(request)
     check_log_file(request.log_file, str(request.output), [model])
     with log_to(request.log_file):
-        _, size = run_conversion(job)
+        made, size = run_conversion(job)
+        say_upload(made)
     how = f"values rounded again to {request.requantize}" if request.requantize else "values unchanged"
     line = f"{model} -> {request.output} ({request.format}): {size / 1e6:.2f} MB, {how}"
     results().print(line, highlight=False, soft_wrap=True)

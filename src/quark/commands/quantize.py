@@ -16,6 +16,7 @@ from quark.commands.options.of_request import takes
 from quark.commands.results.quantized import check_report, say_how_to_evaluate, size_line
 from quark.commands.results.tables import choice_table, recovery_line, recovery_table, serve_lines
 from quark.goals.choice import GoalChoice
+from quark.goals.upload import say_upload
 from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, resolve
 from quark.jobs.denoisers import is_for_comfyui
 from quark.jobs.processes import together
@@ -72,6 +73,7 @@ def quantize_as(request: FolderRequest | FileRequest) -> None:
     with log_to(request.log_file), together(isinstance(job, FileJob), job.form, **files):
         # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
         choice, made = _file(job) if isinstance(job, FileJob) else _folder(job)
+        say_upload(made)
         if choice is not None:
             results().print(serve_lines(choice, made, made), highlight=False, soft_wrap=True)
 
