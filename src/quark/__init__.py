@@ -1,10 +1,12 @@
 """quark: quantization of PyTorch and ONNX models. `quark.quantize`, or `quark.torch` and `quark.onnx` for all of it."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # Read here, so that no later import of the module takes the name from the string.
 from quark.__version__ import __version__ as __version__
+from quark.base.same_import_name import say_other
 from quark.base.telemetry import switch_off
 from quark.compat import documented_paths, of_diffusers
 
@@ -15,10 +17,11 @@ if TYPE_CHECKING:  # read when one is called
     from quark.one_call import quantize as quantize
 
 switch_off()
+say_other(Path(__file__).parent)
 
 documented_paths.install()
 of_diffusers.install()
-del documented_paths, of_diffusers
+del documented_paths, of_diffusers, Path
 
 
 CALLS = ("quantize", "evaluate", "compare", "convert")

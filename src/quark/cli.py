@@ -23,6 +23,11 @@ def main(alone: bool = False) -> None:
     """Run the command line; a QuarkError becomes one line on stderr and exit code 1, bad usage 2."""
     atexit.register(_leave_garbage)
     try:
+        from quark.base.same_import_name import why_mixed
+
+        if (why := why_mixed(sys.modules["quark"])) is not None:
+            sys.stderr.write(f"quark: {why}\n")
+            sys.exit(1)
         from quark.base.command_line import run
         from quark.base.loading import own_process
 

@@ -66,8 +66,8 @@ def test_doctor_names_what_is_missing_and_the_line_that_helps(monkeypatch: pytes
     assert (rows["gguf"]["found"], rows["gguf"]["what to do"]) == ("missing", "pip install 'openquark[gguf]'")
     assert rows["quark"]["what to do"] is None
     assert "cpu" in {row["device"] for row in machine["rows"]}
-    monkeypatch.setattr(module.metadata, "version", lambda name: "0.13")
-    assert "amd-quark 0.13 has the same import name" in tables("doctor")[0]["rows"][0]["what to do"]
+    monkeypatch.setattr(module, "other_version", lambda site: "0.13")
+    assert "amd-quark 0.13 is installed in the same environment" in tables("doctor")[0]["rows"][0]["what to do"]
 
 
 @pytest.mark.parametrize(

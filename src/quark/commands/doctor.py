@@ -14,6 +14,7 @@ from pathlib import Path
 from quark.__version__ import __version__
 from quark.base.command_line import new_table, results
 from quark.base.native import compiler_of_this_machine
+from quark.base.same_import_name import both_said, other_version
 
 PACKAGES = {
     "torch": "torch", "transformers": "torch", "safetensors": "torch", "accelerate": "torch", "greenlet": "torch",
@@ -33,7 +34,9 @@ def doctor() -> None:
     """
     console = results()
     table = new_table("what", "found", "what to do", title="Packages")
-    table.add_row("quark", f"{__version__} in {Path(__file__).parents[1]}", _rival())
+    here = Path(__file__).parents[1]
+    other = other_version(here.parent)
+    table.add_row("quark", f"{__version__} in {here}", "" if other is None else both_said(other))
     table.add_row("python", sys.version.split()[0], "")
     for package, extra in PACKAGES.items():
         version = version_of(package)
@@ -59,15 +62,6 @@ def version_of(package: str) -> str | None:
         return "of unknown version"
     except (ImportError, ValueError):
         return None
-
-
-def _rival() -> str:
-    """What is to be done about amd-quark, which has the same import name."""
-    try:
-        version = metadata.version("amd-quark")
-    except metadata.PackageNotFoundError:
-        return ""
-    return f"amd-quark {version} has the same import name and overwrites files: pip uninstall amd-quark, or two venvs"
 
 
 def torch_devices() -> dict[str, str]:
