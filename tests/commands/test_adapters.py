@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 
 from tests.commands.program import quark
@@ -48,6 +50,13 @@ def test_an_adapter_is_quantized_in_its_base(tmp_path: Path) -> None:
     assert f"model: {adapter}" in (tmp_path / "adapter-int8" / "quark_recipe.yaml").read_text()
     assert json.loads((tmp_path / "adapter-int8" / "tokenizer_config.json").read_text()) == {"model_max_length": 32}
     assert not (tmp_path / "adapter-int8" / "adapter_config.json").exists()
+    assert metadata_load(tmp_path / "adapter-int8" / "README.md")["base_model"] == "adapter"
+    cached = tmp_path / "models--org--lora" / "snapshots" / "0123abc"
+    shutil.copytree(adapter, cached)
+    said = json.loads((cached / "adapter_config.json").read_text())
+    (cached / "adapter_config.json").write_text(json.dumps(said | {"base_model_name_or_path": str(base)}))
+    done = quark("quantize", cached, "--scheme", "int8_wo", "-o", tmp_path / "of-hub")
+    assert metadata_load(tmp_path / "of-hub" / "README.md")["base_model"] == "org/lora", done.err
     plan = quark("plan", adapter, "--scheme", "int8_wo")
     assert plan.code == 0 and "q_proj" in plan.out, plan.err
 

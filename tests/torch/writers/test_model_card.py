@@ -106,6 +106,11 @@ def test_the_base_model_is_called_as_the_hub_calls_it(tmp_path: Path) -> None:
     assert base_model(cached) == "org/tiny.llama-1b"
     assert base_model(tmp_path / "llama") == "llama"
     assert base_model(hostile) is None and base_model(None) is None
+    for name, part in (("model_index.json", "transformer"), ("modules.json", "0_Transformer")):
+        whole = tmp_path / f"whole-{part}"
+        (whole / part).mkdir(parents=True)
+        (whole / name).touch()
+        assert base_model(whole / part) == base_model(whole) == whole.name
 
 
 @pytest.mark.slow
@@ -181,9 +186,9 @@ def test_a_converted_folder_names_the_float_model(tmp_path: Path) -> None:
     again = convert(out, tmp_path / "again", "compressed-tensors")
     assert ModelCard.load(again / "README.md").data.base_model == "tiny"
     assert (again / "README_base.md").read_text() == SOURCE
-    (out / "README.md").unlink()
-    bare = convert(out, tmp_path / "bare", "compressed-tensors")
-    assert "base_model" not in ModelCard.load(bare / "README.md").data.to_dict(), "quantized is no float model's name"
+    (out / "README.md").write_text("---\nbase_model: [org/x]\nbase_model_relation: finetune\n---\n")
+    tuned = convert(out, tmp_path / "tuned", "compressed-tensors")
+    assert ModelCard.load(tuned / "README.md").data.base_model == "quantized", "org/x is what that was tuned from"
 
 
 def figures(data: str = "heldout.txt", value: float = 12.5, **changes: Any) -> Figures:

@@ -23,6 +23,7 @@ from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.checkpoint.safetensors_file import TensorFile
 from quark.torch.model.folder_files import file_of, side_files
 from quark.torch.model.model_folder import read_config
+from quark.torch.writers.model_card import CACHE
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -79,8 +80,11 @@ def merged(folder: Path, output: Path) -> Iterator[Path]:
     base = base_of(folder)
     held = set(TensorFile(file_of(folder, WEIGHTS)).names)
     with temporary_folder(output.absolute()) as scratch:
-        whole = scratch / folder.resolve().name
-        whole.mkdir()
+        place = folder.resolve()
+        # In huggingface's cache the name is a hash, and the model card looks for that of the hub above it.
+        of_hub = [part for part in place.parts if CACHE.fullmatch(part)][:1]
+        whole = scratch.joinpath(*of_hub, place.name)
+        whole.mkdir(parents=True)
         for source in (base, folder):
             for name in side_files(source):
                 if name.suffix != ".md" and name.name not in (CONFIG, WEIGHTS):

@@ -29,8 +29,7 @@ from quark.torch.config.llm_template import cache_spec
 from quark.torch.config.selectors import output_head
 from quark.torch.formats.readers import TRANSFORMERS
 from quark.torch.layers.base import ROLES
-from quark.torch.model.folder_files import file_of, has_tokenizer
-from quark.torch.model.model_folder import read_config
+from quark.torch.model.folder_files import PIPELINE, file_of, has_tokenizer
 
 CARD, BASE_CARD = "README.md", "README_base.md"
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "thumbnail")
@@ -38,6 +37,8 @@ CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag"
 FIGURES = "## Measured on held-out data"
 """Begins what `add_figures` writes."""
 COLUMNS = "| data | | |\n| --- | --- | --- |\n"
+MODULES = "modules.json"
+"""What a sentence encoder lists its parts in."""
 CACHE = re.compile(r"models--([\w.-]+)--([\w.-]+)")
 """A folder of huggingface's cache, which says the name on the hub."""
 NAME = re.compile(r"[\w][\w.-]{0,95}")
@@ -83,8 +84,7 @@ def write_card(
 
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     form, float_card = str(stored["quant_method"]), _front_matter(source)
-    base = float_card.get("base_model") if _is_quantized(source) else base_model(source)
-    base = base if isinstance(base, str) else None
+    base = _base_of_card(float_card) or base_model(source)
     named = dict.fromkeys((*_tags(float_card), "quark", "quantized", form, _model_type(model)))
     data = ModelCardData(
         **{key: float_card[key] for key in CARRIED if _is_plain(float_card.get(key))},
@@ -103,10 +103,15 @@ def write_card(
 
 
 def base_model(source: Path | None) -> str | None:
-    """How a hub calls the model of a folder: its name in huggingface's cache, else that of the folder."""
+    """How a hub calls the model of a folder: its name in huggingface's cache, else that of the folder.
+
+    A part of a pipeline, or of a sentence encoder, has the name of the whole.
+    """
     if source is None:
         return None
     path = source.resolve()
+    if any((path.parent / name).is_file() for name in (PIPELINE, MODULES)):
+        path = path.parent
     cached = next((found for part in path.parts if (found := CACHE.fullmatch(part))), None)
     if cached:
         return f"{cached[1]}/{cached[2]}"
@@ -183,10 +188,12 @@ def _front_matter(source: Path | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _is_quantized(source: Path | None) -> bool:
-    """Whether a folder is quantized itself: its name is not that of a float model."""
-    there = source is not None and (source / "config.json").is_file()
-    return source is not None and there and bool(read_config(source).get("quantization_config"))
+def _base_of_card(card: Mapping[str, Any]) -> str | None:
+    """The float model by the card of a quantized folder, which is converted, or quantized again; None of any other."""
+    named = card.get("base_model") if card.get("base_model_relation") == "quantized" else None
+    if isinstance(named, list) and len(named) == 1:
+        named = named[0]
+    return named if isinstance(named, str) else None
 
 
 def _keep_readme(source: Path | None, folder: Path) -> bool:
