@@ -18,6 +18,7 @@ from quark.torch.config.llm_template import cache_spec
 from quark.torch.formats import FORMATS
 from quark.torch.model.folder_files import has_tokenizer
 from quark.torch.writers.model_card import Figures, add_figures, base_model
+from tests.commands.program import quark
 from tests.models.torch_zoo import tiny_llama, token_batches
 
 SOURCE = (
@@ -156,6 +157,31 @@ def test_a_folder_for_no_program_names_the_servers_that_are_known_to_load_it(
     assert served in (None, *found)
 
 
+@pytest.mark.slow
+def test_every_flow_writes_the_card_and_the_command_that_is_printed(tmp_path: Path) -> None:
+    """From file to file, block by block, and in memory; with a tokenizer, and without."""
+    tiny_llama().save_pretrained(tmp_path / "llama")
+    for there in (False, True):
+        if there:
+            (tmp_path / "llama" / "tokenizer.json").write_text("{}")
+        cards = []
+        for flow in ("", "--stream", "--no-stream"):
+            out = tmp_path / f"out{flow}{there}"
+            line = ("--for", "transformers", "--bits", "8", "--effort", "fast", *filter(None, [flow]), "-o", out)
+            done = quark("quantize", tmp_path / "llama", *line)
+            assert (done.code, done.err) == (0, "")
+            printed = next(line.removeprefix("run it: ") for line in done.out.splitlines() if line.startswith("run it"))
+            assert commands(out)[0] == printed.replace(str(out), "FOLDER")
+            assert ("TOKENIZER stands for" in done.out) == ("TOKENIZER stands for" in text_of(out)) == (not there)
+            cards.append(text_of(out))
+        assert len({*cards}) == 1
+
+
+def text_of(folder: Path) -> str:
+    """The text of the card."""
+    return (folder / "README.md").read_text(encoding="utf-8")
+
+
 def pairs(name: str) -> set[tuple[str, str]]:
     """The formats and schemes that a program is known to load."""
     return {(fact.form, fact.scheme) for fact in GOALS[name].loaded(False)}
@@ -223,7 +249,7 @@ def test_figures_replace_those_on_the_same_data(tmp_path: Path) -> None:
     text = (tmp_path / "README.md").read_text()
     assert "# Card\n" in text and "| c.txt | Perplexity | 2.0 |\n| a\\|b.txt | Perplexity | 3.0 |\n" in text
     results = ModelCard.load(tmp_path / "README.md").data.eval_results or ()
-    assert {result.dataset_name: result.metric_value for result in results} == {"a|b.txt": 3.0, "c.txt": 2.0}
+    assert sorted((each.dataset_name, each.metric_value) for each in results) == [("a|b.txt", 3.0), ("c.txt", 2.0)]
 
 
 def test_figures_without_a_task_are_in_the_table_only(tmp_path: Path) -> None:
