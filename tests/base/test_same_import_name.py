@@ -21,7 +21,7 @@ from quark.base.same_import_name import altered_files, other_version, why_mixed
 
 SOURCE = Path(quark.__file__).parent
 THEIRS = '"""AMD Quark."""\n__version__ = "0.13"\n__all__ = ["__version__"]\n'
-"""What `quark/__init__.py` of amd-quark 0.13 does."""
+"""The code of `quark/__init__.py` in amd-quark 0.13."""
 
 
 def site(folder: Path, init: str | None = None, amd: bool = True) -> Path:
@@ -56,7 +56,7 @@ def run(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[s
 
 
 PROGRAM = "from quark.cli import program; program()"
-"""What the script `quark` runs."""
+"""The code of the script `quark`."""
 
 
 @pytest.mark.slow

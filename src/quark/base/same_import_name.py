@@ -48,7 +48,7 @@ def say_other(package: Path) -> None:
 
 
 def both_said(version: str) -> str:
-    """What is said where both are installed, and openquark last: in a sentence what it means, and what is possible."""
+    """The line for an environment with both, openquark installed last: what it means, and what is possible."""
     return (
         f"{OTHER} {version} is installed in the same environment, and is imported as quark, too: quark is openquark "
         f"here, and {OTHER} does not work. Possible: pip uninstall {OTHER}, then {AGAIN}; or a virtual environment for "

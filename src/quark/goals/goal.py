@@ -10,7 +10,7 @@ from quark.core.names.registry import Registry
 from quark.goals.facts import ONNX_FILE, Answer, Fact, facts_of
 
 WITHOUT_TOKENIZER = "TOKENIZER stands for a folder with a tokenizer, or its name on a hub: {out} has none."
-"""What is said of a command that ends with `serve_tokenizer`."""
+"""The line after a command that ends with `serve_tokenizer`."""
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder of a model has a tokenizer, or in its place a preprocessor, as models of images have.
+    """Look for a tokenizer in the folder of a model, or for a preprocessor in its place, as models of images have.
 
     Those of a sentence encoder, or of a pipeline, lie in folders of the folder.
     """

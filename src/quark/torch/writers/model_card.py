@@ -33,12 +33,12 @@ from quark.torch.model.folder_files import PIPELINE, file_of, has_tokenizer
 
 CARD, BASE_CARD = "README.md", "README_base.md"
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "thumbnail")
-"""What of a float model's front matter holds for the quantized one; its tags, too."""
+"""Keys of a float model's front matter that hold for the quantized one; its tags do, too."""
 FIGURES = "## Measured on held-out data"
 """Begins what `add_figures` writes."""
 COLUMNS = "| data | | |\n| --- | --- | --- |\n"
 MODULES = "modules.json"
-"""What a sentence encoder lists its parts in."""
+"""The file in which a sentence encoder lists its parts."""
 CACHE = re.compile(r"models--([\w.-]+)--([\w.-]+)")
 """A folder of huggingface's cache, which says the name on the hub."""
 NAME = re.compile(r"[\w][\w.-]{0,95}")
@@ -48,7 +48,7 @@ FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured of a quantized model on held-out data.
+    """Results of a measurement of a quantized model on held-out data.
 
     Attributes:
         data: Name of the data.
@@ -84,10 +84,10 @@ def write_card(
 
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     form, float_card = str(stored["quant_method"]), _front_matter(source)
-    base = _base_of_card(float_card) or base_model(source)
-    named = dict.fromkeys((*_tags(float_card), "quark", "quantized", form, _model_type(model)))
+    base, carried = _base_of_card(float_card) or base_model(source), _carried(float_card)
+    named = dict.fromkeys((*carried.pop("tags"), "quark", "quantized", form, _model_type(model)))
     data = ModelCardData(
-        **{key: float_card[key] for key in CARRIED if _is_plain(float_card.get(key))},
+        **carried,
         library_name="diffusers" if is_network(model) else "transformers",
         base_model=base,
         base_model_relation="quantized" if base else None,
@@ -97,7 +97,10 @@ def write_card(
     text = _body(type(model).__name__, _loading(model, form), layers, form, base, size)
     text += _running(model, layers, config, stored, folder, goal)
     text = f"---\n{data.to_yaml().rstrip()}\n---\n\n{text}"
-    if _keep_readme(source, folder):
+    # Of a folder that quark made, the description of its own source has come along already.
+    if not (folder / BASE_CARD).exists() and source is not None and (source / CARD).is_file():
+        shutil.copyfile(file_of(source, CARD), folder / BASE_CARD)
+    if (folder / BASE_CARD).exists():
         text += f"\n{BASE_CARD} is the description of the model that this was made of.\n"
     (folder / CARD).write_text(text, encoding="utf-8")
 
@@ -190,33 +193,24 @@ def _front_matter(source: Path | None) -> dict[str, Any]:
 
 def _base_of_card(card: Mapping[str, Any]) -> str | None:
     """The float model by the card of a quantized folder, which is converted, or quantized again; None of any other."""
-    named = card.get("base_model") if card.get("base_model_relation") == "quantized" else None
+    if card.get("base_model_relation") != "quantized":
+        return None
+    named = card.get("base_model")
     if isinstance(named, list) and len(named) == 1:
         named = named[0]
     return named if isinstance(named, str) else None
 
 
-def _keep_readme(source: Path | None, folder: Path) -> bool:
-    """Keep the README of the source in the new folder; return whether there is one.
-
-    Of a folder that quark made, the description of its own source has come along already.
-    """
-    if not (folder / BASE_CARD).exists() and source is not None and (source / CARD).is_file():
-        shutil.copyfile(file_of(source, CARD), folder / BASE_CARD)
-    return (folder / BASE_CARD).exists()
+def _carried(card: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a front matter that hold for the quantized model too, its tags as a list."""
+    found = {key: card[key] for key in (*CARRIED, "tags") if _is_plain(card.get(key))}
+    tags = found.pop("tags", [])
+    return {**found, "tags": [tags] if isinstance(tags, str) else tags}
 
 
 def _is_plain(value: Any) -> bool:
     """Whether it is text, or a list of texts: what else YAML can hold, also a list that holds itself, stays behind."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
-
-
-def _tags(card: Mapping[str, Any]) -> list[str]:
-    """The tags of a front matter."""
-    tags = card.get("tags")
-    if not _is_plain(tags):
-        return []
-    return [tags] if isinstance(tags, str) else list(tags or ())
 
 
 def _model_type(model: Any) -> str:
@@ -280,12 +274,16 @@ def _servers(model: Any, layers: Mapping[str, LayerSpec], form: str) -> Iterator
 
 
 def _reads_cache(server: RuntimeGoal, layers: Mapping[str, LayerSpec], form: str) -> bool:
-    """Whether a server reads the cache of keys and values that some layers feed, or none is quantized."""
-    known, leaves = [cache_spec(name) for name in server.cache], server.cache_layers.get(form)
-    fed = {name: spec.output for name, spec in layers.items() if spec.output is not None}
-    return all(
-        output in known and (leaves is None or name.rpartition(".")[2] in leaves) for name, output in fed.items()
-    )
+    """Compare the caches of keys and values that layers feed with those that a server reads; True where it reads all.
+
+    Args:
+        server: The program.
+        layers: Name -> spec; the output of one that feeds a quantized cache is quantized.
+        form: The format of the folder.
+    """
+    fed = {name.rpartition(".")[2]: spec.output for name, spec in layers.items() if spec.output is not None}
+    caches, leaves = [cache_spec(name) for name in server.cache], server.cache_layers.get(form, fed)
+    return all(cache in caches and leaf in leaves for leaf, cache in fed.items())
 
 
 def _body(architecture: str, load: str, layers: Mapping[str, LayerSpec], form: str, base: str | None, size: int) -> str:
