@@ -6,7 +6,7 @@ from importlib import metadata
 
 import pytest
 
-from quark.base.installed_packages import (
+from quark.base.libraries.installed_packages import (
     is_accelerate_available,
     is_package_lower_or_equal,
     is_safetensors_available,

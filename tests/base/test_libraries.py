@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from quark.base.installed_packages import is_transformers_version_lower
 from quark.base.libraries import LIBRARIES, Name, is_there, transformers
+from quark.base.libraries.installed_packages import is_transformers_version_lower
 from quark.errors import MissingDependencyError
 from tests.source_tree import FILES, parsed, relative
 

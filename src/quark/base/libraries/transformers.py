@@ -11,7 +11,7 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
-from quark.base.installed_packages import is_transformers_version_lower
+from quark.base.libraries.installed_packages import is_transformers_version_lower
 from quark.base.libraries.names import Name
 from quark.base.loading import without_collection
 from quark.errors import MissingDependencyError, require_packages

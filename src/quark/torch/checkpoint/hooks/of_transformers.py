@@ -67,16 +67,26 @@ def _map_to_quark(
     _untie(model)
     # transformers makes up what is missing, and casts what is of another dtype: all is checked before it loads.
     stored_tensors(model, FORMATS["quark"], read_tensors(files), saved_dtype(folder), partial=True)
-    blocks = {f"{n}.0.{m.names[2]}.weight": m for n, m in model.named_modules() if isinstance(m, UnfusedExperts)}
-    merged, rules = merged_names(model, blocks, stored), mergers(conversions(model))
-    for name, block in blocks.items():
-        kinds = [kind for kind in KINDS if merged_as(f"{name}{kind}", rules)[1] is not None]
-        ReceivingExperts.stack(block, [kind for kind in kinds if kind or name in merged])
+    _receive_merged(model, stored)
     for name, module in model.named_modules():
         around: Any = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, UnfusedExperts) and not any(True for _ in around.parameters(recurse=False)):
             has_values(around)  # Qwen 3 Omni would draw the merged weights, which are not there, from it
     return model
+
+
+def _receive_merged(model: nn.Module, stored: Mapping[str, str]) -> None:
+    """Make a place for what the loader merges of the experts of each block.
+
+    Args:
+        model: On the meta device, with the layers of the folder.
+        stored: Name in the model -> name in the file.
+    """
+    blocks = {f"{n}.0.{m.names[2]}.weight": m for n, m in model.named_modules() if isinstance(m, UnfusedExperts)}
+    merged, rules = merged_names(model, blocks, stored), mergers(conversions(model))
+    for name, block in blocks.items():
+        kinds = [kind for kind in KINDS if merged_as(f"{name}{kind}", rules)[1] is not None]
+        ReceivingExperts.stack(block, [kind for kind in kinds if kind or name in merged])
 
 
 def _refuse_scales(model: Any, stored: Mapping[str, str]) -> None:
