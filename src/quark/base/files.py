@@ -519,12 +519,18 @@ def require_regular(path: Path) -> None:
         raise FormatError(f"{path} is not a file but a folder, pipe or device.")
 
 
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
+"""Endings of files that torch and pickle write; what reads them can be made to run anything."""
+
+
 def require_config(folder: Path) -> None:
     """Raise FormatError for a folder without the config.json of a model, before the libraries that read it load."""
     try:
         found = (folder / "config.json").is_file()
     except (OSError, ValueError):  # a name too long, or with a NUL
         found = False
+    if not found:
+        refuse_pickle(folder)
     if not found and _is_hub_name(folder):
         raise FormatError(
             f"{folder} is no model folder: nothing is there. Possible: a folder that holds config.json and weights, as "
@@ -532,6 +538,21 @@ def require_config(folder: Path) -> None:
         )
     if not found:
         raise FormatError(f"{folder} is no model folder: {why_no_model(folder)}.{_hint(folder)}")
+
+
+def refuse_pickle(path: Path) -> None:
+    """Raise FormatError for a pickle in the place of a model: a file, or a folder whose only weights are such files."""
+    try:
+        inside = sorted(path.iterdir()) if path.is_dir() else []
+        suffixes = {file.suffix.lower() for file in inside}
+        file = path if path.is_file() else next((file for file in inside if file.suffix.lower() in PICKLES), None)
+    except OSError:
+        return
+    if file is not None and file.suffix.lower() in PICKLES and ".safetensors" not in suffixes:
+        raise FormatError(
+            f"{file} is a pickle, whose reader would run what it contains, and is never read as a model. Possible: a "
+            "folder with config.json and model.safetensors, which save_pretrained of its model writes."
+        )
 
 
 def why_no_model(folder: Path) -> str:
