@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from quark.base.command_line import Results, new_table, results
-from quark.base.files import why_no_model
+from quark.base.files import refuse_pickle, why_no_model
 from quark.base.json_objects import plain_json
 from quark.commands.options.kinds import check_options, onnx_option
 from quark.errors import ConfigError, FormatError
@@ -20,6 +20,7 @@ from quark.jobs.request import is_onnx
 if TYPE_CHECKING:
     import onnx
 
+    from quark.commands.folders.stored_layers import StoredFolder
     from quark.onnx.evaluation.ort_fusion import Fusion
     from quark.onnx.evaluation.ort_fusion_nodes import QuantizedGraph
 
@@ -164,22 +165,31 @@ def _inspect_folder(folder: Path) -> None:
     size = sum(weights.stat().st_size for weights in folder.glob("*.safetensors") if weights.is_file())
     console = results()
     console.print(f"{folder}: {config.get('model_type', 'model')}, {size / 1e6:.2f} MB", highlight=False)
-    if quantization is None:
+    stored = _stored(folder) if size else None
+    quantization = stored.quantization if stored is not None else quantization
+    if not quantization:
         console.print("Its config.json has no quantization_config: a float model.")
         return
     table = new_table("key", "value", title="quantization_config")
     for key, value in _flat(quantization):
         table.add_row(key, value)
     console.print(table)
-    if not size:
+    if stored is None:
         return
-    from quark.commands.folders.stored_layers import stored_layers  # imports torch: only for quantized folders
-
     table = new_table("layers", "", "stored as", "bits", "MB", title="Matrices, bits for a weight with its scales")
-    for row in stored_layers(folder):
+    for row in stored.layers:
         bits = "" if row.bits is None else f"{row.bits:.2f}"
         table.add_row(row.name, str(row.count), row.stored, bits, f"{row.size / 1e6:.3f}")
     console.print(table)
+    if stored.why_not_read:
+        console.print(stored.why_not_read, highlight=False, soft_wrap=True)
+
+
+def _stored(folder: Path) -> StoredFolder:
+    """How a folder with weights is stored. Raises FormatError where its config.json says something else."""
+    from quark.commands.folders.stored_layers import stored_folder  # imports torch: where there are weights
+
+    return stored_folder(folder)
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -189,6 +199,7 @@ def _read_config(file: Path) -> dict[str, Any]:
             raise FileNotFoundError
         config = plain_json(file.read_text(encoding="utf-8"))
     except OSError:
+        refuse_pickle(file.parent)
         why = why_no_model(file.parent)
         raise FormatError(f"{file.parent} is neither an .onnx file nor a model folder: {why}.") from None
     except ValueError as error:

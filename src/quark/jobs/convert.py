@@ -74,7 +74,7 @@ def run_conversion(job: ConversionJob) -> tuple[Path, int]:
     """
     request = job.request
     with temporary_folder(request.output.absolute()) as scratch:
-        loaded, source = _load(request.model, scratch)
+        loaded, source = _load(request, scratch)
         if request.requantize is not None:
             loaded = _requantized(loaded, request.requantize, request)
         export = replace(job.export, source=source)
@@ -82,17 +82,27 @@ def run_conversion(job: ConversionJob) -> tuple[Path, int]:
         return export.path, size
 
 
-def _load(model: Path, scratch: Path) -> tuple[Any, Path]:
+def _load(request: ConvertRequest, scratch: Path) -> tuple[Any, Path]:
     """The model, and the folder with its tokenizer."""
-    from quark.jobs.folders.models import load_model
+    from quark.jobs.folders.models import is_read, load_model
+    from quark.torch.checkpoint.float_model import check_stored
+    from quark.torch.checkpoint.sources.methods import AS_FLOAT, method_of
     from quark.torch.model.model_folder import read_config
     from quark.torch.writers.gguf.model_of_file import model_of_gguf
 
+    model = request.model
     if model.suffix == GGUF_SUFFIX:
         companions = scratch / model.stem
         return model_of_gguf(model, companions), companions
+    check_stored(model)
     if not read_config(model).get("quantization_config"):
         raise ConfigError(f"{model} is a float model. Possible: quark quantize, which takes a scheme.")
+    method = method_of(read_config(model))
+    if is_read(model) and method in AS_FLOAT and request.requantize is None:
+        raise ConfigError(
+            f"{model} is quantized ({method!r}), and its codes are not taken over into other formats. Possible: "
+            "--requantize SCHEME, which rounds their values again."
+        )
     return load_model(model), model
 
 

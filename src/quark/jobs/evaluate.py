@@ -160,9 +160,8 @@ def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
     """Run the models of both folders on the data. Raises QuarkError as `evaluate_files` does."""
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.jobs.folders.card import check_card, figures_of
-    from quark.jobs.folders.measure import ALL, measure_folders
+    from quark.jobs.folders.measure import ALL, coded_layers, measure_folders
     from quark.jobs.folders.models import inputs_of, load_model
-    from quark.torch.layers.replace import quantized_layers
     from quark.torch.model.model_folder import read_config
     from quark.torch.writers.model_card import add_figures
 
@@ -185,7 +184,7 @@ def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
         _require_same_architecture(read_config(model), read_config(quantized))
         before = load_model(model, request.load, dequantize=True)
         after = load_model(quantized, request.load)
-    if not quantized_layers(after):
+    if not coded_layers(after):
         raise ConfigError(f"{quantized} holds no quantized layer; it is a float model.")
     inputs = inputs_of(model, before)
     batches = inputs.read(data, request.windows or ALL, request.length)

@@ -87,7 +87,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "experts below none": ("qwen3", configured(num_experts_per_tok=-1), "num_experts_per_tok is -1"),
     "no heads": ("qwen3", configured(num_attention_heads=0), "cannot be loaded"),
     "quantization as a number": ("qwen3", configured(quantization_config=5), "quantization_config is 5"),
-    "quantized by others": ("qwen3", configured(quantization_config={"quant_method": "gptq", "bits": 4}), "loaded"),
+    "quantized by others": ("qwen3", configured(quantization_config={"quant_method": "gptq", "bits": 4}), "none of"),
     "code of its own": ("qwen3", configured(auto_map={"AutoModelForCausalLM": "evil.Evil"}, architectures=["Evil"]),
                         "--trust-remote-code"),
     "nothing but a list": ("qwen3", lambda f: (f / "config.json").write_text("[]") and None, "no model_type"),

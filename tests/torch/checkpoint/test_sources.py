@@ -156,7 +156,10 @@ def test_activation_order(tmp_path: Path) -> None:
     [("gptq", NotSupportedError, "'gptq'.*Possible: float checkpoints, 'fp8'"), ("quark", ConfigError, "already")],
 )
 def test_other_quantizers(method: str, error: type[Exception], said: str, tmp_path: Path) -> None:
-    make(tmp_path / "source", fp8_blocks, {"quant_method": method})
+    def encode(x: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+        return ({"qweight": x.int()}, x) if method == "gptq" else fp8_blocks(x)
+
+    make(tmp_path / "source", encode, {"quant_method": method})
     with pytest.raises(error, match=said):
         ModelQuantizer(LLMTemplate.get("auto").get_config("mxfp4")).direct_quantize_checkpoint(
             tmp_path / "source", tmp_path / "out"
@@ -196,7 +199,7 @@ def test_transformers_reads_the_fp8_source_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("method", "said"),
-    [("bitsandbytes", r"is quantized \('bitsandbytes'\)\. Possible: float checkpoints"),
+    [("hqq", r"is quantized \('hqq'\)\. Possible: float checkpoints"),
      ("modelopt", "ModelOpt's NVFP4_AWQ are not supported. Possible: FP8")],
 )  # fmt: skip
 def test_what_a_config_calls_quantized_in_a_way_that_is_not_known_is_refused(

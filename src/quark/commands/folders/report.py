@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,15 +15,16 @@ from quark.commands.results.tables import counted
 from quark.core.granularity import PerTensor
 from quark.core.quantize import fake_quantize
 from quark.jobs.evaluate import MeasuredPipeline
-from quark.jobs.folders.measure import WHY_SLOW, MeasuredFolders
+from quark.jobs.folders.measure import WHY_SLOW, MeasuredFolders, coded_layers, decoded_weight
 from quark.report.figures import MOST_BARS, ClippedHistogram, bars, histogram, token_divergence
 from quark.report.page import Figure, PageTable, Section
 from quark.torch.calibration.timesteps import ranges_by_timestep
+from quark.torch.checkpoint.sources.methods import method_of
 from quark.torch.flows.denoiser_costs import picture_section, range_section, timestep_section
 from quark.torch.layers.base import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize
-from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.batches import forward_batch, input_device
+from quark.torch.model.model_folder import read_config
 from quark.torch.writers.model_card import described
 
 MOST_HISTOGRAMS, MOST_TOKENS, CONTEXT = 6, 20, 12
@@ -62,13 +62,14 @@ def pipeline_sections(measured: MeasuredPipeline, words: str = "") -> list[Secti
 
 def _what(measured: MeasuredFolders) -> PageTable:
     gguf = measured.quantized.is_file()  # has no config.json: that of the float model says what it is
-    config = json.loads(((measured.model if gguf else measured.quantized) / "config.json").read_text(encoding="utf-8"))
-    schemes = Counter(described(layer.spec) for layer in quantized_layers(measured.after).values())
+    config = read_config(measured.model if gguf else measured.quantized)
+    layers = coded_layers(measured.after).values()
+    schemes = Counter(described(layer.spec) if isinstance(layer, QuantLayer) else "decoded" for layer in layers)
     rows = [
         ("float model", str(measured.model)),
         ("quantized model", str(measured.quantized)),
         ("model type", str(config.get("model_type") or config.get("_class_name"))),
-        ("format", "gguf" if gguf else str((config.get("quantization_config") or {}).get("quant_method"))),
+        ("format", "gguf" if gguf else str(method_of(config))),
         *((counted(count, "layer"), scheme) for scheme, count in schemes.most_common()),
         ("measured on", counted(len(measured.batches), "sample")),
     ]
@@ -155,17 +156,16 @@ def _worst_first(value: float) -> float:
 def _ranges(measured: MeasuredFolders) -> Section:
     """Histograms of the layers whose outputs lost most."""
     names = sorted(measured.damage, key=lambda name: _worst_first(measured.damage[name][1]))[:MOST_HISTOGRAMS]
-    layers = quantized_layers(measured.after)
+    layers = coded_layers(measured.after)
     inputs = _float_inputs(measured.before, names, measured.batches[0])
     histograms = []
     with torch.no_grad():
         for name in names:
             layer = layers[name]
-            clip = input_range(layer)
-            if name in inputs and layer.quantizer("input") is not None:
-                histograms.append(ClippedHistogram.of(f"{name} (input)", _array(inputs[name]), clip))
+            if name in inputs and isinstance(layer, QuantLayer) and layer.quantizer("input") is not None:
+                histograms.append(ClippedHistogram.of(f"{name} (input)", _array(inputs[name]), input_range(layer)))
             weight = cast(torch.Tensor, measured.before.get_submodule(name).weight)
-            decoded = layer.quantized("weight", cast(torch.Tensor, layer.weight))
+            decoded = decoded_weight(layer)
             ends = (float(decoded.min()), float(decoded.max()))
             histograms.append(ClippedHistogram.of(f"{name} (weight)", _array(weight), ends))
     words = "Float values of the first sample, worst output first; lines where the codes end."

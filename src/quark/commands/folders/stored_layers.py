@@ -11,12 +11,18 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from quark.errors import QuarkError
-from quark.torch.checkpoint.float_model import shapes_of, stored_metas
+from quark.errors import NotSupportedError, QuarkError, one_line
+from quark.jobs.folders.models import is_read
+from quark.torch.checkpoint.float_model import check_stored, shapes_of, stored_metas
+from quark.torch.checkpoint.sources.methods import readable_quantization, section_of
+from quark.torch.checkpoint.sources.source import Source
+from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import build_skeleton
+from quark.torch.model.model_folder import read_config
 
 BIASES = ("bias",)
 
@@ -40,13 +46,52 @@ class StoredLayers:
     size: int
 
 
-def stored_layers(folder: Path) -> list[StoredLayers]:
-    """What holds a matrix in the weight files, in the order of the files; reads no values. Raises FormatError."""
+@dataclass(frozen=True)
+class StoredFolder:
+    """How a folder is stored.
+
+    Attributes:
+        quantization: What its config says of it; empty for a float model.
+        layers: What holds a matrix, in the order of the files; empty for a float model.
+        why_not_read: Why no command reads its values; "" where they do.
+    """
+
+    quantization: dict[str, Any]
+    layers: list[StoredLayers]
+    why_not_read: str
+
+
+def stored_folder(folder: Path) -> StoredFolder:
+    """How the weights of a folder are stored; reads no values.
+
+    Raises FormatError where that is not what its config.json says.
+    """
+    check_stored(folder)
+    config = read_config(folder)
+    section = section_of(config)
+    if not section:
+        return StoredFolder({}, [], "")
+    why, owners = "", dict[str, str]()
+    try:
+        if is_read(folder):
+            owners = Source(shard_files(folder), readable_quantization(config)).owners()
+    except NotSupportedError as error:
+        why = one_line(error)
+    return StoredFolder(section, _layers(folder, owners), why)
+
+
+def _layers(folder: Path, owners: Mapping[str, str]) -> list[StoredLayers]:
+    """See `StoredFolder`.
+
+    Args:
+        folder: With weight files.
+        owners: Name of a stored tensor -> the float tensor that it is a part of, where the name does not say it.
+    """
     metas = stored_metas(folder)
     layers: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in metas.items():
-        parent, _, leaf = name.rpartition(".")
-        layers[parent][leaf] = tensor
+        parent = owners.get(name, name).rpartition(".")[0]
+        layers[parent][name.removeprefix(f"{parent}.")] = tensor
     weights = _float_weights(folder, metas)
     found: Counter[tuple[str, str, float | None]] = Counter()
     sizes: Counter[tuple[str, str, float | None]] = Counter()

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from quark.base.progress import progress
 from quark.core.metrics import Comparison, kl_by_row
@@ -187,8 +187,23 @@ def latency(model: Any, batch: Any) -> float:
     return sorted(times)[2]
 
 
+def coded_layers(model: Any) -> dict[str, Any]:
+    """Layers whose weights come from codes, by name: quantized ones, or float ones that were decoded when loaded."""
+    from quark.torch.layers.replace import quantized_layers  # imports torch: after --help
+
+    return quantized_layers(model) or {name: model.get_submodule(name) for name in getattr(model, "decoded_layers", ())}
+
+
+def decoded_weight(layer: Any) -> Any:
+    """The values that a layer of `coded_layers` computes with."""
+    from quark.torch.layers import QuantLayer
+
+    weight: Any = layer.weight
+    return layer.quantized("weight", weight) if isinstance(layer, QuantLayer) else weight
+
+
 def layer_damage(before: Any, after: Any, batch: Any) -> dict[str, tuple[float, float]]:
-    """Weight SQNR and output SQNR in dB of each quantized layer, on one batch.
+    """Weight SQNR and output SQNR in dB of each of `coded_layers`, on one batch.
 
     The output SQNR compares what the layer gives inside the quantized model with what it gives inside the float
     model: errors of the layers before are part of it. It is NaN for an expert that did not get the same number of
@@ -197,10 +212,9 @@ def layer_damage(before: Any, after: Any, batch: Any) -> dict[str, tuple[float, 
     import torch
 
     from quark.core.metrics import sqnr
-    from quark.torch.layers.replace import quantized_layers
     from quark.torch.model.passes import prepare
 
-    layers = quantized_layers(after)
+    layers = coded_layers(after)
     prepare(before, layers.__contains__)  # the same layers, where the model had them in another form
     float_outputs = _layer_outputs(before, list(layers), batch)
     outputs = _layer_outputs(after, list(layers), batch)
@@ -208,7 +222,7 @@ def layer_damage(before: Any, after: Any, batch: Any) -> dict[str, tuple[float, 
     with torch.no_grad():
         for name, layer in layers.items():
             weight = before.get_submodule(name).weight
-            decoded = layer.quantized("weight", cast(torch.Tensor, layer.weight))
+            decoded = decoded_weight(layer)
             expected, found = float_outputs.get(name), outputs.get(name)
             same = expected is not None and found is not None and expected.shape == found.shape and found.numel() > 0
             damage[name] = (sqnr(weight, decoded), sqnr(expected, found) if same else math.nan)

@@ -23,6 +23,7 @@ from quark.jobs.request import AS_STORED, Loading
 from quark.torch import import_model_from_safetensors
 from quark.torch.checkpoint.float_model import check_network, load_float_model, shapes_of, stored_metas
 from quark.torch.checkpoint.shards import predicted_bytes
+from quark.torch.checkpoint.sources.claims import check_claim
 from quark.torch.checkpoint.sources.methods import READ, method_of, quantization_of
 from quark.torch.llm.model_loading import DTYPES, FOREIGN
 from quark.torch.model.batches import named_device
@@ -50,10 +51,9 @@ def load_model(folder: Path, loading: Loading = AS_STORED, dequantize: bool = Fa
     """The model of a folder, float or quantized, in evaluation mode. Raises FormatError naming the folder.
 
     With `dequantize` one that is quantized in a way that sources may be is the float model that it stands for; one of a
-    way that nobody here knows (bitsandbytes) raises NotSupportedError.
+    way that nobody here knows (hqq) raises NotSupportedError.
     """
-    if dequantize and not (dequantize := is_read(folder)):
-        _refuse_unknown(folder)
+    dequantize = is_read(folder) and dequantize
     method = None if dequantize else method_of(read_config(folder))
     where = check_loading(loading)
     _quiet_transformers()
@@ -72,24 +72,18 @@ def load_model(folder: Path, loading: Loading = AS_STORED, dequantize: bool = Fa
     return model.to(where)
 
 
-def _refuse_unknown(folder: Path) -> None:
-    """Raise NotSupportedError for a folder that is quantized by a program whose formats are not known."""
-    stored = read_config(folder)
-    method = method_of(stored)
-    if method != "quark" and method not in FOREIGN:
-        quantization_of(stored, folder)
-
-
 def is_read(folder: Path) -> bool:
     """Whether the weights of a folder are read as float: they are, or are quantized in a way that sources may be.
 
-    Raises NotSupportedError for a part of such a way that is not read.
+    Raises NotSupportedError for what neither sources nor formats read: a program, or a part of what it can do.
     """
     stored = read_config(folder)
     method = method_of(stored)
     if method is None and not stored.get("quantization_config"):
         return True
-    return method in READ and quantization_of(stored, folder) is not None
+    if method not in READ and (method == "quark" or method in FOREIGN):
+        return False
+    return quantization_of(stored, folder) is not None
 
 
 def inputs_of(folder: Path, model: Any) -> ModelInputs | StepInputs:
@@ -108,16 +102,17 @@ def load_meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
         FormatError: Its weight files are not those of the network of diffusers that config.json names. There may be
             none: a plan needs no weights.
     """
+    try:
+        metas = stored_metas(folder)
+    except FormatError:
+        metas = {}
+    check_claim(folder, read_config(folder), metas)
     if not is_read(folder):
         raise ConfigError(
             f"{folder} is quantized already; give the float model. Possible: quark convert --requantize SCHEME, "
             "which rounds the quantized values again."
         )
     _quiet_transformers()
-    try:
-        metas = stored_metas(folder)
-    except FormatError:
-        metas = {}
     model = build_skeleton(folder, shapes=shapes_of(metas), trust_remote_code=trust_remote_code)
     if metas and is_network(model):
         check_network(folder, model, metas)

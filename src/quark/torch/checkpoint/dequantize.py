@@ -15,7 +15,15 @@ from quark.torch.layers.low_rank import undo_branch
 from quark.torch.layers.replace import quantized_layers, set_submodule
 from quark.torch.model.blocks.offloading import with_weights
 
-NOTED = ("quant_config", "quant_plan", "quark_quantized", "quant_format", "save_pretrained", "hf_quantizer")
+NOTED = (
+    "quant_config",
+    "quant_plan",
+    "quark_quantized",
+    "quant_format",
+    "save_pretrained",
+    "hf_quantizer",
+    "decoded_layers",
+)
 """What loading and quantizing note on a model."""
 
 

@@ -18,7 +18,8 @@ import torch
 from quark.base.libraries.transformers import left_out, set_folder, set_left_out
 from quark.base.log import logger
 from quark.errors import FormatError, as_format_error
-from quark.torch.checkpoint.sources.methods import MODELOPT, method_of, quantization_of
+from quark.torch.checkpoint.sources.claims import check_claim
+from quark.torch.checkpoint.sources.methods import AS_FLOAT, method_of, quantization_of
 from quark.torch.checkpoint.sources.source import Source, check_finite
 from quark.torch.diffusion.component import CLASS, STEM, is_component
 from quark.torch.diffusion.network import import_diffusers, network_class
@@ -53,8 +54,8 @@ def load_float_model(
         trust_remote_code: Run the code that `auto_map` names.
         keep_unexpected: Accept tensors that the class has no place for; a checkpoint that is made of the model holds
             them as they are.
-        dequantize: Load a folder in FP8, compressed-tensors or MXFP4 as the float model that it stands for. One of
-            ModelOpt always is.
+        dequantize: Load a folder in FP8 or compressed-tensors as the float model that it stands for. One of MXFP4,
+            ModelOpt, bitsandbytes, torchao or MLX always is.
         options: For `from_pretrained`.
 
     Raises:
@@ -66,8 +67,9 @@ def load_float_model(
     tensors = stored_metas(folder)
     shapes = shapes_of(tensors)
     check_sizes(folder, stored, shapes)
-    if not dequantize and method_of(stored) == MODELOPT:
-        # transformers passes over the name, and would take the codes for the weights.
+    check_claim(folder, stored, tensors)
+    if not dequantize and method_of(stored) in AS_FLOAT:
+        # transformers would need the program, or take the codes for the weights.
         dequantize = True
         logger.info("%s is loaded as the float model that its weights stand for: inputs are not quantized.", folder)
     quantization = quantization_of(stored, folder) if dequantize else None
@@ -82,7 +84,17 @@ def load_float_model(
         dtype=dtype,
         **options,
     )
+    if source is not None:
+        model.decoded_layers = _decoded_layers(model, source)
     return model.eval()
+
+
+def _decoded_layers(model: Any, source: Source) -> tuple[str, ...]:
+    """Names of the layers of a model whose weights a folder stores in codes, each in a tensor of its own."""
+    named = source_names(model, source.names())
+    weights = {name for name, stored in named.items() if name.endswith(".weight") and source.is_coded(stored)}
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return tuple(name.removesuffix(".weight") for name in named if name in weights & own)
 
 
 def load_whole(
@@ -198,6 +210,15 @@ def stored_metas(folder: Path) -> dict[str, torch.Tensor]:
     if not plain and not any(folder.glob(f"{STEM}*")) and any((folder / name).is_file() for name in PICKLED):
         return {name: tensor for file in _pickled(folder) for name, tensor in file.items()}
     return Source(shard_files(folder)).metas()
+
+
+def check_stored(folder: Path) -> None:
+    """Raise FormatError for a folder whose tensors are not stored as its config.json says. It may have none."""
+    try:
+        metas = stored_metas(folder)
+    except FormatError:  # of weights that are not there, which who reads them says
+        return
+    check_claim(folder, read_config(folder), metas)
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

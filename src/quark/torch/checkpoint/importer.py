@@ -16,6 +16,8 @@ from quark.errors import ConfigError, FormatError, QuarkError, as_format_error
 from quark.torch.checkpoint.float_model import load_whole
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored, mark_loaded
 from quark.torch.checkpoint.shards import read_names, read_tensors
+from quark.torch.checkpoint.sources.claims import check_claim
+from quark.torch.checkpoint.sources.source import Source
 from quark.torch.checkpoint.stored_tensors import stored_tensors
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, FolderFormat, Format, Stored
@@ -62,6 +64,7 @@ def import_model_from_safetensors(
         FormatError: The folder is of none of these formats, or a tensor is corrupt, missing or of another shape.
     """
     folder = Path(model_dir)
+    check_claim(folder, read_config(folder), Source(shard_files(folder)).metas())
     stored = read_quantization_config(folder)
     form = FORMATS[stored["quant_method"]]
     if model is None and form.name == "quark":

@@ -65,6 +65,10 @@ class ByteRange:
 class TensorFile:
     """The tensors of a file, each read when asked for; what was read can be released.
 
+    Attributes:
+        path: The file.
+        metadata: Texts by name, as its header has them.
+
     Raises:
         FormatError: The file is absent, truncated or no safetensors file; says what is wrong with it.
     """
@@ -79,7 +83,8 @@ class TensorFile:
             header = json.loads(self._map[8 : 8 + length].decode(), object_pairs_hook=without_doubles)
             self._start = 8 + length
             self._tensors = {name: self._entry(row) for name, row in header.items() if name != _METADATA}
-            self._check_covered(header.get(_METADATA, {}))
+            self.metadata: dict[str, str] = header.get(_METADATA, {})
+            self._check_covered(self.metadata)
         except FormatError:
             raise
         except OSError as error:

@@ -32,6 +32,7 @@ from quark.torch.checkpoint.shards import (
     stored_shapes,
 )
 from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_entries, carried_layers, plan_carried
+from quark.torch.checkpoint.sources.claims import check_claim
 from quark.torch.checkpoint.sources.methods import quantization_of
 from quark.torch.checkpoint.sources.origins import Origin, Origins, names_of
 from quark.torch.checkpoint.sources.source import Source
@@ -118,7 +119,9 @@ class CheckpointJob:
         self.weight_format, self.pack_method, self.max_shard_size = weight_format, pack_method, max_shard_size
         self.real = weight_format == REAL_QUANTIZED
         self.files = shard_files(folder)
-        self.quantization = quantization_of(read_config(folder), folder)
+        stored = read_config(folder)
+        check_claim(folder, stored, Source(self.files).metas())
+        self.quantization = quantization_of(stored, folder)
         self.checkpoint = Source(self.files, self.quantization)
         tensors = self.checkpoint.metas()
         self.model = build_skeleton(folder, self.checkpoint.dtype(), shapes_of(tensors))

@@ -37,12 +37,16 @@ MODULES, LENGTH = 2000, 1 << 24
 """What is always built: so many modules of a kind, and tables of so many entries."""
 OF_MODELOPT = "hf_quant_config.json"
 """Where ModelOpt says how a folder is quantized, before its versions that say so in config.json."""
+OF_MLX, MLX = "quantization", "mlx"
+"""Where MLX says how a folder is quantized, and the `quant_method` that stands for it here: MLX writes none."""
 PACKING = 64
 """A dimension may be this many times as long as what is stored of it: packed codes, and heads of several parts."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a model folder; its `quantization_config` may lie in the file of ModelOpt beside it.
+
+    What MLX says in a field of its own is the `quantization_config` here, too, and that field is gone.
 
     Raises FormatError when it is no such config, or a file of the folder lies elsewhere.
     """
@@ -56,6 +60,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{path} is not the config of a transformers model: it has no model_type. Nor is it one of a network of "
             "diffusers: it has no _class_name."
         )
+    _move_section_of_mlx(config)
     for field, kind in (("quantization_config", dict), ("architectures", list), ("auto_map", dict)):
         if not isinstance(config.get(field), (kind, type(None))):
             raise FormatError(f"{path}: {field} is {config[field]!r}; possible: a {kind.__name__}.")
@@ -76,6 +81,18 @@ def _json_of(path: Path) -> Any:
         return plain_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise FormatError(f"{path} is not JSON: {one_line(error)}.") from None
+
+
+def _move_section_of_mlx(config: dict[str, Any]) -> None:
+    """Put what MLX says of a folder, in one place or in both, where other programs say it."""
+    section = config.get("quantization_config") or config.get(OF_MLX)
+    if (
+        isinstance(section, dict)
+        and not {"quant_method", "config_groups"} & {*section}
+        and {"bits", "mode"} & {*section}
+    ):
+        config["quantization_config"] = {**section, "quant_method": MLX}
+        config.pop(OF_MLX, None)
 
 
 def _said_beside(path: Path) -> dict[str, Any]:
@@ -152,9 +169,12 @@ def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
     transformers = import_transformers()
     # Which imports what the class of the config is declared with.
     with as_format_error(folder), without_collection():
-        return transformers.AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
+    if (stored.get("quantization_config") or {}).get("quant_method") == MLX:
+        config.__dict__.pop(OF_MLX, None)
+    return config
 
 
 def model_class(folder: Path, config: Any, trust_remote_code: bool = False) -> Any:

@@ -9,10 +9,14 @@ import torch
 
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.checkpoint.sources.decode import Tile
+from quark.torch.checkpoint.sources.encodings import ENCODINGS
+from quark.torch.diffusion.component import is_component
 
 MODELOPT = "modelopt"
-READ = ("fp8", "compressed-tensors", "mxfp4", MODELOPT)
+READ = ("fp8", "compressed-tensors", "mxfp4", MODELOPT, *ENCODINGS)
 """Values of `quant_method` of folders that are read as float."""
+AS_FLOAT = ("mxfp4", MODELOPT, *ENCODINGS)
+"""Those of folders that no layer here computes with: a model is loaded as the float one that the codes stand for."""
 COMPRESSED = (
     "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision",
     "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized",
@@ -51,8 +55,13 @@ def quantization_of(config: dict[str, Any], folder: Path) -> dict[str, Any] | No
         raise ConfigError(f"{folder} is quantized by quark already; give the model that it was made from.")
     if method not in READ:
         raise NotSupportedError(
-            f"{folder} is quantized ({method!r}). Possible: float checkpoints, {', '.join(map(repr, READ))}, or the "
-            "model that it was made from."
+            f"{folder} is quantized ({method!r:.40}). Possible: float checkpoints, "
+            f"{', '.join(map(repr, READ))}, or the model that it was made from."
+        )
+    if method in ENCODINGS and is_component(config):
+        raise NotSupportedError(
+            f"{folder} is a network of diffusers that is quantized ({method!r}). Possible: the float network that it "
+            "was made from."
         )
     _check_compressed(stored, folder)
     _check_modelopt(stored, folder)

@@ -16,6 +16,8 @@ import torch
 from quark.errors import FormatError
 from quark.torch.checkpoint.safetensors_file import TensorFile
 from quark.torch.checkpoint.sources.decode import StoredCodes, Tile, decode, float_shape
+from quark.torch.checkpoint.sources.encoded import CODES
+from quark.torch.checkpoint.sources.encodings import ENCODINGS
 from quark.torch.checkpoint.sources.methods import fp4_dtype, tile_of
 
 SCALES = ("_scale_inv", "_scale")
@@ -66,10 +68,18 @@ class Source:
             self._files |= dict.fromkeys(file.names, file)
         self._tile, self._fp4 = tile_of(quantization), fp4_dtype(quantization)
         self._quantized = quantization is not None
+        # Of a program whose parts have names of their own, nothing else is codes.
+        encoding = ENCODINGS.get(str((quantization or {}).get("quant_method")))
+        self._has_encoding = encoding is not None
+        weights = [] if encoding is None else encoding(self._files, quantization or {})
+        self._encoded = {weight.name: weight for weight in weights}
+        self._first = {weight.parts[CODES]: weight.name for weight in weights}
+        self._parts = set(self.owners())
         transforms = (quantization or {}).get("transform_config") or {}
         self._transforms = tuple(f"{group}_" for group in transforms.get("config_groups") or {})
         for name in self.names() if self._quantized else ():
-            self._require_scale(name)
+            if name not in self._encoded:
+                self._require_scale(name)
 
     def names(self) -> Iterator[str]:
         """Names of the float tensors."""
@@ -77,6 +87,9 @@ class Source:
             parent, _, leaf = name.rpartition(".")
             if not self._quantized:
                 yield name
+            elif self._has_encoding:
+                if name not in self._parts or name in self._first:
+                    yield self._first.get(name, name)
             elif leaf == PACKED:
                 yield f"{parent}.weight"
             elif name.endswith(BLOCKS) and self._sibling(name, BLOCKS, EXPONENTS):
@@ -87,6 +100,10 @@ class Source:
     def stored_names(self) -> list[str]:
         """Names of the tensors in the files."""
         return list(self._files)
+
+    def owners(self) -> dict[str, str]:
+        """Name of a stored tensor -> the float tensor that it is a part of, where an encoding says so."""
+        return {part: name for name, weight in self._encoded.items() for part in weight.parts.values()}
 
     def meta(self, name: str) -> torch.Tensor:
         """Dtype and shape of a tensor as it is stored, on the meta device."""
@@ -102,7 +119,7 @@ class Source:
 
     def dtype(self) -> torch.dtype:
         """That of the first float tensor."""
-        wide = (file.meta(name).dtype for name, file in self._files.items())
+        wide = (file.meta(name).dtype for name, file in self._files.items() if name not in self._parts)
         return next((d for d in wide if d.is_floating_point and d.itemsize > 1), torch.float32)
 
     def is_coded(self, name: str) -> bool:
@@ -117,6 +134,8 @@ class Source:
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a float tensor. Raises FormatError for one that is not there."""
         form, parent = self._form(name), name.rpartition(".")[0]
+        if form == "encoded":
+            return self._encoded[name].shape
         if form == "blocks":
             experts, rows, groups, size = self._blocks(name).shape
             return experts, 2 * groups * size, rows
@@ -146,6 +165,8 @@ class Source:
         if form != "blocks" and self.shape(name) != shape:
             there = self.shape(name)
             raise FormatError(f"{name} has shape {there} in the checkpoint; the model needs {shape}.")
+        if form == "encoded":
+            return self._encoded[name].read(self._files, dtype, index)
         if form == "plain":
             stored = self._raw(name)
             check_finite(name, stored)
@@ -169,13 +190,19 @@ class Source:
     def release(self, name: str) -> None:
         """Give back the memory of what `read` mapped."""
         parent = name.rpartition(".")[0]
-        for stored in (name, f"{parent}.{PACKED}", f"{name}{BLOCKS}"):
+        codes = [self._encoded[name].parts[CODES]] if name in self._encoded else []
+        for stored in (name, f"{parent}.{PACKED}", f"{name}{BLOCKS}", *codes):
             if stored in self._files:
                 self._files[stored].release(stored)
 
     def _form(self, name: str) -> str:
-        """How a float tensor is stored: "plain", "coded" beside a scale, "packed", or in "blocks" of all experts."""
-        if not self._quantized:
+        """How a float tensor is stored.
+
+        "plain", "coded" beside a scale, "packed", in "blocks" of all experts, or "encoded" as its program does it.
+        """
+        if name in self._encoded:
+            return "encoded"
+        if not self._quantized or self._has_encoding:
             return "plain"
         if f"{name.rpartition('.')[0]}.{PACKED}" in self._files and name.endswith(".weight"):
             return "packed"
@@ -194,8 +221,7 @@ class Source:
         """Raise FormatError for codes without what scales them, and for integers in the place of values."""
         form = self._form(name)
         dtype = self.meta(name).dtype if name in self._files and name.endswith((".weight", ".bias")) else torch.float32
-        unknown = not dtype.is_floating_point if form == "plain" else dtype == torch.uint8 != self._fp4
-        if unknown:
+        if dtype == torch.uint8 != self._fp4 if form != "plain" else not self._holds_values(dtype):
             raise FormatError(
                 f"{name} has the type {str(dtype).removeprefix('torch.')}, and nothing says how to decode it."
             )
@@ -206,6 +232,10 @@ class Source:
         scale = self._scale_name(name) if form in ("coded", "packed") else None
         if scale and not (self.meta(scale).dtype.is_floating_point or self.meta(scale).dtype == torch.uint8):
             raise FormatError(f"{scale} holds {str(self.meta(scale).dtype).removeprefix('torch.')}, and no scales.")
+
+    def _holds_values(self, dtype: torch.dtype) -> bool:
+        """Whether numbers of a type are values, where nothing scales them."""
+        return dtype.is_floating_point and not (self._has_encoding and dtype.itemsize == 1)
 
     def _is_scale(self, name: str) -> bool:
         """Whether a tensor is the scale, or the exponents, of another one that is stored in codes."""

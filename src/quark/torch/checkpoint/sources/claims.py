@@ -1,0 +1,96 @@
+"""Whether the weights of a folder are stored as its config.json says: told by names and types of its tensors.
+
+Without this a folder of float weights under the config of a quantizer would be read as a quantized model without
+quantized layers, and codes under a config of floats as numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quark.errors import FormatError
+from quark.torch.checkpoint.sources.encodings import ENCODINGS
+from quark.torch.checkpoint.sources.methods import MODELOPT, method_of, section_of
+
+Metas = Mapping[str, torch.Tensor]
+"""Name of a stored tensor -> its dtype and shape, on the meta device."""
+
+
+def _is_byte(metas: Metas, name: str) -> bool:
+    return name in metas and metas[name].dtype.itemsize == 1 and metas[name].dtype != torch.bool
+
+
+def _has_scale(metas: Metas, name: str) -> bool:
+    parent, scale = name.rpartition(".")[0], name.removesuffix("_inv")
+    return scale.endswith("weight_scale") and (
+        _is_byte(metas, f"{parent}.weight") or f"{parent}.weight_packed" in metas
+    )
+
+
+MARKS: dict[str, Callable[[Metas, str], bool]] = {
+    "bitsandbytes": lambda metas, name: ".quant_state.bitsandbytes__" in name or name.endswith(".SCB"),
+    "torchao": lambda metas, name: name.endswith(("_qdata", ":qdata")),
+    "mlx": lambda metas, name: (
+        name.endswith(".scales")
+        and metas.get(f"{name.removesuffix('scales')}weight", metas[name]).dtype == torch.uint32
+    ),
+    "gptq or awq": lambda metas, name: name.endswith(".qweight") and not metas[name].dtype.is_floating_point,
+    "mxfp4": lambda metas, name: name.endswith("_blocks") and _is_byte(metas, f"{name.removesuffix('blocks')}scales"),
+    "scales beside codes": _has_scale,
+}
+"""Who stores codes -> whether a tensor is one that only they store."""
+NEEDED = {
+    **{program: program for program in ENCODINGS},
+    "gptq": "gptq or awq",
+    "awq": "gptq or awq",
+    "mxfp4": "mxfp4",
+    "compressed-tensors": "scales beside codes",
+}
+"""`quant_method` -> the mark that its folders have."""
+BYTES = ("fp8", MODELOPT)
+"""Values of `quant_method` of folders that hold their codes in bytes, whatever scales them is called."""
+
+
+def check_claim(folder: Path, config: Mapping[str, Any], metas: Metas) -> None:
+    """Compare what a config says of quantization with what the weight files hold.
+
+    Args:
+        folder: For the message.
+        config: From `read_config`.
+        metas: Of the tensors in the weight files; of none nothing is said.
+
+    Raises:
+        FormatError: The config names a quantizer whose codes are not there, or does not name that of the codes.
+    """
+    method = method_of(dict(config))
+    shown = {mark: name for name in metas for mark, is_mark in MARKS.items() if is_mark(metas, name)}
+    named = "names no quantizer" if method is None else f"says that it is quantized by {method!r:.40}"
+    if unclaimed := next((mark for mark in shown if method is None or (mark in ENCODINGS and mark != method)), None):
+        raise FormatError(
+            f"{folder} holds codes ({shown[unclaimed]}, as in folders of {unclaimed}), and its config.json {named}. "
+            "Possible: the config.json that was written with these weights."
+        )
+    if metas and not _is_shown(str(method), metas, shown) and _claims_weights(section_of(dict(config))):
+        raise FormatError(
+            f"{folder}: its config.json {named}, and none of its {len(metas)} tensors holds such codes. Possible: the "
+            "weights that were written with this config.json, or no quantization_config in it, if these are float."
+        )
+
+
+def _is_shown(method: str, metas: Metas, shown: Collection[str]) -> bool:
+    """Whether a folder holds the codes of a quantizer; True for one whose codes are not known here."""
+    if method in BYTES:
+        return any(_is_byte(metas, name) for name in metas)
+    return method not in NEEDED or NEEDED[method] in shown
+
+
+def _claims_weights(section: Mapping[str, Any]) -> bool:
+    """Whether a section speaks of weights in codes: in compressed-tensors it may quantize caches or inputs alone."""
+    groups = section.get("config_groups")
+    if section.get("quant_method") != "compressed-tensors" or section.get("format") == "dense":
+        return section.get("quant_method") != "compressed-tensors"
+    return any(group.get("weights") for group in (groups or {}).values() if isinstance(group, dict))
