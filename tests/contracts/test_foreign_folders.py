@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import quark
@@ -21,7 +22,7 @@ from quark.torch.flows.from_disk import stream
 from quark.torch.llm.model_loading import get_model
 from quark.torch.model.names import source_names
 from tests.commands.program import quark as program
-from tests.models.doors import SCHEME, same_through_every_door
+from tests.models.doors import SCHEME, float_folder, same_through_every_door
 from tests.models.foreign import FOREIGN, foreign_folder
 from tests.models.torch_zoo import LANGUAGE_MODEL
 
@@ -85,8 +86,8 @@ def raised(call: Callable[[], Any]) -> str:
     return one_line(caught.value)
 
 
-def sentences(folder: Path, tmp_path: Path) -> dict[str, str]:
-    """Door -> what it says of a folder that it does not read."""
+def sentences(folder: Path, other: Path, tmp_path: Path) -> dict[str, str]:
+    """Door -> what it says of a folder that it does not read, or of it beside a float one of its architecture."""
     out, config = tmp_path / "out", LLMTemplate.get("auto").get_config("int8_wo")
     lines: dict[str, tuple[object, ...]] = {
         "plan": ("plan", folder, "--scheme", "int8_wo"),
@@ -96,8 +97,8 @@ def sentences(folder: Path, tmp_path: Path) -> dict[str, str]:
         "quantize streamed": ("quantize", folder, "--scheme", "int8_wo", "-o", out, "--stream"),
         "quantize gguf": ("quantize", folder, "--scheme", "q4_0", "--format", "gguf", "-o", out),
         "budget": ("quantize", folder, "--bits", "4", "-o", out),
-        "evaluate": ("evaluate", folder, LANGUAGE_MODEL, *ON),
-        "evaluate, as the second": ("evaluate", LANGUAGE_MODEL, folder, *ON),
+        "evaluate": ("evaluate", folder, other, *ON),
+        "evaluate, as the second": ("evaluate", other, folder, *ON),
         "compare": ("compare", folder, "--schemes", "int8_wo", *ON),
         "convert": ("convert", folder, "--format", "awq", "-o", out),
         "convert again": ("convert", folder, "--format", "awq", "--requantize", "int4_wo_32", "-o", out),
@@ -116,3 +117,89 @@ def sentences(folder: Path, tmp_path: Path) -> dict[str, str]:
     shown = program("inspect", folder)
     last = (shown.out if shown.code == 0 else shown.err).strip().splitlines()[-1].removeprefix("quark: ")
     return {**found, "inspect": last}
+
+
+def in_config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        kept = {name: value for name, value in config.items() if not name.startswith("quantization")}
+        (folder / "config.json").write_text(json.dumps(kept | changes))
+
+    return change
+
+
+def with_tiles(folder: Path) -> None:
+    """One weight of torchao in the layout of a GPU."""
+    file = folder / "model.safetensors"
+    with safe_open(file, "pt") as stored:
+        metadata = dict(stored.metadata())
+    name = next(name for name, row in metadata.items() if "IntxUnpackedToInt8Tensor" in row)
+    metadata[name] = metadata[name].replace("IntxUnpackedToInt8Tensor", "Int4TilePackedTo4dTensor")
+    save_file(load_file(file), file, metadata)
+
+
+def without(end: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        with safe_open(folder / "model.safetensors", "pt") as stored:
+            metadata = stored.metadata()
+        kept = {name: x for name, x in load_file(folder / "model.safetensors").items() if not name.endswith(end)}
+        save_file(kept, folder / "model.safetensors", metadata)
+
+    return change
+
+
+def as_pickle(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        torch.save(load_file(folder / "model.safetensors"), folder / name)
+        for file in [file for file in folder.iterdir() if file.name != name]:
+            file.unlink()
+
+    return change
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "int-quantized",
+              "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 8}}}}  # fmt: skip
+NONE_OF = "and none of its 48 tensors holds such codes"
+REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    **{f"floats as {method}": ("", in_config(quantization_config=section), NONE_OF) for method, section in {
+        "gptq": GPTQ, "awq": {**GPTQ, "quant_method": "awq", "version": "gemm", "zero_point": True},
+        "compressed-tensors": COMPRESSED, **{name: {"quant_method": name, "quant_algo": "FP8"} for name in
+        ("fp8", "mxfp4", "modelopt", "bitsandbytes", "torchao")}}.items()},
+    "floats as mlx": ("", in_config(quantization={"group_size": 64, "bits": 4}), NONE_OF),
+    **{f"{kind} as floats": (kind, in_config(), f"as in folders of {kind.split()[0]}") for kind in FOREIGN},
+    **{f"{kind} as gptq": (kind, in_config(quantization_config=GPTQ), "says that it is quantized by 'gptq'")
+       for kind in FOREIGN},
+    "torchao as mlx": ("torchao", in_config(quantization={"group_size": 64, "bits": 4}), "as in folders of torchao"),
+    "hqq": ("", in_config(quantization_config={"quant_method": "hqq"}), "is quantized ('hqq'). Possible: float"),
+    "no method": ("", in_config(quantization_config={"some": 1}), "is quantized (None). Possible: float"),
+    "tiles of a GPU": ("torchao", with_tiles, "Int4TilePackedTo4dTensor"),
+    "a mode of MLX": ("mlx", in_config(quantization={"bits": 4, "mode": "fp5"}), "the mode 'fp5' of MLX is not read"),
+    "other groups of MLX": ("mlx", in_config(quantization={"group_size": 64, "bits": 3}), "groups of 64 in 3 bits"),
+    "no scales of MLX": ("mlx", without(".biases"), "The checkpoint has no tensor"),
+    "no scales of bitsandbytes": ("bitsandbytes nf4", without(".absmax"), "The checkpoint has no tensor"),
+    "no scales of torchao": ("torchao", without("_scale"), "The checkpoint has no scale of"),
+    "a pickle": ("", as_pickle("model.pt"), "model.pt is a pickle, whose reader would run what it contains"),
+    **{f"a folder of {name}": ("", as_pickle(name), "is a pickle, whose reader would run what it contains")
+       for name in ("model.pt", "pytorch_model.bin", "consolidated.00.pth", "weights.ckpt")},
+}  # fmt: skip
+"""Case -> a kind of folder ("" for float), what is done to it, and a part of the sentence."""
+EVERYDAY_REFUSAL = "floats as gptq"
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == EVERYDAY_REFUSAL else pytest.mark.slow) for case in REFUSED]
+)
+def test_every_door_says_the_same_of_what_is_not_read(case: str, tmp_path: Path) -> None:
+    kind, change, words = REFUSED[case]
+    folder = tmp_path / "source"
+    if kind:
+        foreign_folder(kind, folder)
+        float_folder("llama", tmp_path / "float")
+    else:
+        shutil.copytree(LANGUAGE_MODEL, folder)
+    change(folder)
+    folder = folder / "model.pt" if case == "a pickle" else folder
+    found = sentences(folder, tmp_path / "float" if kind else LANGUAGE_MODEL, tmp_path)
+    assert len(set(found.values())) == 1, found
+    assert words in found["plan"]

@@ -540,17 +540,22 @@ def require_config(folder: Path) -> None:
         raise FormatError(f"{folder} is no model folder: {why_no_model(folder)}.{_hint(folder)}")
 
 
-def refuse_pickle(path: Path) -> None:
-    """Raise FormatError for a pickle in the place of a model: a file, or a folder whose only weights are such files."""
+def refuse_pickle(path: Path, inside: bool = True) -> None:
+    """Raise FormatError for a pickle in the place of a model.
+
+    Args:
+        path: A file, or a folder whose only weights may be such files.
+        inside: Whether a folder is looked into.
+    """
     try:
-        inside = sorted(path.iterdir()) if path.is_dir() else []
-        suffixes = {file.suffix.lower() for file in inside}
-        file = path if path.is_file() else next((file for file in inside if file.suffix.lower() in PICKLES), None)
-    except OSError:
+        files = sorted(path.iterdir()) if inside and path.is_dir() else [path] if path.is_file() else []
+    except (OSError, ValueError):  # a name too long, or with a NUL
         return
-    if file is not None and file.suffix.lower() in PICKLES and ".safetensors" not in suffixes:
+    suffixes = [file.suffix.lower() for file in files]
+    pickled = next((file for file, suffix in zip(files, suffixes, strict=True) if suffix in PICKLES), None)
+    if pickled is not None and ".safetensors" not in suffixes:
         raise FormatError(
-            f"{file} is a pickle, whose reader would run what it contains, and is never read as a model. Possible: a "
+            f"{pickled} is a pickle, whose reader would run what it contains, and is never read as a model. Possible: a "
             "folder with config.json and model.safetensors, which save_pretrained of its model writes."
         )
 

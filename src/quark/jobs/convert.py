@@ -84,7 +84,7 @@ def run_conversion(job: ConversionJob) -> tuple[Path, int]:
 
 def _load(request: ConvertRequest, scratch: Path) -> tuple[Any, Path]:
     """The model, and the folder with its tokenizer."""
-    from quark.jobs.folders.models import is_read, load_model
+    from quark.jobs.folders.models import load_model
     from quark.torch.checkpoint.float_model import check_stored
     from quark.torch.checkpoint.sources.methods import AS_FLOAT, method_of
     from quark.torch.model.model_folder import read_config
@@ -98,7 +98,7 @@ def _load(request: ConvertRequest, scratch: Path) -> tuple[Any, Path]:
     if not read_config(model).get("quantization_config"):
         raise ConfigError(f"{model} is a float model. Possible: quark quantize, which takes a scheme.")
     method = method_of(read_config(model))
-    if is_read(model) and method in AS_FLOAT and request.requantize is None:
+    if method in AS_FLOAT and request.requantize is None:
         raise ConfigError(
             f"{model} is quantized ({method!r}), and its codes are not taken over into other formats. Possible: "
             "--requantize SCHEME, which rounds their values again."

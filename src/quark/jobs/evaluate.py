@@ -162,6 +162,7 @@ def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
     from quark.jobs.folders.card import check_card, figures_of
     from quark.jobs.folders.measure import ALL, coded_layers, measure_folders
     from quark.jobs.folders.models import inputs_of, load_model
+    from quark.torch.checkpoint.float_model import check_stored
     from quark.torch.model.model_folder import read_config
     from quark.torch.writers.model_card import add_figures
 
@@ -181,6 +182,8 @@ def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
         before, after = (load_model(model, request.load, dequantize=True) for _ in range(2))
         import_model_from_gguf(after, quantized)
     else:
+        for path in (model, quantized):
+            check_stored(path)
         _require_same_architecture(read_config(model), read_config(quantized))
         before = load_model(model, request.load, dequantize=True)
         after = load_model(quantized, request.load)

@@ -21,9 +21,8 @@ from quark.jobs.folders.model_inputs import ModelInputs
 from quark.jobs.folders.step_inputs import StepInputs
 from quark.jobs.request import AS_STORED, Loading
 from quark.torch import import_model_from_safetensors
-from quark.torch.checkpoint.float_model import check_network, load_float_model, shapes_of, stored_metas
+from quark.torch.checkpoint.float_model import check_network, check_stored, load_float_model, shapes_of, stored_metas
 from quark.torch.checkpoint.shards import predicted_bytes
-from quark.torch.checkpoint.sources.claims import check_claim
 from quark.torch.checkpoint.sources.methods import READ, method_of, quantization_of
 from quark.torch.llm.model_loading import DTYPES, FOREIGN
 from quark.torch.model.batches import named_device
@@ -102,17 +101,17 @@ def load_meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
         FormatError: Its weight files are not those of the network of diffusers that config.json names. There may be
             none: a plan needs no weights.
     """
-    try:
-        metas = stored_metas(folder)
-    except FormatError:
-        metas = {}
-    check_claim(folder, read_config(folder), metas)
+    check_stored(folder)
     if not is_read(folder):
         raise ConfigError(
             f"{folder} is quantized already; give the float model. Possible: quark convert --requantize SCHEME, "
             "which rounds the quantized values again."
         )
     _quiet_transformers()
+    try:
+        metas = stored_metas(folder)
+    except FormatError:
+        metas = {}
     model = build_skeleton(folder, shapes=shapes_of(metas), trust_remote_code=trust_remote_code)
     if metas and is_network(model):
         check_network(folder, model, metas)

@@ -19,10 +19,12 @@ from quark.base.libraries.transformers import left_out, set_folder, set_left_out
 from quark.base.log import logger
 from quark.errors import FormatError, as_format_error
 from quark.torch.checkpoint.sources.claims import check_claim
-from quark.torch.checkpoint.sources.methods import AS_FLOAT, method_of, quantization_of
+from quark.torch.checkpoint.sources.methods import AS_FLOAT, READ, method_of, quantization_of
 from quark.torch.checkpoint.sources.source import Source, check_finite
 from quark.torch.diffusion.component import CLASS, STEM, is_component
 from quark.torch.diffusion.network import import_diffusers, network_class
+from quark.torch.formats import FORMATS
+from quark.torch.formats.gptq.auto_round import AUTO_ROUND
 from quark.torch.model.folder_files import INDEX, shard_files
 from quark.torch.model.meta_model import build_skeleton, read_generation_config, saved_dtype
 from quark.torch.model.model_folder import (
@@ -67,7 +69,7 @@ def load_float_model(
     tensors = stored_metas(folder)
     shapes = shapes_of(tensors)
     check_sizes(folder, stored, shapes)
-    check_claim(folder, stored, tensors)
+    check_stored(folder)
     if not dequantize and method_of(stored) in AS_FLOAT:
         # transformers would need the program, or take the codes for the weights.
         dequantize = True
@@ -213,12 +215,21 @@ def stored_metas(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_stored(folder: Path) -> None:
-    """Raise FormatError for a folder whose tensors are not stored as its config.json says. It may have none."""
+    """Raise QuarkError for a folder whose tensors are not stored as its config.json says, or that is not read.
+
+    It may be without weights.
+    """
+    stored = read_config(folder)
     try:
         metas = stored_metas(folder)
     except FormatError:  # of weights that are not there, which who reads them says
+        metas = {}
+    check_claim(folder, stored, metas)
+    if method_of(stored) in (*FORMATS, *AUTO_ROUND) and method_of(stored) not in READ:
         return
-    check_claim(folder, read_config(folder), metas)
+    quantization = quantization_of(stored, folder)
+    if quantization is not None and metas:
+        Source(shard_files(folder), quantization)
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from quark.base.libraries.transformers import import_transformers
+from quark.base.files import refuse_pickle
 from quark.base.log import logger
 from quark.errors import ConfigError, FormatError, NotSupportedError, as_format_error, did_you_mean, one_line
 from quark.torch.checkpoint.float_model import load_float_model, load_whole, shapes_of, stored_metas
@@ -97,6 +98,7 @@ def model_path(name: str | os.PathLike[str]) -> Path:
     """The folder of a model: itself, or what huggingface_hub downloads of that name. Raises FormatError."""
     if Path(name).is_dir():
         return Path(name)
+    refuse_pickle(Path(name))
     if Path(name).is_absolute() or str(name).startswith(".") or str(name).count("/") > 1:
         raise FormatError(f"{name} is no folder.")
     import huggingface_hub  # only for a name: a folder needs nothing of it

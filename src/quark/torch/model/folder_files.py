@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from quark.base.files import PICKLES
+from quark.base.files import refuse_pickle
 from quark.base.json_objects import plain_json
 from quark.errors import FormatError, one_line
 from quark.torch.diffusion.component import STEM
@@ -193,15 +193,15 @@ def shard_files(folder: Path) -> list[Path]:
         return [file_of(folder, name) for name in names]
     if not single.exists():
         pickled = next(iter(sorted(folder.glob("*pytorch_model*.bin"))), None)
-        other = next((path for path in sorted(folder.iterdir()) if path.suffix.lower() in PICKLES), None)
+        if pickled is None or not (folder / "config.json").is_file():
+            refuse_pickle(folder)
         network = single.name.startswith(STEM)
         read = "" if network else "is read for --scheme and --for, whole in memory; "
         block = "" if network else " for what reads it block by block"
         raise FormatError(
             f"{folder} holds neither {single.name} nor {index.name}."
-            + (f" {pickled.name} {read or 'is not read: '}save the model once by save_pretrained{block}." if pickled
-               else f" {other.name} is a pickle, which is never run: save the model once by save_pretrained." if other
-               else "")
+            + (f" {pickled.name} {read or 'is not read: '}save the model once by save_pretrained{block}."
+               if pickled else "")
         )  # fmt: skip
     return [file_of(folder, single.name)]
 

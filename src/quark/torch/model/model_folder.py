@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from quark.base.files import require_config
+from quark.base.files import refuse_pickle, require_config
 from quark.base.json_objects import plain_json
 from quark.base.libraries.transformers import class_of_code, import_transformers
 from quark.base.loading import is_put_off, without_collection
@@ -51,6 +51,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises FormatError when it is no such config, or a file of the folder lies elsewhere.
     """
     path = folder / "config.json"
+    refuse_pickle(folder, inside=False)
     check_files(folder)
     require_config(folder)
     config = _json_of(path)
