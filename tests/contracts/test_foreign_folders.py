@@ -23,16 +23,13 @@ from quark.torch.llm.model_loading import get_model
 from quark.torch.model.names import source_names
 from tests.commands.program import quark as program
 from tests.models.doors import SCHEME, float_folder, same_through_every_door
-from tests.models.foreign import FOREIGN, foreign_folder
+from tests.models.foreign import FOREIGN, encode_folder, foreign_folder
 from tests.models.torch_zoo import LANGUAGE_MODEL
 
-EVERYDAY = ("mlx", "llama")
-KINDS = [
-    pytest.param(*each, marks=() if each == EVERYDAY else pytest.mark.slow)
-    for each in [*((kind, "llama") for kind in FOREIGN), ("bitsandbytes nf4", "mixtral"), ("torchao", "nemotron_h")]
-]
+KINDS = [*((kind, "llama") for kind in FOREIGN), ("bitsandbytes nf4", "mixtral"), ("torchao", "nemotron_h")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "model_type"), KINDS)
 def test_every_door_writes_what_the_values_give(kind: str, model_type: str, tmp_path: Path) -> None:
     source, values = foreign_folder(kind, tmp_path / "source", model_type)
@@ -54,23 +51,57 @@ def test_every_door_writes_what_the_values_give(kind: str, model_type: str, tmp_
 def _as_floats(source: Path, values: dict[str, torch.Tensor], folder: Path) -> Path:
     """The float folder that a foreign one stands for."""
     shutil.copytree(source, folder)
-    tensors = load_file(source / "model.safetensors")
-    kept = {
-        name: x for name, x in tensors.items() if not any(name.startswith(v.removesuffix("weight")) for v in values)
-    }
-    kept = {name: x for name, x in kept.items() if not re.search(r"\._weight_", name)}
-    rounded = {name: x.to(torch.bfloat16) for name, x in values.items()}
-    save_file(kept | rounded, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
+    coded = tuple(name.removesuffix("weight") for name in values)
+    kept = {n: x for n, x in load_file(source / "model.safetensors").items() if not n.startswith(coded)}
+    rounded = {name: x.to(getattr(torch, config["dtype"])) for name, x in values.items()}
+    save_file(kept | rounded, folder / "model.safetensors", {"format": "pt"})
     said = {name: value for name, value in config.items() if not name.startswith("quantization")}
     (folder / "config.json").write_text(json.dumps(said))
     return folder
 
 
-# What doors say. -----------------------------------------------------------------------------------------------------
+# What commands show. -------------------------------------------------------------------------------------------------
 
 TEXT = LANGUAGE_MODEL.parent / "text" / "heldout.txt"
 ON = ("--data", TEXT, "--windows", 1, "--length", 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_every_command_takes_such_a_folder(kind: str, tmp_path: Path) -> None:
+    folder, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(LANGUAGE_MODEL, folder)
+    values = encode_folder(kind, folder)
+    plan = succeed("plan", folder, "--scheme", "int8_wo")
+    succeed("quantize", folder, "--scheme", "int8_wo", "-o", out)
+    assert plan.splitlines()[-1] == succeed("plan", LANGUAGE_MODEL, "--scheme", "int8_wo").splitlines()[-1]
+    assert re.search(r"model\.layers\.\*\.mlp\.up_proj +\S 5 +\S", succeed("inspect", folder))
+    measured = quark.evaluate(LANGUAGE_MODEL, folder, data=TEXT, windows=2, length=32)
+    again = quark.evaluate(folder, out, data=TEXT, windows=2, length=32)
+    as_float = quark.evaluate(_as_floats(folder, values, tmp_path / "floats"), out, data=TEXT, windows=2, length=32)
+    assert {f"{name}.weight" for name in measured.damage} == values.keys()
+    assert measured.comparison.perplexity[1] == again.comparison.perplexity[0] == as_float.comparison.perplexity[0]
+    assert all(5 < weight < 60 for weight, _ in measured.damage.values()), measured.damage
+    assert 0 < again.comparison.kl < measured.comparison.kl
+    succeed("evaluate", LANGUAGE_MODEL, folder, *ON, "--report", tmp_path / "page.html")
+    assert "decoded" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    succeed("compare", folder, "--schemes", "int8_wo", *ON)
+    if kind == "mlx":  # which takes half a minute
+        succeed("quantize", folder, "--bits", "4", "--calib", TEXT, "--samples", "2", "-o", tmp_path / "bits")
+    line = ("convert", folder, "--format", "quark", "-o", tmp_path / "converted")
+    assert "its codes are not taken over into other formats. Possible: --requantize SCHEME" in said(*line)
+    succeed(*line, "--requantize", "int8_wo")
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "converted" / "model.safetensors").read_bytes()
+
+
+def succeed(*arguments: object) -> str:
+    done = program(*arguments)
+    assert done.code == 0, done.err
+    return done.out
+
+
+# What doors say. -----------------------------------------------------------------------------------------------------
 
 
 def said(*arguments: object) -> str:
@@ -184,12 +215,10 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
        for name in ("model.pt", "pytorch_model.bin", "consolidated.00.pth", "weights.ckpt")},
 }  # fmt: skip
 """Case -> a kind of folder ("" for float), what is done to it, and a part of the sentence."""
-EVERYDAY_REFUSAL = "floats as gptq"
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == EVERYDAY_REFUSAL else pytest.mark.slow) for case in REFUSED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REFUSED)
 def test_every_door_says_the_same_of_what_is_not_read(case: str, tmp_path: Path) -> None:
     kind, change, words = REFUSED[case]
     folder = tmp_path / "source"

@@ -100,9 +100,13 @@ FOREIGN: dict[str, tuple[Encode, dict[str, Any]]] = {
 
 
 def foreign_folder(kind: str, folder: Path, model_type: str = "llama") -> tuple[Path, Stored]:
-    """A folder whose projections are stored so, and the values that they stand for."""
+    """A folder of a small model whose projections are stored so, and the values that they stand for."""
+    return folder, encode_folder(kind, float_folder(model_type, folder))
+
+
+def encode_folder(kind: str, folder: Path) -> Stored:
+    """Store the projections of a float folder so; return the values that they stand for."""
     encode, said = FOREIGN[kind]
-    float_folder(model_type, folder)
     tensors, values = load_file(folder / "model.safetensors"), {}
     metadata, rows = {"format": "pt"}, dict[str, Any]()
     for name in [name for name, x in tensors.items() if x.ndim == 2 and QUANTIZED.search(name)]:
@@ -117,4 +121,4 @@ def foreign_folder(kind: str, folder: Path, model_type: str = "llama") -> tuple[
     save_file(tensors, folder / "model.safetensors", metadata)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | said))
-    return folder, values
+    return values

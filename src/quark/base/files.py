@@ -555,8 +555,8 @@ def refuse_pickle(path: Path, inside: bool = True) -> None:
     pickled = next((file for file, suffix in zip(files, suffixes, strict=True) if suffix in PICKLES), None)
     if pickled is not None and ".safetensors" not in suffixes:
         raise FormatError(
-            f"{pickled} is a pickle, whose reader would run what it contains, and is never read as a model. Possible: a "
-            "folder with config.json and model.safetensors, which save_pretrained of its model writes."
+            f"{pickled} is a pickle, whose reader would run what it contains, and is never read as a model. Possible: "
+            "a folder with config.json and model.safetensors, which save_pretrained of its model writes."
         )
 
 

@@ -80,7 +80,7 @@ def stored_plain(model: Any, folder: Path | None, narrow: bool) -> Plain:
     A model that was loaded in, or made to be of, another type than its folder's config names keeps its own types.
     """
     try:
-        source = None if folder is None else Source(shard_files(folder))
+        source = None if folder is None else Source(shard_files(folder), readable_quantization(read_config(folder)))
     except FormatError:  # of pickled weights, or of files that are gone
         source = None
     if source is None or folder is None or model.dtype != (saved_dtype(folder) or source.dtype()):
