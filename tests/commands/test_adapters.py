@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import metadata_load
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.commands.program import quark
+from tests.models.foreign import encode_folder
 from tests.models.torch_zoo import tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")]
@@ -59,6 +60,24 @@ def test_an_adapter_is_quantized_in_its_base(tmp_path: Path) -> None:
     assert metadata_load(tmp_path / "of-hub" / "README.md")["base_model"] == "org/lora", done.err
     plan = quark("plan", adapter, "--scheme", "int8_wo")
     assert plan.code == 0 and "q_proj" in plan.out, plan.err
+
+
+def test_an_adapter_of_a_base_in_codes_is_added_to_what_they_stand_for(tmp_path: Path) -> None:
+    """As QLoRA trains them: over weights of bitsandbytes."""
+    adapter, base, words = tmp_path / "adapter", tmp_path / "base", ("--scheme", "int8_wo", "-o")
+    make_adapter(adapter, base)
+    floats = {name: x.dtype for name, x in load_file(base / "model.safetensors").items()}
+    config = (base / "config.json").read_text()
+    values = encode_folder("bitsandbytes nf4", base)
+    done = quark("quantize", adapter, *words, tmp_path / "of_codes")
+    assert done.code == 0, done.err
+    kept = {name: x for name, x in load_file(base / "model.safetensors").items() if name in floats}
+    save_file(kept | {name: x.to(floats[name]) for name, x in values.items()}, base / "model.safetensors")
+    (base / "config.json").write_text(config)
+    assert quark("quantize", adapter, *words, tmp_path / "of_floats").code == 0
+    made, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("of_codes", "of_floats"))
+    assert len(values) > 6 and made.keys() == wanted.keys()
+    assert all(torch.equal(made[name], x) for name, x in wanted.items())
 
 
 def test_an_adapter_without_its_float_base_is_refused(tmp_path: Path) -> None:

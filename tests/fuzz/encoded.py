@@ -3,6 +3,8 @@
 FP8 blocks     W = fp8(code) * weight_scale_inv[row // block, column // block]                  DeepSeek V3
 packed int4    W = (nibble - 8) * weight_scale[row, column // group], 8 nibbles in an int32     compressed-tensors
 MXFP4          W = fp4(nibble) * 2^(scale - 127), 32 values to a scale, two to a byte           GPT-OSS
+nf4            W = table[nibble] * absmax[i // 64] of the flattened weight, the higher nibble first  bitsandbytes
+affine         W = code * scales[row, column // group] + biases[row, column // group], 8 nibbles in a uint32      MLX
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ Tensors = dict[str, torch.Tensor]
 BLOCK, GROUP = 32, 32
 FP8 = torch.float8_e4m3fn
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+NF4 = torch.tensor([-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0,
+                    0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0])  # fmt: skip
+NF4_BLOCK = 64
 FILE = "model.safetensors"
 
 
@@ -55,7 +60,7 @@ def to_packed(name: str, x: torch.Tensor) -> Tensors:
 
 def of_packed(name: str, held: Tensors, config: dict[str, Any]) -> torch.Tensor:
     packed, scale = held[f"{name}_packed"], held[f"{name}_scale"]
-    weights = config["config_groups"]["group_0"]["weights"]
+    weights = next(iter(config["config_groups"].values()))["weights"]
     assert packed.dtype == torch.int32 and weights["num_bits"] == 4
     whole = torch.tensor([len(packed), 8 * packed.shape[1]])  # 4 bits leave nothing over
     shape = torch.Size(held.get(f"{name}_shape", whole).tolist())
@@ -79,6 +84,45 @@ def of_mxfp4(name: str, held: Tensors, config: dict[str, Any]) -> torch.Tensor:
     return (values * (scales.float() - 127).exp2()[..., None]).flatten(2).transpose(1, 2).contiguous()
 
 
+def to_nf4(name: str, x: torch.Tensor) -> Tensors:
+    blocks = x.reshape(-1, NF4_BLOCK)
+    absmax = blocks.abs().amax(1).clamp_min(1e-12)
+    codes = (blocks[..., None] / absmax[:, None, None] - NF4).abs().argmin(-1).reshape(-1, 2).to(torch.uint8)
+    state = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "dtype": "float32", "shape": list(x.shape)}
+    described = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    parts = {".absmax": absmax, ".quant_map": NF4.clone(), ".quant_state.bitsandbytes__nf4": described}
+    return {name: codes[:, :1] << 4 | codes[:, 1:], **{f"{name}{part}": tensor for part, tensor in parts.items()}}
+
+
+def of_nf4(name: str, held: Tensors, config: dict[str, Any]) -> torch.Tensor:
+    state = json.loads(bytes(held[f"{name}.quant_state.bitsandbytes__nf4"].tolist()))
+    absmax, packed = held[f"{name}.absmax"], held[name].reshape(-1).view(torch.uint8)
+    size, shape = state["blocksize"], state["shape"]
+    assert state["quant_type"] == "nf4" and absmax.dtype == torch.float32 and 2 * packed.numel() == np.prod(shape)
+    assert absmax.numel() == -(-2 * packed.numel() // size)
+    values = NF4[torch.stack([packed >> 4, packed & 15], -1).flatten().long()]
+    return (values * absmax.repeat_interleave(size)[: values.numel()]).reshape(shape)
+
+
+def to_mlx(name: str, x: torch.Tensor) -> Tensors:
+    groups = x.reshape(len(x), -1, GROUP)
+    biases, scales = groups.amin(-1), ((groups.amax(-1) - groups.amin(-1)) / 15).clamp_min(1e-12)
+    codes = ((groups - biases[..., None]) / scales[..., None]).round().clamp(0, 15).to(torch.int64)
+    packed = (codes.reshape(len(x), -1, 8) << torch.arange(0, 32, 4)).sum(-1).numpy().astype(np.uint32)
+    layer = name.removesuffix("weight")
+    return {name: torch.from_numpy(packed), f"{layer}scales": scales, f"{layer}biases": biases}
+
+
+def of_mlx(layer: str, held: Tensors, config: dict[str, Any]) -> torch.Tensor:
+    packed, scales, biases = (held[f"{layer}{part}"] for part in ("weight", "scales", "biases"))
+    assert packed.dtype == torch.uint32 and config["bits"] == 4 and config.get("mode", "affine") == "affine"
+    assert scales.shape == biases.shape == (len(packed), packed.shape[1] * 8 // config["group_size"])
+    assert scales.is_floating_point() and biases.is_floating_point()
+    codes = (packed.numpy()[..., None] >> np.arange(0, 32, 4, np.uint32)) & 15
+    values = torch.from_numpy(codes.astype(np.float32)).reshape(len(packed), -1, config["group_size"])
+    return (values * scales.float()[..., None] + biases.float()[..., None]).flatten(1)
+
+
 @dataclass(frozen=True)
 class Encoding:
     """How a folder holds codes.
@@ -88,7 +132,8 @@ class Encoding:
         config: Its `quantization_config`.
         chosen: Whether a tensor of the float folder is held in codes.
         encode, decode: Of one tensor, by its name.
-        parts: Ends of the names of what belongs to a tensor in codes, behind that of the float one.
+        parts: Ends of the names of what belongs to a tensor in codes, behind that of the float one but for its `end`.
+        end: Of the name of the float tensor, where names of parts go without it.
     """
 
     base: str
@@ -97,6 +142,7 @@ class Encoding:
     encode: Callable[[str, torch.Tensor], Tensors]
     decode: Callable[[str, Tensors, dict[str, Any]], torch.Tensor]
     parts: tuple[str, ...]
+    end: str = ""
 
 
 def _linear(name: str) -> bool:
@@ -115,6 +161,14 @@ ENCODINGS = {
          "ignore": ["lm_head"], "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
              "num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}}}},
         _linear, to_packed, of_packed, ("_packed", "_scale", "_shape"),
+    ),
+    "encoded-nf4": Encoding(
+        "llama", {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        _linear, to_nf4, of_nf4, (".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"),
+    ),
+    "encoded-mlx": Encoding(
+        "llama", {"group_size": GROUP, "bits": 4, "mode": "affine"},
+        _linear, to_mlx, of_mlx, ("scales", "biases", "weight"), "weight",
     ),
     "encoded-mxfp4": Encoding(
         "gpt_oss",
@@ -146,7 +200,7 @@ def decode_folder(source: Path, folder: Path, name: str) -> Path:
     coded = [key.removesuffix(row.parts[0]) for key in held if key.endswith(row.parts[0])]
     parts = {f"{key}{part}" for key in coded for part in ("", *row.parts)}
     floats = {key: x for key, x in held.items() if key not in parts}
-    floats |= {key: row.decode(key, held, config) for key in coded}
+    floats |= {f"{key}{row.end}": row.decode(key, held, config) for key in coded}
     save_file({key: x.contiguous() for key, x in floats.items()}, folder / FILE, metadata={"format": "pt"})
     _change_config(folder, lambda config: {k: v for k, v in config.items() if k != "quantization_config"})
     return folder

@@ -19,8 +19,9 @@ from quark.base.json_objects import plain_json
 from quark.base.libraries.transformers import import_transformers
 from quark.base.log import logger
 from quark.errors import FormatError, NotSupportedError, as_format_error, require_packages
-from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.float_model import check_stored, load_float_model
 from quark.torch.checkpoint.safetensors_file import TensorFile
+from quark.torch.checkpoint.sources.methods import AS_FLOAT, method_of
 from quark.torch.model.folder_files import file_of, side_files
 from quark.torch.model.model_folder import read_config
 from quark.torch.writers.model_card import CACHE
@@ -52,11 +53,13 @@ def base_of(folder: Path) -> Path:
             f"{folder} is an adapter of {name}, and no model folder is there. Possible: `hf download {name} "
             f"--local-dir DIR`, and DIR as base_model_name_or_path in {path}."
         )
-    if read_config(found).get("quantization_config"):
+    stored = read_config(found)
+    if stored.get("quantization_config") and method_of(stored) not in AS_FLOAT:
         raise NotSupportedError(
             f"{folder} is an adapter of {found}, which is quantized: an adapter is added to float weights. Possible: "
             f"the float model as base_model_name_or_path in {path}."
         )
+    check_stored(found)
     TensorFile(file_of(folder, WEIGHTS))
     return found
 
