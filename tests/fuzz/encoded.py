@@ -95,7 +95,7 @@ def to_nf4(name: str, x: torch.Tensor) -> Tensors:
 
 
 def of_nf4(name: str, held: Tensors, config: dict[str, Any]) -> torch.Tensor:
-    state = json.loads(bytes(held[f"{name}.quant_state.bitsandbytes__nf4"].tolist()))
+    state = json.loads(bytes(held[f"{name}.quant_state.bitsandbytes__nf4"].flatten().tolist()))
     absmax, packed = held[f"{name}.absmax"], held[name].reshape(-1).view(torch.uint8)
     size, shape = state["blocksize"], state["shape"]
     assert state["quant_type"] == "nf4" and absmax.dtype == torch.float32 and 2 * packed.numel() == np.prod(shape)

@@ -76,8 +76,7 @@ def decode(codes: StoredCodes, shape: tuple[int, ...], dtype: torch.dtype) -> to
     """
     name, stored = codes.name, codes.stored
     unpack, bits = _unpacker(codes, shape)
-    scale = _matrix(codes.scale)
-    scale = exp2(scale.int() - 127) if scale.dtype == torch.uint8 else scale.float()
+    scale = scales(name, _matrix(codes.scale))
     if codes.divisor is not None:
         scale = scale / _one(name, codes.divisor)
     if codes.factor is not None:
@@ -119,6 +118,18 @@ def _unpacker(codes: StoredCodes, shape: tuple[int, ...]) -> tuple[Callable[[tor
         raise NotSupportedError(f"{name}: weights packed into {stored.dtype} are not read; possible: int32, uint8.")
     bits = _width(name, stored, shape)
     return lambda words: _integers(words, bits, shape[1]), bits
+
+
+def scales(name: str, stored: torch.Tensor) -> torch.Tensor:
+    """Scales in float32: of bytes, the powers of two that they are exponents of, with an offset of 127.
+
+    Raises FormatError for NaN or infinity among them.
+    """
+    exponents = stored.dtype == torch.uint8
+    values = exp2(stored.int() - 127) if exponents else stored.float()
+    if bool((stored == 255).any() if exponents else (~values.isfinite()).any()):
+        raise FormatError(f"{name} cannot be read: its scales are NaN or infinite.")
+    return values
 
 
 def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:

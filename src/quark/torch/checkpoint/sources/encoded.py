@@ -77,11 +77,3 @@ def require_part(files: Files, name: str, dtypes: Collection[torch.dtype], shape
 def dtype_name(dtype: torch.dtype) -> str:
     """As in "bfloat16"."""
     return str(dtype).removeprefix("torch.")
-
-
-def finite(name: str, scale: torch.Tensor) -> torch.Tensor:
-    """Scales or offsets in float32. Raises FormatError for NaN or infinity among them."""
-    values = scale.float()
-    if not bool(values.isfinite().all()):
-        raise FormatError(f"{name} cannot be read: its scales are NaN or infinite.")
-    return values

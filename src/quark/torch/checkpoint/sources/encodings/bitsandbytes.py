@@ -18,7 +18,8 @@ import torch
 
 from quark.base.json_objects import plain_json
 from quark.errors import FormatError, NotSupportedError, one_line
-from quark.torch.checkpoint.sources.encoded import CODES, EncodedWeight, Files, Rows, Tensors, finite, require_part
+from quark.torch.checkpoint.sources.decode import scales
+from quark.torch.checkpoint.sources.encoded import CODES, EncodedWeight, Files, Rows, Tensors, require_part
 
 TABLES = {
     "nf4": torch.tensor([
@@ -117,9 +118,9 @@ def _decode_4_bits(name: str, table: str, state: Mapping[str, Any], parts: Tenso
 def _absmax(name: str, state: Mapping[str, Any], parts: Tensors) -> torch.Tensor:
     """The scale of each block, float32."""
     if "nested_absmax" not in parts:
-        return finite(f"{name}.absmax", parts["absmax"])
-    second = finite(f"{name}.nested_absmax", parts["nested_absmax"])
-    values = finite(f"{name}.nested_quant_map", parts["nested_quant_map"])[parts["absmax"].long()]
+        return scales(f"{name}.absmax", parts["absmax"])
+    second = scales(f"{name}.nested_absmax", parts["nested_absmax"])
+    values = scales(f"{name}.nested_quant_map", parts["nested_quant_map"])[parts["absmax"].long()]
     block = torch.arange(len(values)) // state["nested_blocksize"]
     return values * second[block] + state["nested_offset"]
 
@@ -139,5 +140,5 @@ def _of_int8(files: Files, layer: str) -> EncodedWeight:
 
 
 def _decode_int8(layer: str, parts: Tensors) -> Rows:
-    scale, codes = finite(layer + SCB, parts["scale"])[:, None], parts[CODES]
+    scale, codes = scales(layer + SCB, parts["scale"])[:, None], parts[CODES]
     return lambda piece: codes[piece].float() * scale[piece] * INT8

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from quark.core.packing import unpack_bits
-from quark.core.scales import exp2
 from quark.errors import FormatError, NotSupportedError
-from quark.torch.checkpoint.sources.decode import FP4
+from quark.torch.checkpoint.sources.decode import FP4, scales
 from quark.torch.checkpoint.sources.encoded import (
     CODES,
     FLOATS,
@@ -24,7 +23,6 @@ from quark.torch.checkpoint.sources.encoded import (
     Files,
     Rows,
     Tensors,
-    finite,
     require_part,
 )
 
@@ -94,8 +92,9 @@ def _weight(files: Files, layer: str, groups: Groups) -> EncodedWeight:
 
 def _decode(layer: str, groups: Groups, columns: int, parts: Tensors) -> Rows:
     codes = parts[CODES].flatten(0, -2).view(torch.uint8)
-    scale = _scale(layer, groups.mode, parts["scale"]).flatten(0, -2)
-    bias = finite(layer + BIASES, parts["bias"]).flatten(0, -2) if groups.mode == AFFINE else None
+    stored = parts["scale"].view(torch.float8_e4m3fn) if groups.mode == "nvfp4" else parts["scale"]
+    scale = scales(layer + SCALES, stored).flatten(0, -2)
+    bias = scales(layer + BIASES, parts["bias"]).flatten(0, -2) if groups.mode == AFFINE else None
 
     def rows(piece: slice) -> torch.Tensor:
         stored = codes[piece]
@@ -108,12 +107,3 @@ def _decode(layer: str, groups: Groups, columns: int, parts: Tensors) -> Rows:
         return (grouped if bias is None else grouped + bias[piece, :, None]).flatten(1)
 
     return rows
-
-
-def _scale(layer: str, mode: str, stored: torch.Tensor) -> torch.Tensor:
-    """Scales in float32. Raises FormatError for NaN among them."""
-    if mode.startswith("mx"):
-        if bool((stored == 255).any()):
-            raise FormatError(f"{layer}{SCALES} cannot be read: its scales are NaN or infinite.")
-        return exp2(stored.int() - 127)
-    return finite(layer + SCALES, stored if mode == AFFINE else stored.view(torch.float8_e4m3fn))

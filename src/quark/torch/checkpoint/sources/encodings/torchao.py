@@ -23,6 +23,7 @@ import torch
 
 from quark.base.json_objects import plain_json
 from quark.errors import FormatError, NotSupportedError, one_line
+from quark.torch.checkpoint.sources.decode import scales
 from quark.torch.checkpoint.sources.encoded import (
     CODES,
     FLOATS,
@@ -30,7 +31,6 @@ from quark.torch.checkpoint.sources.encoded import (
     Files,
     Rows,
     Tensors,
-    finite,
     require_part,
 )
 
@@ -106,7 +106,7 @@ def _plain(files: Files, name: str, part: str) -> EncodedWeight:
     shape = tuple(files[part].meta(part).shape)
 
     def decoder(parts: Tensors) -> Rows:
-        values = parts[CODES] if len(shape) > 1 else finite(name, parts[CODES])
+        values = parts[CODES] if len(shape) > 1 else scales(name, parts[CODES])
         return lambda piece: values.reshape(-1, shape[-1] if shape else 1)[piece].float()
 
     return EncodedWeight(name, {CODES: part}, shape, decoder)
@@ -176,7 +176,7 @@ def _decode(
     if limits and codes.numel() and not limits[0] <= int(codes.min()) <= int(codes.max()) <= limits[1]:
         raise FormatError(f"{name} cannot be read: it has codes outside of {limits[0]} to {limits[1]}.")
     scale, zero = (
-        None if role not in parts else _matrix(finite(f"{name} ({role})", parts[role]), grid, kind == INT4)
+        None if role not in parts else _matrix(scales(f"{name} ({role})", parts[role]), grid, kind == INT4)
         for role in ("scale", "zero_point")
     )
     assert scale is not None
