@@ -14,7 +14,8 @@ import torch
 
 from quark.errors import FormatError
 from quark.torch.checkpoint.sources.encodings import ENCODINGS
-from quark.torch.checkpoint.sources.methods import MODELOPT, method_of, section_of
+from quark.torch.checkpoint.sources.methods import COMPRESSED, MODELOPT, method_of, section_of
+from quark.torch.formats.gptq.auto_round import AUTO_ROUND
 
 Metas = Mapping[str, torch.Tensor]
 """Name of a stored tensor -> its dtype and shape, on the meta device."""
@@ -38,19 +39,19 @@ MARKS: dict[str, Callable[[Metas, str], bool]] = {
         name.endswith(".scales")
         and metas.get(f"{name.removesuffix('scales')}weight", metas[name]).dtype == torch.uint32
     ),
-    "gptq or awq": lambda metas, name: name.endswith(".qweight") and not metas[name].dtype.is_floating_point,
+    "gptq or awq": lambda metas, name: name.endswith((".qweight", ".B")) and not metas[name].dtype.is_floating_point,
     "mxfp4": lambda metas, name: name.endswith("_blocks") and _is_byte(metas, f"{name.removesuffix('blocks')}scales"),
     "scales beside codes": _has_scale,
 }
 """Who stores codes -> whether a tensor is one that only they store."""
-NEEDED = {
-    **{program: program for program in ENCODINGS},
-    "gptq": "gptq or awq",
-    "awq": "gptq or awq",
-    "mxfp4": "mxfp4",
-    "compressed-tensors": "scales beside codes",
+NEEDED: dict[str, tuple[str, ...]] = {
+    **{program: (program,) for program in ENCODINGS},
+    **dict.fromkeys(("gptq", "awq"), ("gptq or awq",)),
+    **dict.fromkeys(AUTO_ROUND, ("gptq or awq", "scales beside codes")),
+    "mxfp4": ("mxfp4",),
+    "compressed-tensors": ("scales beside codes",),
 }
-"""`quant_method` -> the mark that its folders have."""
+"""`quant_method` -> the marks of which its folders have one."""
 BYTES = ("fp8", MODELOPT)
 """Values of `quant_method` of folders that hold their codes in bytes, whatever scales them is called."""
 
@@ -85,12 +86,17 @@ def _is_shown(method: str, metas: Metas, shown: Collection[str]) -> bool:
     """Whether a folder holds the codes of a quantizer; True for one whose codes are not known here."""
     if method in BYTES:
         return any(_is_byte(metas, name) for name in metas)
-    return method not in NEEDED or NEEDED[method] in shown
+    return method not in NEEDED or not {*NEEDED[method]}.isdisjoint(shown)
 
 
 def _claims_weights(section: Mapping[str, Any]) -> bool:
-    """Whether a section speaks of weights in codes: in compressed-tensors it may quantize caches or inputs alone."""
-    groups = section.get("config_groups")
-    if section.get("quant_method") != "compressed-tensors" or section.get("format") == "dense":
-        return section.get("quant_method") != "compressed-tensors"
-    return any(group.get("weights") for group in (groups or {}).values() if isinstance(group, dict))
+    """Whether a section speaks of weights in codes.
+
+    In compressed-tensors it may quantize caches or inputs alone, or store weights in a way that is refused by its name.
+    """
+    if section.get("quant_method") != "compressed-tensors":
+        return True
+    if section.get("format") not in COMPRESSED[1:] or section.get("sparsity_config"):
+        return False
+    groups = (section.get("config_groups") or {}).values()
+    return any(group.get("weights") for group in groups if isinstance(group, dict))
