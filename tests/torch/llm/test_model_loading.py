@@ -57,7 +57,12 @@ def test_a_model_is_spread_by_transformers(
     model: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], device_map: str
 ) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(model_loading, "load_whole", lambda folder, **options: asked.update(options) or model)
+
+    def load(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
+        asked.update(options, dtype=dtype)
+        return model
+
+    monkeypatch.setattr(model_loading, "load_float_model", load)
     assert get_model(MODEL, "float32", device="no device", **given)[0] is model
     assert (asked["device_map"], asked["dtype"]) == (device_map, torch.float32)
 

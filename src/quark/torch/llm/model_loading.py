@@ -15,7 +15,7 @@ from quark.base.libraries.transformers import import_transformers
 from quark.base.files import refuse_pickle
 from quark.base.log import logger
 from quark.errors import ConfigError, FormatError, NotSupportedError, as_format_error, did_you_mean, one_line
-from quark.torch.checkpoint.float_model import load_float_model, load_whole, shapes_of, stored_metas
+from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
 from quark.torch.checkpoint.importer import import_model_from_safetensors
 from quark.torch.formats import FORMATS
 from quark.torch.formats.gptq.auto_round import AUTO_ROUND
@@ -88,7 +88,7 @@ def get_model(
         with as_format_error(folder):
             model = import_model_from_safetensors(None, folder, device=str(where), **options)
     elif spread:
-        model = load_whole(folder, trust_remote_code=trust_remote_code, dtype=dtype, device_map=spread, **options)
+        model = load_float_model(folder, dtype, trust_remote_code=trust_remote_code, device_map=spread, **options)
     else:
         model = load_float_model(folder, dtype, trust_remote_code=trust_remote_code, **options).to(where)
     return model.eval(), next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)

@@ -16,7 +16,7 @@ import torch
 from quark.errors import FormatError
 from quark.torch.checkpoint.safetensors_file import TensorFile
 from quark.torch.checkpoint.sources.decode import StoredCodes, Tile, decode, float_shape
-from quark.torch.checkpoint.sources.encoded import CODES
+from quark.torch.checkpoint.sources.encoded import CODES, dtype_name
 from quark.torch.checkpoint.sources.encodings import ENCODINGS
 from quark.torch.checkpoint.sources.methods import fp4_dtype, tile_of
 
@@ -142,6 +142,8 @@ class Source:
         if form == "packed":
             shape, scale = f"{parent}.{SHAPE}", self._scale_name(name)
             said = self._raw(shape) if shape in self._files else None
+            if said is not None and (said.ndim != 1 or said.is_floating_point()):
+                raise FormatError(f"{shape} is {dtype_name(said.dtype)} of shape {tuple(said.shape)}, and no shape.")
             return float_shape(self.meta(f"{parent}.{PACKED}"), said, self.meta(scale) if scale else None)
         if name not in self._files:
             raise FormatError(f"The checkpoint has no tensor {name}, which its other tensors need.")

@@ -14,7 +14,7 @@ from quark.base.files import require_regular
 from quark.base.json_objects import plain_json
 from quark.base.log import logger
 from quark.errors import FormatError, NotSupportedError
-from quark.torch.checkpoint.float_model import check_network, shapes_of
+from quark.torch.checkpoint.float_model import check_network, check_stored, shapes_of
 from quark.torch.checkpoint.safetensors_file import TensorFile
 from quark.torch.diffusion.component import CLASS
 from quark.torch.model.folder_files import PIPELINE, components, file_of, shard_files
@@ -80,6 +80,7 @@ def open_denoiser(path: Path) -> DenoiserSource:
     """
     folder = _component(path) if path.is_dir() else None
     if folder is not None:
+        check_stored(folder)
         class_name = str(_json(file_of(folder, CONFIG)).get(CLASS))
         places = _places(shard_files(folder))
         kind = kind_of_class(class_name, places)
