@@ -105,7 +105,7 @@ def succeed(*arguments: object) -> str:
 
 
 def said(*arguments: object) -> str:
-    """What a command that fails says, without its first words."""
+    """The error line of a command that fails, without the name of the program."""
     done = program(*arguments)
     assert (done.code, done.err.count("\n")) == (1, 1), (arguments, done)
     return done.err.removeprefix("quark: ").strip()

@@ -18,7 +18,7 @@ from tests.models.doors import float_folder
 from tests.models.sources import QUANTIZED, Stored
 
 Made = tuple[Stored, np.ndarray]
-"""What is stored of a weight, by the ends of its names, and the values."""
+"""The stored tensors of a weight, by the ends of their names, and its values."""
 Encode = Callable[[np.ndarray], Made]
 NF4 = np.array([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

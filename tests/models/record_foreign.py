@@ -1,4 +1,4 @@
-"""What bitsandbytes, torchao and MLX store of a small weight, and the values that they read there.
+"""Records how bitsandbytes, torchao and MLX store a small weight, and the values that they read there.
 
 `python -m tests.models.record_foreign`, where the three are installed (bitsandbytes 0.50.2, torchao 0.18.0 and mlx
 0.32.4 on a CPU), wrote the files of `tests/torch/checkpoint/foreign`: the stored tensors of `layer.weight`, what the

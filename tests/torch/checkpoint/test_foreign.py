@@ -58,7 +58,7 @@ def test_values_are_those_that_the_installed_library_reads(kind: str, tmp_path: 
 
 
 def of_mslk(weight: torch.Tensor) -> Stored:
-    """What torchao's Int4Tensor holds: by the steps of `int4_row_quantize_zp` and `pack_int4` of mslk, on a GPU."""
+    """The parts of torchao's Int4Tensor, by the steps of `int4_row_quantize_zp` and `pack_int4` of mslk, on a GPU."""
     groups = weight.numpy().reshape(len(weight), -1, 32)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     scale = np.maximum(high - low, 1e-6) / 15

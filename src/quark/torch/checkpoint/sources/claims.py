@@ -1,4 +1,4 @@
-"""Whether the weights of a folder are stored as its config.json says: told by names and types of its tensors.
+"""Compares what a config.json says of quantization with the names and types of the tensors in its folder.
 
 Without this a folder of float weights under the config of a quantizer would be read as a quantized model without
 quantized layers, and codes under a config of floats as numbers.
@@ -83,14 +83,14 @@ def check_claim(folder: Path, config: Mapping[str, Any], metas: Metas) -> None:
 
 
 def _is_shown(method: str, metas: Metas, shown: Collection[str]) -> bool:
-    """Whether a folder holds the codes of a quantizer; True for one whose codes are not known here."""
+    """True for a folder that holds the codes of a quantizer, or for a quantizer whose codes are not known here."""
     if method in BYTES:
         return any(_is_byte(metas, name) for name in metas)
     return method not in NEEDED or not {*NEEDED[method]}.isdisjoint(shown)
 
 
 def _claims_weights(section: Mapping[str, Any]) -> bool:
-    """Whether a section speaks of weights in codes.
+    """True for a section that speaks of weights in codes.
 
     In compressed-tensors it may quantize caches or inputs alone, or store weights in a way that is refused by its name.
     """

@@ -236,7 +236,7 @@ class Source:
             raise FormatError(f"{scale} holds {str(self.meta(scale).dtype).removeprefix('torch.')}, and no scales.")
 
     def _holds_values(self, dtype: torch.dtype) -> bool:
-        """Whether numbers of a type are values, where nothing scales them."""
+        """True for a type whose numbers are values where nothing scales them."""
         return dtype.is_floating_point and not (self._has_encoding and dtype.itemsize == 1)
 
     def _is_scale(self, name: str) -> bool:

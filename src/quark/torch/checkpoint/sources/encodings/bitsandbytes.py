@@ -75,7 +75,7 @@ def _of_4_bits(files: Files, name: str, state_name: str, table: str) -> EncodedW
 
 
 def _state(files: Files, name: str, table: str) -> Mapping[str, Any]:
-    """What the JSON beside a weight says of it. Raises FormatError where that cannot be."""
+    """The JSON that describes a weight, checked. Raises FormatError where it cannot be one of bitsandbytes."""
     raw = files[require_part(files, name, (torch.uint8,))].read(name)
     try:
         state = plain_json(bytes(raw.flatten().tolist()))

@@ -32,7 +32,7 @@ AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 FLOAT_MODES = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 """Mode -> the size of its groups, and bits of a code."""
 DEFAULTS = {AFFINE: (64, 4), **FLOAT_MODES}
-"""What a mode is where the config says neither."""
+"""Mode -> size of groups and bits of a code, where the config says neither."""
 
 
 class Groups(NamedTuple):

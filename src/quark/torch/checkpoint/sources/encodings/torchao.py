@@ -50,7 +50,7 @@ CODE_TYPES = {
 OF_INPUTS = ("act_quant_scale", "act_quant_zero_point")
 """Scales of inputs, which are passed over."""
 BEFORE_INPUTS = "act_pre_scale"
-"""What inputs are multiplied by, so that the weight is that of no float model."""
+"""Factors of inputs; a weight that has them is that of no float model."""
 
 
 def encoded_weights(files: Files, quantization: dict[str, Any]) -> list[EncodedWeight]:
