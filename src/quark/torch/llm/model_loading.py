@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from quark.base.libraries.transformers import import_transformers
 from quark.base.files import refuse_pickle
+from quark.base.libraries.transformers import import_transformers
 from quark.base.log import logger
 from quark.errors import ConfigError, FormatError, NotSupportedError, as_format_error, did_you_mean, one_line
 from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
