@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -37,7 +41,7 @@ from quark.torch.kernels import KERNELS
 from quark.torch.kernels.accelerate import coded_weight
 from quark.torch.kernels.fp8 import ScaledMm
 from quark.torch.kernels.int4 import _order
-from quark.torch.kernels.int8_int8 import int8_codes
+from quark.torch.kernels.int8_int8 import IntMm, OneDnnInt8, int8_codes, onednn_sums_are_exact
 from quark.torch.kernels.kernel import CodedWeight, Kernel, input_codes
 from quark.torch.kernels.packed_linear import PackedLinear
 from quark.torch.layers.fake_quant import FakeQuantize
@@ -45,6 +49,16 @@ from quark.torch.layers.linear import QuantLinear
 from tests.models.torch_zoo import tiny_llama, token_batches
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+
+
+INTEGERS = ["onednn_int8", "int_mm"]
+
+
+def kernel_named(name: str) -> Kernel:
+    """The kernel; a test of oneDNN's ends here on a processor without VNNI, where that kernel takes no layer."""
+    if name == "onednn_int8" and not onednn_sums_are_exact():
+        pytest.skip("This processor has no VNNI: oneDNN's sums of 8-bit codes saturate.")
+    return BY_NAME[name]
 
 
 def integer(dtype: str, group: int | None = None, **options: Any) -> TensorSpec:
@@ -69,8 +83,11 @@ LAYERS = {
     "token": ("onednn_int8", LayerSpec(weight=INT8, input=live("int8", PerToken()))),
     "token, _int_mm": ("int_mm", LayerSpec(weight=INT8, input=live("int8", PerToken()))),
     "tensor": ("onednn_int8", LayerSpec(weight=INT8, input=live("int8", PerTensor()))),
+    "tensor, _int_mm": ("int_mm", LayerSpec(weight=INT8, input=live("int8", PerTensor()))),
     "static": ("onednn_int8", LayerSpec(weight=INT8, input=spec("int8"))),
+    "static, _int_mm": ("int_mm", LayerSpec(weight=INT8, input=spec("int8"))),
     "static uint8": ("onednn_int8", LayerSpec(weight=INT8, input=spec("uint8", symmetric=False))),
+    "static uint8, _int_mm": ("int_mm", LayerSpec(weight=INT8, input=spec("uint8", symmetric=False))),
     "uint8 token": ("int_mm", LayerSpec(weight=INT8, input=live("uint8", PerToken(), symmetric=False))),
     "int8 shifted": ("int_mm", LayerSpec(weight=INT8, input=live("int8", PerTensor(), symmetric=False))),
 }
@@ -126,7 +143,7 @@ def test_every_way_computes_the_formula(name: str, way: str, dtype: torch.dtype)
         model = frozen(layer, n, k, dtype, bias)
         x = (torch.randn(*shape, k, generator=torch.Generator().manual_seed(1)) + 0.5).to(dtype)
         with torch.no_grad():
-            found = packed(model, BY_NAME[kernel], way)(x)
+            found = packed(model, kernel_named(kernel), way)(x)
         takes_codes = BY_NAME[kernel].takes_codes
         if takes_codes:
             # The scale of a live input is of the input's dtype: taken from the same tensor.
@@ -175,14 +192,49 @@ def test_compiled_codes_are_those_of_the_formulas(name: str, dtype: torch.dtype)
     assert torch.equal(scales[0].isnan(), scales[1].isnan())
 
 
-def test_integer_products_are_those_of_the_fake_quantized_float32_layer() -> None:
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integer_products_are_those_of_the_fake_quantized_float32_layer(name: str) -> None:
     model = frozen(LAYERS["token"][1], 96, 256, torch.float32)
     x = torch.randn(4, 256)
     with torch.no_grad():
         reference = model(x)
-        for name in ("onednn_int8", "int_mm"):
-            # float32 sums of 256 terms in another order
-            torch.testing.assert_close(packed(model, BY_NAME[name], "integers")(x), reference, rtol=1e-5, atol=1e-5)
+        # float32 sums of 256 terms in another order
+        found = packed(model, kernel_named(name), "integers")(x)
+        torch.testing.assert_close(found, reference, rtol=1e-5, atol=1e-5)
+
+
+def saturated(kernel: OneDnnInt8, a: torch.Tensor, packed: Any) -> torch.Tensor:
+    """The product of a processor without VNNI: each sum of two products in 16 bits."""
+    unsigned, weight = (a.int() + 128).view(len(a), 1, -1, 2), packed["weight"].codes().int()
+    pairs = (unsigned * weight.view(1, len(weight), -1, 2)).sum(-1).clamp(-(1 << 15), (1 << 15) - 1)
+    return pairs.sum(-1) * packed["scale"] + packed["offset"]
+
+
+def exact(kernel: OneDnnInt8, a: torch.Tensor, packed: Any) -> torch.Tensor:
+    return a.float() @ packed["weight"].codes().float().T * packed["scale"]
+
+
+def test_a_processor_whose_sums_saturate_does_not_use_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = frozen(LAYERS["token"][1], 64, 64, torch.float32)
+    weight = coded_weight(model[0])  # type: ignore[arg-type]
+    assert weight is not None
+    for product, fits in ((exact, True), (saturated, False)):
+        monkeypatch.setattr(OneDnnInt8, "product", product)
+        onednn_sums_are_exact.cache_clear()
+        try:
+            assert OneDnnInt8().fits(weight) is fits
+        finally:
+            onednn_sums_are_exact.cache_clear()
+    assert IntMm().fits(weight)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="oneDNN is told an instruction set of x86.")
+def test_sums_without_vnni_saturate() -> None:
+    program = "from quark.torch.kernels.int8_int8 import onednn_sums_are_exact; print(onednn_sums_are_exact())"
+    settings = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", program], env=settings, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -192,7 +244,7 @@ def test_unpacking_gives_the_frozen_layer_bit_for_bit(name: str) -> None:
         model = frozen(layer, 72, 256, dtype)
         weight = model[0].weight.detach().clone()
         again = copy.deepcopy(
-            packed(model, BY_NAME[kernel], next(iter(BY_NAME[kernel].ways(model[0].input_quantizer))))
+            packed(model, kernel_named(kernel), next(iter(BY_NAME[kernel].ways(model[0].input_quantizer))))
         )  # type: ignore[arg-type]
         assert torch.equal(again[0].weight, weight)
         assert disable_native_inference(again) == 1
@@ -288,7 +340,7 @@ def test_memory_falls_to_the_codes() -> None:
 
 
 def test_a_gradient_is_refused_and_so_are_moves_and_export(tmp_path: Path) -> None:
-    model = accelerate(frozen(LAYERS["token"][1], 64, 64, torch.float32), clock=Slow(1, 1, 2))
+    model = accelerate(frozen(LAYERS["token"][1], 64, 64, torch.float32), kernels=(IntMm(),), clock=Slow(1, 2))
     x = torch.randn(2, 64, requires_grad=True)
     with pytest.raises(NotSupportedError, match="disable_native_inference"):
         model(x).sum().backward()
@@ -304,8 +356,11 @@ def test_a_gradient_is_refused_and_so_are_moves_and_export(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_packed_layers_pickle() -> None:
-    model = accelerate(frozen(LAYERS["token"][1], 64, 64, torch.float32), clock=Slow(1, 1, 2))
+@pytest.mark.parametrize("name", INTEGERS)
+def test_packed_layers_pickle(name: str) -> None:
+    kernels = (kernel_named(name),)
+    model = accelerate(frozen(LAYERS["token"][1], 64, 64, torch.float32), kernels=kernels, clock=Slow(1, 2))
+    assert isinstance(model[0], PackedLinear)  # type: ignore[index]
     x = torch.randn(2, 64)
     with torch.no_grad():
         assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
@@ -369,11 +424,16 @@ def test_folders_of_other_programs_are_packed_and_written_as_onnx(
 @pytest.mark.parametrize(
     # The ways of the kernel, then the float product.
     ("scheme", "kernel", "seconds"),
-    [("uint4_wo_32", "int4_groups", (1, 1, 2)), ("int8_dynamic", "onednn_int8", (1, 2))],
+    [
+        ("uint4_wo_32", "int4_groups", (1, 1, 2)),
+        ("int8_dynamic", "onednn_int8", (1, 2)),
+        ("int8_dynamic", "int_mm", (1, 2)),
+    ],
 )
 def test_generate_compile_and_reloaded_folders(
     tmp_path: Path, scheme: str, kernel: str, seconds: tuple[float, ...]
 ) -> None:
+    kernels = (kernel_named(kernel),)
     model = tiny_llama().to(torch.bfloat16)
     quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config(scheme))
     model = quantizer.freeze(quantizer.quantize_model(model))
@@ -383,7 +443,7 @@ def test_generate_compile_and_reloaded_folders(
         reference = model(ids).logits
     reloaded = import_model_from_safetensors(tiny_llama().to(torch.bfloat16), tmp_path / "folder")
     for each in (model, reloaded):
-        accelerate(each, kernels=(BY_NAME[kernel],), clock=Slow(*seconds))
+        accelerate(each, kernels=kernels, clock=Slow(*seconds))
         assert sum(isinstance(m, PackedLinear) for m in each.modules()) > 0
     with torch.no_grad():
         logits = model(ids).logits

@@ -15,6 +15,7 @@ for is looked at once, when its coder is made: a product of one token takes less
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -107,12 +108,16 @@ class OneDnnInt8(_Int8Int8):
     It takes codes without a sign, u = a + 128: without AMX there is no instruction for signed codes, which oneDNN
     multiplies a hundred times slower. Their part, 128 times the sum of a row of q, is taken away as a bias, in float32:
     told of a zero point, oneDNN reads the weight once more in each call to find these sums.
+
+    A processor without VNNI (AVX2, the first with AVX-512) adds two products of codes in 16 bits, where they saturate:
+    2 * 255 * 127 becomes 32767. No layer fits there, whatever its codes, for inputs are not known when it is packed.
     """
 
     name = "onednn_int8"
 
     def fits(self, weight: CodedWeight) -> bool:
-        return weight.codes.device.type == "cpu" and torch._C._has_mkldnn and super().fits(weight)
+        on_cpu = weight.codes.device.type == "cpu" and torch._C._has_mkldnn
+        return on_cpu and super().fits(weight) and onednn_sums_are_exact()
 
     def pack(self, weight: CodedWeight) -> dict[str, Any]:
         packed = super().pack(weight)
@@ -134,6 +139,21 @@ class OneDnnInt8(_Int8Int8):
             unsigned, 1.0, 0, weight, scale, packed["zero"], offset, 1.0, 0, torch.float32, "none", [], ""
         )
         return y
+
+
+@cache
+def onednn_sums_are_exact() -> bool:
+    """Whether the sums of `OneDnnInt8` are exact on this processor, for one row and for many; found once in a process.
+
+    The largest codes and the smallest ones show it: no others saturate where these do not.
+    """
+    codes, kernel = torch.tensor([[127], [-128]], dtype=torch.int8).repeat(16, 64), OneDnnInt8()
+    ones, sums = torch.ones(len(codes)), codes.sum(1)
+    packed = {"weight": Prepacked(codes), "scale": ones, "zero": torch.zeros_like(sums, dtype=torch.int32)}
+    packed["offset"] = sums * -128.0
+    return all(
+        torch.equal(kernel.product(a, packed), a.float() @ codes.float().T) for a in (codes[:1], codes[1:2], codes)
+    )
 
 
 class IntMm(_Int8Int8):
