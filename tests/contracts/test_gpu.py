@@ -1,8 +1,9 @@
 """What the CPU computes, a GPU computes, too: over the registries, on the pretended one.
 
 Results are compared bit by bit, for its operators are those of the CPU, whose compiled solvers, which sum in another
-order, are switched off here. What is not the same arithmetic has a bound: float16, which a CPU multiplies in float32,
-and packed kernels, of which each kind of device has its own.
+order, are switched off here, as are the float32 products of bfloat16 on a CPU that has no bfloat16 ones. What is not
+the same arithmetic has a bound: float16, which a CPU multiplies in float32, and packed kernels, of which each kind of
+device has its own.
 
 How often Python waits is counted in the same runs: at most `WAITS` a block and pass, and none a batch.
 """
@@ -25,6 +26,7 @@ from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_
 from quark.torch.calibration import work_device
 from quark.torch.config.named_algorithms import ALGO_CONFIGS, algo_config_by_name
 from quark.torch.config.tensor.enums import QuantFlow, QuantizationMode
+from quark.torch.model import half_products
 from tests.commands.program import quark
 from tests.models.architectures import build, token_ids
 from tests.models.torch_zoo import LANGUAGE_MODEL, tiny_llama
@@ -34,6 +36,14 @@ from tests.pretended_gpu import Meter, PretendedGpu, on_host
 @pytest.fixture(autouse=True)
 def no_compiled_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(columns, "_library", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without AVX-512 has no products of bfloat16: there `half_products` computes them in float32, whose
+    sums are in another order, on the host and not on the device."""
+    lacking = half_products.lacking_types() - {torch.bfloat16}
+    monkeypatch.setattr(half_products, "lacking_types", lambda: lacking)
 
 
 WAITS = 4
