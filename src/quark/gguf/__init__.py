@@ -8,7 +8,9 @@
     names.py             name of a tensor in a model -> name in a file
     architectures/       what each architecture of llama.cpp holds, and the metadata that say so
     hyperparameters.py   whether file and config say the same
+    configs.py           the config that a file says
     tokenizer.py         the tokenizer of a folder as metadata; vocabularies/ has the kinds
+    tokenizer_of_file.py the tokenizer of a file as those of a folder
     imatrix.py           importance matrices
 
 The numerics of block types are in `quark.core`. What takes a model apart for such a file, or fills one from it, is in

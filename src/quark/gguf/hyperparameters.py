@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from quark.errors import FormatError
 from quark.gguf.architectures.metadata import write_hyperparameters
 from quark.gguf.architectures.table import architecture_of
@@ -78,15 +80,29 @@ def with_scaled_rope(reader: Any, config: Any) -> None:
     Where that is not all of it, `refuse_other_config` finds so.
     """
     arch, held = architecture_of(config).arch, dict(hyperparameters(reader))
-    kind, rope = held.get(f"{arch}.rope.scaling.type"), getattr(config, "rope_parameters", None)
+    kind, whole = held.get(f"{arch}.rope.scaling.type"), getattr(config, "rope_parameters", None) or {}
+    rope = whole.get("full_attention", whole)  # of layers with a sliding window nothing is scaled
     if kind not in SCALINGS or not rope or "rope_theta" not in rope:
         return
-    scaled = {field: held[f"{arch}.{key}"] for key, field in ROPE.items() if f"{arch}.{key}" in held}
+    scaled = {field: shortest(held[f"{arch}.{key}"]) for key, field in ROPE.items() if f"{arch}.{key}" in held}
     factor, attention = scaled.get("factor"), held.get(f"{arch}.rope.scaling.attn_factor")
     if kind == "yarn" and factor and attention is not None:
         # A reader multiplies by this factor of the paper itself.
         scaled["attention_factor"] = attention * (1 + math.log(factor) / 10)
-    config.rope_parameters = {**rope, "rope_type": kind, **scaled}
+    if (tenth := held.get(f"{arch}.rope.scaling.yarn_log_multiplier")) is not None:
+        scaled |= dict.fromkeys(("mscale", "mscale_all_dim"), shortest(10 * tenth))
+    rope = {**rope, "rope_type": kind, **scaled}
+    config.rope_parameters = {**whole, "full_attention": rope} if "full_attention" in whole else rope
+
+
+def shortest(value: Any) -> Any:
+    """A float32, or several, as the shortest decimal that rounds to it, as configs have it: 1e-05 for 9.99999974e-06.
+
+    Other values are returned as they are.
+    """
+    if isinstance(value, list):
+        return [shortest(entry) for entry in value]
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _alike(found: Any, made: Any) -> bool:

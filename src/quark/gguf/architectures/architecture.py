@@ -25,10 +25,12 @@ class Change:
     Attributes:
         write: On its way into the file, given the config; files hold the result in float32.
         read: On the way back, but for the shape, which is the model's.
+        exact: Whether both ways lead back to the very values, before these are rounded to the type of the model.
     """
 
     write: Callable[[torch.Tensor, Any], torch.Tensor]
     read: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    exact: bool = True
 
 
 @dataclass(frozen=True)

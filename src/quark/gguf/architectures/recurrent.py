@@ -15,8 +15,8 @@ from typing import Any
 from quark.gguf.architectures.architecture import Architecture, Change
 
 BIAS = ("attention_bias",)
-DECAY = Change(lambda x, config: -x.exp(), lambda x: (-x).log())
-DECAYS = Change(lambda x, config: -x.exp().unsqueeze(-1), lambda x: (-x).log())
+DECAY = Change(lambda x, config: -x.exp(), lambda x: (-x).log(), exact=False)
+DECAYS = Change(lambda x, config: -x.exp().unsqueeze(-1), lambda x: (-x).log(), exact=False)
 COLUMN = Change(lambda x, config: x.unsqueeze(-1))
 CHANNELS = Change(lambda x, config: x.squeeze(1))
 
