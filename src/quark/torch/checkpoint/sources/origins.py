@@ -82,7 +82,7 @@ class Origins:
             if not isinstance(module, UnfusedExperts):
                 continue
             for name in module.state_dict():
-                full, (fused, index, take) = f"{block}.{name}", _part_of(module, name)
+                full, (fused, index, take) = f"{block}.{name}", part_of(module, name)
                 origin = self._origins.get(f"{block}.{fused}")
                 if full not in found and origin is not None:
                     found[full] = replace(origin, shape=self.whole[f"{block}.{fused}"], index=index, take=take)
@@ -145,7 +145,7 @@ class Parts:
                 yield target, merge_of(self._model, target, [made for _, made, _ in pieces])([x for *_, x in pieces])
 
 
-def _part_of(block: UnfusedExperts, name: str) -> tuple[str, int, Callable[[torch.Tensor], torch.Tensor]]:
+def part_of(block: UnfusedExperts, name: str) -> tuple[str, int, Callable[[torch.Tensor], torch.Tensor]]:
     """Where a tensor of a block lies in the fused one: whose name, which expert, and how it is taken of that expert's.
 
     Args:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from quark.core.array import row_chunks
 from quark.core.blocks.block_types import BLOCK_TYPES
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.core.spec import spec as make_spec
@@ -33,13 +34,12 @@ from quark.torch.layers import layer_class
 from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.passes import undo
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
-from quark.torch.writers.gguf.format import GgufFormat
+from quark.torch.writers.gguf.format import GgufFormat, GgufLayout
 from quark.torch.writers.gguf.of_model import is_conv1d, tensor_names, tied_weights
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-@with_weights
 def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn.Module:
     """Load a GGUF file of `export_gguf` (or of another program) into the float model that it is of.
 
@@ -54,23 +54,32 @@ def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn
         FormatError: The file is no GGUF file, is of another model, or holds a block type that is not known here.
         NotSupportedError: The architecture has no row in `ARCHITECTURES`.
     """
-    path, reader = Path(file), open_gguf(Path(file))
+    path = Path(file)
+    return import_opened(model, path, open_gguf(path))
+
+
+@with_weights
+def import_opened(model: nn.Module, path: Path, reader: Any) -> nn.Module:
+    """As `import_model_from_gguf`, of a file that is open."""
     architecture = architecture_of(getattr(model, "config", None))
-    named = _named(path, reader, model, architecture)
+    named = named_tensors(path, reader, model, architecture)
     refuse_other_config(path, reader, model.config, "of the model. Possible: the float model that the file is of.")
     config = _config(model, named)
     # The values are made while the model changes: what they depend on is known before.
-    values = [TensorReader(model, architecture, name, tensor, config) for name, tensor in named.items()]
+    values = [
+        TensorReader(model, architecture, name, tensor, coded=is_coded(name, config)) for name, tensor in named.items()
+    ]
     load_stored(model, GgufFormat(), Stored(config), ((value.name, value.read()) for value in values))
     return model
 
 
-def check_tensors(file: Path, reader: Any, model: Any) -> None:
-    """Raise FormatError where the tensors of a file are not those of a model, which may be on the meta device."""
-    _named(file, reader, model, architecture_of(model.config))
+def is_coded(name: str, config: QConfig) -> bool:
+    """Whether a tensor of a model is a weight that a config quantizes."""
+    parent, _, leaf = name.rpartition(".")
+    return leaf == "weight" and parent in config.layer_quant_config
 
 
-def _named(file: Path, reader: Any, model: Any, architecture: Architecture) -> dict[str, Any]:
+def named_tensors(file: Path, reader: Any, model: Any, architecture: Architecture) -> dict[str, Any]:
     """Name in the model, in which each expert has its own, -> the tensor of the file that holds it, of its shape."""
     tensors = {tensor.name: tensor for tensor in _of_architecture(reader, file, architecture.arch).tensors}
     shapes = _linear_shapes(model)
@@ -135,37 +144,53 @@ def _refuse_unread(
 
 
 class TensorReader:
-    """One tensor of the file, read under the model's name, with what the architecture changes undone."""
+    """One tensor of the file, read under the model's name, with what the architecture changes undone.
 
-    def __init__(self, model: Any, architecture: Architecture, name: str, tensor: Any, config: QConfig) -> None:
+    Args:
+        model: Of transformers, with its experts apart; without weights, too.
+        architecture: Its Architecture.
+        name: Of the tensor in the model.
+        tensor: Of the file.
+        coded: Whether the bytes of blocks are wanted, and not their values.
+    """
+
+    def __init__(self, model: Any, architecture: Architecture, name: str, tensor: Any, coded: bool = False) -> None:
         self.name = name
         self.tensor = tensor
         self.adds_one, self.change = architecture.adds_one(name), architecture.change(name)
         self.order = architecture.row_order(name, model.config)
-        parent, _, leaf = name.rpartition(".")
-        quantized = leaf == "weight" and parent in config.layer_quant_config
-        self.flipped = not quantized and is_conv1d(model, name)
+        self.flipped = not coded and is_conv1d(model, name)
         self.expert = expert_of(name)
         # What is left in float of an expert, its biases, has the dtype of all: it is in one tensor with others here.
-        value = None if quantized or self.expert is not None else value_of(model, name)
-        self.dtype = None if quantized else model.dtype if value is None else value.dtype
+        value = None if coded or self.expert is not None else value_of(model, name)
+        self.dtype = None if coded else model.dtype if value is None else value.dtype
         self.shape = None if value is None else _shape(value, tensor, self.change is not None)
 
-    def read(self) -> torch.Tensor:
-        """The tensor: values in the dtype of the model, or the bytes of a quantized weight.
+    @property
+    def is_exact(self) -> bool:
+        """Whether the values that a model had are read back to the bit."""
+        return self.change is None or self.change.exact
+
+    def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor: values in a dtype, by default that of the model; or the bytes of a coded weight.
 
         Raises:
+            FormatError: The type of its blocks is not known.
             NonFiniteError: A value, or the scale of a block, is NaN or infinite.
         """
+        dtype, kind = dtype or self.dtype, self.tensor.tensor_type.name
         value = torch.from_numpy(_data_of(self.tensor, self.expert).copy())
-        if self.tensor.tensor_type.name == "BF16":
+        if kind == "BF16":
             value = value.view(torch.bfloat16)
-        if not _is_finite(value, self.tensor.tensor_type.name):
+        if kind in (*DTYPES, *SPECS) and not _is_finite(value, kind):
             raise NonFiniteError(
                 f"{self.tensor.name} of the file, {self.name} of the model, has NaN or infinite values."
             )
         if self.order is not None:
             value = value[torch.argsort(self.order)]
+        if self.dtype is not None and kind not in DTYPES:
+            assert dtype is not None
+            value = decoded_rows(value, kind, dtype)
         if self.adds_one:
             value = value - 1
         if self.change is not None:
@@ -173,8 +198,45 @@ class TensorReader:
         if self.shape is not None:
             value = value.reshape(self.shape)
         if self.dtype is not None:
-            value = value.to(self.dtype)
+            value = value.to(dtype)
+            if not bool(torch.isfinite(value).all()):
+                raise NonFiniteError(f"{self.tensor.name} of the file has values that no {dtype} holds.")
         return value.t().contiguous() if self.flipped else value
+
+
+PIECE = 1 << 22
+"""Values that are decoded at once, in float32."""
+
+
+def decoded_rows(stored: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """The values of blocks, each rounded once, from float32 to a dtype.
+
+    Args:
+        stored: uint8 (..., bytes of a row).
+        kind: Name of the type.
+        dtype: Of the result.
+
+    Raises:
+        FormatError: The type is not known.
+    """
+    gguf = import_gguf()
+    which = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[which]
+    rows = stored.reshape(-1, stored.shape[-1])
+    columns = rows.shape[1] // int(size) * int(block)
+    out = torch.empty(rows.shape[0], columns, dtype=dtype)
+    for piece in row_chunks(rows.shape[0], columns, PIECE):
+        some = rows[piece]
+        if kind in SPECS:
+            values = GgufLayout(SPECS[kind], torch.float32).load({"": some}, (some.shape[0], columns))
+        else:
+            try:
+                with np.errstate(all="ignore"):  # what is no number is refused by those who ask
+                    values = torch.from_numpy(gguf.quants.dequantize(some.numpy(), which))
+            except NotImplementedError:
+                raise FormatError(f"Blocks of the type {kind} cannot be decoded.") from None
+        out[piece] = values.to(dtype)
+    return out.reshape(*stored.shape[:-1], columns)
 
 
 def _is_finite(value: torch.Tensor, kind: str) -> bool:
