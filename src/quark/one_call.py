@@ -57,8 +57,8 @@ def quantize(
     """Quantize a model for the program that will run it.
 
     Args:
-        model: A `torch.nn.Module`, which is changed in place; the path of a folder of transformers; or the path of an
-            ONNX file.
+        model: A `torch.nn.Module`, which is changed in place; the path of a folder of transformers, or of a GGUF file,
+            which is read as such a folder; or the path of an ONNX file.
         scheme: A name of `quark schemes`, or a family: "int4", "W8A8", "Q4_K_M". None: the default of the goal.
         data: Calibration data. For a module: a list of batches, each a tensor such as token ids (samples, tokens), a
             dict of arguments, or a tuple; or the path of stored batches (`quark.torch.stored_batches`). For a folder:
@@ -145,7 +145,7 @@ def evaluate(
     """Run a float and a quantized model on the same held-out data, as `quark evaluate` does.
 
     Args:
-        float_model: Folder of transformers, of a network or a pipeline of diffusers, or an ONNX file.
+        float_model: Folder of transformers, of a network or a pipeline of diffusers, a GGUF file or an ONNX file.
         quantized: The quantized model: a folder, a GGUF file or an ONNX file.
         data: Path of a text, of a folder of images, audio or arrays, or of an .npz file.
         options: Other options of `quark evaluate`: `windows=16`, `device="cuda"`; for ONNX files `samples=100`; for
@@ -185,7 +185,7 @@ def compare(
     """Quantize a model with several schemes, and measure each result, as `quark compare` does.
 
     Args:
-        model: Folder of transformers, or an ONNX file. It is not changed, and no model is written.
+        model: Folder of transformers, a GGUF file, or an ONNX file. It is not changed, and no model is written.
         schemes: Names of schemes, GGUF mixes, families of schemes, or configurations for ONNX files.
         calib: Path of calibration data.
         data: Path of held-out data. Default: `calib`.
@@ -210,17 +210,21 @@ def compare(
 def convert(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str],
-    format: str,
+    format: str | None = None,
     *,
     requantize: str | None = None,
+    dtype: str | None = None,
 ) -> Path:
     """Write a quantized model in another format, with exactly the same values, as `quark convert` does.
 
     Args:
         model: A quantized folder, or a GGUF file.
         output: Folder or GGUF file to write.
-        format: "quark", "awq", "gptq", "fp8", "compressed-tensors" or "gguf".
+        format: "quark", "awq", "gptq", "fp8", "compressed-tensors" or "gguf"; for a GGUF file also "float", a model
+            folder of float values, which is its default.
         requantize: Scheme or GGUF mix to quantize to again, if the format cannot store the codes.
+        dtype: With "float": "float32", "float16", "bfloat16", or "auto" (default): 16 bits, to which values of blocks
+            are rounded, if they hold the float tensors of the file.
 
     Returns:
         The path that a program loads.
@@ -233,9 +237,10 @@ def convert(
     from quark.jobs.request import request_for
 
     with _spelled(OF_CONVERT, CONVERT):
-        request = request_for(CONVERT, model, {"output": output, "format": format, "requantize": requantize})
+        said = {"output": output, "format": format, "requantize": requantize, "dtype": dtype}
+        request = request_for(CONVERT, model, said)
         require_quantized_model(request.model)
-        made, _ = run_conversion(resolve_conversion(request))
+        made = run_conversion(resolve_conversion(request)).path
     say_upload(made)
     return made
 

@@ -567,6 +567,8 @@ def why_no_model(folder: Path) -> str:
 
 def _hint(folder: Path) -> str:
     """What a folder without a config.json is for, where its names say it; "" where they do not."""
+    if folder.suffix.lower() == ".gguf":
+        return f" It is a GGUF file. Possible: quark convert {folder} -o FOLDER, and that folder here."
     try:
         inside = sorted(path for path in folder.glob("snapshots/*") if (path / "config.json").is_file())
         adapter = (folder / "adapter_config.json").is_file()

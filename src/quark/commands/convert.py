@@ -1,4 +1,4 @@
-"""`quark convert`: a quantized folder or GGUF file in another format, its codes as they are."""
+"""`quark convert`: a quantized folder or GGUF file in another format, or a GGUF file as a folder of float values."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ def convert(request: ConvertRequest) -> None:
 
     If a format cannot store the same values, this is an error, unless --requantize names a scheme. No file is replaced.
 
+    A GGUF file becomes a model folder of float values, unless --format says otherwise. Values of its blocks are rounded
+    to the type of the folder; --dtype float32 keeps all of them.
+
     Example: quark convert ./llama-uint4 --format compressed-tensors -o ./llama-ct
 
     Example: quark convert ./llama-uint4 --format gguf --requantize q4_k_m -o llama.gguf
+
+    Example: quark convert llama.gguf -o ./llama
     """
     model = request.model
     require_quantized_model(model)
@@ -31,8 +36,9 @@ def convert(request: ConvertRequest) -> None:
     job = resolve_conversion(request)
     check_log_file(request.log_file, str(request.output), [model])
     with log_to(request.log_file):
-        made, size = run_conversion(job)
-        say_upload(made)
+        made = run_conversion(job)
+        say_upload(made.path)
     how = f"values rounded again to {request.requantize}" if request.requantize else "values unchanged"
-    line = f"{model} -> {request.output} ({request.format}): {size / 1e6:.2f} MB, {how}"
+    how = f"values of blocks rounded to {made.rounded}" if made.rounded else how
+    line = f"{model} -> {request.output} ({job.request.format}): {made.size / 1e6:.2f} MB, {how}"
     results().print(line, highlight=False, soft_wrap=True)

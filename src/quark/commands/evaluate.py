@@ -23,7 +23,7 @@ from quark.jobs.recipes.held_out import check_held_out
 from quark.jobs.request import is_pipeline
 from quark.report.page import check_page
 
-Float = Annotated[Path, typer.Argument(metavar="FLOAT", help="Folder or ONNX file of the float model.")]
+Float = Annotated[Path, typer.Argument(metavar="FLOAT", help="Folder, GGUF file or ONNX file of the float model.")]
 Quantized = Annotated[
     Path, typer.Argument(metavar="QUANTIZED", help="Folder, GGUF file or ONNX file of the quantized model.")
 ]

@@ -11,6 +11,7 @@ import typer
 
 from quark.base.command_line import new_table, results
 from quark.base.loading import lightly, without_collection
+from quark.base.log import severity
 from quark.base.progress import log_to
 from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
@@ -18,7 +19,7 @@ from quark.commands.options.of_request import option_for, takes
 from quark.commands.results.tables import choice_rows, choice_table, serve_lines
 from quark.errors import UsageError
 from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, request_of, resolve
-from quark.jobs.request import QUANTIZE, is_adapter, is_onnx, is_pipeline, options_of
+from quark.jobs.request import QUANTIZE, is_adapter, is_gguf, is_onnx, is_pipeline, options_of
 from quark.jobs.words import usage
 
 OF_THE_RESULT = (
@@ -29,7 +30,7 @@ OF_THE_RESULT = (
 OF_FOLDERS_ALONE = ("algorithm", "samples")
 """Options of either kind of model that the plan of an ONNX file has nothing to show of."""
 OF_FILES = "--config, --for, --effort, --bits, --calib, --exclude"
-MODEL_HELP = "Folder of a Hugging Face model (config.json is enough), or an ONNX file."
+MODEL_HELP = "Folder of a Hugging Face model (config.json is enough), a GGUF file, or an ONNX file."
 SCHEME_HELP = "A scheme or a configuration; `quark schemes` lists them."
 
 
@@ -128,14 +129,34 @@ def _plan_folder(job: FolderJob) -> None:
         for name, part in parts_of(job).items():
             results().print(f"{name}:", highlight=False)
             _plan_folder(part)
+    elif is_gguf(job.request.model):
+        _plan_gguf(job)
     else:
         # Soon at its end, and with nothing large in memory but what a budget measures.
-        measured = job.request.bits is not None or job.request.size is not None
-        if measured:
+        if _reads_weights(job):
             _plan_model(job)
         else:
             with without_collection(), lightly():
                 _plan_model(job)
+
+
+def _plan_gguf(job: FolderJob) -> None:
+    """As `_plan_folder`, of the folder that is made of a GGUF file; with values where layers are measured."""
+    from quark.jobs.configure_folder import configure
+    from quark.jobs.folders.gguf_files import fill, opened_gguf
+
+    with opened_gguf(job.request.model, job.request.dtype) as made:
+        job = replace(job, request=replace(job.request, model=made.path))
+        if _reads_weights(job):
+            with severity(3):  # what is said of it is said in the plan
+                configure(job).check_data()  # what is asked for, before the values are read
+            fill(made)
+        _plan_folder(job)
+
+
+def _reads_weights(job: FolderJob) -> bool:
+    """Whether a plan measures layers: those of a budget."""
+    return job.request.bits is not None or job.request.size is not None
 
 
 def _plan_model(job: FolderJob) -> None:

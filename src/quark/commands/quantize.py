@@ -26,7 +26,9 @@ from quark.jobs.words import ONNX, usage
 
 Model = Annotated[
     Path,
-    typer.Argument(help="Folder of a Hugging Face model, or an ONNX file; with --for comfyui also a safetensors file."),
+    typer.Argument(
+        help="Folder of a Hugging Face model, a GGUF file, or an ONNX file; with --for comfyui also a safetensors file."
+    ),
 ]
 
 

@@ -14,7 +14,8 @@ from quark.goals.choice import is_known
 from quark.goals.efforts import check_effort
 from quark.goals.goal import RuntimeGoal
 from quark.jobs.folders.bit_budget import named_candidates, size_within
-from quark.jobs.request import FileRequest, FolderRequest
+from quark.jobs.folders.gguf_files import as_folder
+from quark.jobs.request import FileRequest, FolderRequest, is_gguf
 from quark.jobs.words import COMFYUI
 
 
@@ -93,6 +94,9 @@ def _widest(request: FolderRequest, goal: RuntimeGoal, size: str) -> str:
     from quark.jobs.folders.schemes import config_of
     from quark.torch.flows.predicted_size import planned
 
+    if is_gguf(request.model):
+        with as_folder(request.model, request.dtype, weights=False) as folder:
+            return _widest(replace(request, model=folder), goal, size)
     limit = size_within(size, request.model)
     sizes: dict[str, int] = {}
     refused: ShapeError | None = None

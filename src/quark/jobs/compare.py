@@ -13,6 +13,7 @@ from quark.base.log import logger, severity
 from quark.base.progress import progress
 from quark.errors import ConfigError, QuarkError, UsageError, one_line
 from quark.jobs.evaluate import MeasureFiles, MeasureFolders
+from quark.jobs.folders.gguf_files import as_folder
 from quark.jobs.options import option, same_as
 from quark.jobs.request import FolderRequest, JobRequest, Kinds, is_pipeline
 from quark.jobs.words import check_words, members, scheme_names
@@ -132,7 +133,8 @@ def run_comparison(job: ComparisonJob) -> ComparedSchemes:
         QuarkError: None of the schemes can be used; says why of the last.
     """
     if isinstance(job.request, CompareFolders):
-        return _of_folder(job.request, job)
+        with as_folder(job.request.model, job.request.dtype) as folder:
+            return _of_folder(replace(job.request, model=folder), job)
     return _of_file(job.request, job)
 
 

@@ -1,4 +1,4 @@
-"""Convert: a quantized folder or GGUF file in another format, its codes as they are."""
+"""Convert: a quantized folder or GGUF file in another format, its codes as they are; or a GGUF file as float values."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quark.base.files import require_config, require_regular, temporary_folder
-from quark.errors import CalibrationError, ConfigError
-from quark.jobs.evaluate import GGUF_SUFFIX
+from quark.base.files import (
+    atomic_folder,
+    check_apart,
+    check_folder,
+    require_config,
+    require_regular,
+    temporary_folder,
+)
+from quark.base.log import logger
+from quark.errors import CalibrationError, ConfigError, UsageError
 from quark.jobs.folders.export import Export
+from quark.jobs.folders.gguf_files import dtype_named
 from quark.jobs.options import option, same_as
 from quark.jobs.processes import refuse_processes
-from quark.jobs.request import FolderRequest, JobRequest, Kinds, ModelRequest
+from quark.jobs.request import FolderRequest, JobRequest, Kinds, ModelRequest, is_gguf
 from quark.jobs.words import ONNX
+
+FLOAT = "float"
+"""The format of a folder of float values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +32,17 @@ class ConvertRequest(ModelRequest):
     """What may be asked for of a quantized model; see the help texts."""
 
     output: Path = option(Path(), "Folder or GGUF file to write.", "--output", "-o", metavar="PATH", required=True)
-    format: str = option(
-        "",
-        "Format to write: quark, awq, gptq, fp8, compressed-tensors or gguf.",
+    format: str | None = option(
+        None,
+        "Format to write: quark, awq, gptq, fp8, compressed-tensors or gguf; of a GGUF file also float (default), the "
+        "model folder with float values.",
         "--format",
         "--export-format",
-        required=True,
+    )
+    dtype: str = option(
+        "auto",
+        "With --format float: float32, float16, bfloat16, or auto: 16 bits where they hold the float tensors of the "
+        "file, else float32.",
     )
     requantize: str | None = option(
         None, "Scheme or GGUF mix to quantize to again, if the format cannot store the codes."
@@ -50,36 +66,90 @@ class ConversionJob:
     export: Export
 
 
+@dataclass(frozen=True)
+class ConvertedModel:
+    """What was made of a model.
+
+    Attributes:
+        path: What a program opens.
+        size: Bytes of its weights.
+        rounded: The type to which values of blocks were rounded; "" where all are as they were.
+    """
+
+    path: Path
+    size: int
+    rounded: str = ""
+
+
 def require_quantized_model(model: Path) -> None:
     """Raise FormatError for a path where neither a GGUF file nor a folder of a model can be."""
-    (require_regular if model.suffix == GGUF_SUFFIX else require_config)(model)
+    (require_regular if is_gguf(model) else require_config)(model)
 
 
 def resolve_conversion(request: ConvertRequest) -> ConversionJob:
     """What is converted. Raises QuarkError where it cannot be, or may not be written."""
     refuse_processes("quark convert")
+    if request.format is None:
+        if not is_gguf(request.model):
+            raise UsageError(f"Missing option --format, which {request.model} needs.")
+        request = replace(request, format=FLOAT)
     if request.format == ONNX:
         raise ConfigError("--format onnx: quark.torch.export_onnx writes the ONNX file of a loaded model.")
-    export = Export(request.model, request.output, request.format, "real_quantized", "reorder", "5GB", force=False)
+    form = str(request.format)
+    export = Export(request.model, request.output, form, "real_quantized", "reorder", "5GB", force=False)
+    if form == FLOAT:
+        _check_float(request)
+        check_apart(request.output, request.model)
+        check_folder(request.output, overwrite=False)
+        return ConversionJob(request, export)
+    if request.dtype != "auto":
+        raise ConfigError(f"--dtype applies to --format float, and not to {form}, whose codes stay as they are.")
     export.check([], of_folder=False)
     export.check_output(None)
     return ConversionJob(request, export)
 
 
-def run_conversion(job: ConversionJob) -> tuple[Path, int]:
-    """Write the model in the other format; return what a program opens, and the bytes of its weights on disk.
+def _check_float(request: ConvertRequest) -> None:
+    """Raise ConfigError for what does not go with --format float."""
+    if not is_gguf(request.model):
+        raise ConfigError(f"--format float is of a GGUF file, and {request.model} is a folder. Possible: quark, gguf.")
+    if request.requantize is not None:
+        raise ConfigError(
+            f"--requantize {request.requantize} does not apply to --format float. Possible: quark quantize "
+            f"{request.model} --scheme {request.requantize}."
+        )
+    dtype_named(request.dtype)
+
+
+def run_conversion(job: ConversionJob) -> ConvertedModel:
+    """Write the model in the other format.
 
     Raises:
         QuarkError: It cannot be read, or the format has no place for it.
     """
     request = job.request
+    if request.format == FLOAT:
+        return _as_float(request)
     with temporary_folder(request.output.absolute()) as scratch:
         loaded, source = _load(request, scratch)
         if request.requantize is not None:
             loaded = _requantized(loaded, request.requantize, request)
         export = replace(job.export, source=source)
-        size = export.write(loaded)
-        return export.path, size
+        return ConvertedModel(export.path, export.write(loaded))
+
+
+def _as_float(request: ConvertRequest) -> ConvertedModel:
+    """Write the model folder of a GGUF file."""
+    from quark.jobs.folders.models import folder_bytes
+    from quark.torch.writers.gguf.folder_of_file import folder_of_gguf
+
+    with atomic_folder(request.output) as folder:
+        made = folder_of_gguf(request.model, folder, dtype_named(request.dtype))
+        made.fill()
+        exact, dtype = made.tensors.holds_all(), str(made.dtype).removeprefix("torch.")
+        size = folder_bytes(folder)
+    logger.info("Exported to %s.", request.output)
+    return ConvertedModel(request.output, size, "" if exact else dtype)
 
 
 def _load(request: ConvertRequest, scratch: Path) -> tuple[Any, Path]:
@@ -91,7 +161,7 @@ def _load(request: ConvertRequest, scratch: Path) -> tuple[Any, Path]:
     from quark.torch.writers.gguf.model_of_file import model_of_gguf
 
     model = request.model
-    if model.suffix == GGUF_SUFFIX:
+    if is_gguf(model):
         companions = scratch / model.stem
         return model_of_gguf(model, companions), companions
     check_stored(model)
@@ -113,7 +183,7 @@ def _requantized(model: Any, scheme: str, request: ConvertRequest) -> Any:
     from quark.torch import ModelQuantizer, gguf_config
     from quark.torch.checkpoint.dequantize import dequantize_layers
 
-    mixed = is_mix(scheme, request.format)
+    mixed = is_mix(scheme, str(request.format))
     if not mixed and scheme_of(scheme).needs_data:
         raise CalibrationError(
             f"--requantize {scheme} has static activation scales, which need calibration data, and convert has none. "

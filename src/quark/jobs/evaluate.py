@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Any
 from quark.base.files import require_regular
 from quark.base.log import logger
 from quark.errors import ConfigError, UsageError
+from quark.jobs.folders.gguf_files import as_folder
 from quark.jobs.options import option, same_as
-from quark.jobs.request import FileRequest, FolderRequest, JobRequest, Kinds, Loading, ModelRequest, is_pipeline
+from quark.jobs.request import (
+    FileRequest,
+    FolderRequest,
+    JobRequest,
+    Kinds,
+    Loading,
+    ModelRequest,
+    is_gguf,
+    is_pipeline,
+)
 
 if TYPE_CHECKING:
     from quark.core.metrics import Comparison
@@ -19,8 +29,6 @@ if TYPE_CHECKING:
     from quark.onnx import PathDataReader
     from quark.onnx.evaluation.compare_models import Report
     from quark.torch.flows.denoiser_costs import DenoiserCosts
-
-GGUF_SUFFIX = ".gguf"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +166,15 @@ def measure_files(request: EvaluateFiles, reader: PathDataReader) -> MeasuredFil
 
 def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
     """Run the models of both folders on the data. Raises QuarkError as `evaluate_files` does."""
+    if not is_gguf(request.model):
+        return _evaluate(request)
+    held_out(request)  # what is missing is said before the file is read
+    with as_folder(request.model, request.dtype) as folder:
+        return _evaluate(replace(request, model=folder))
+
+
+def _evaluate(request: EvaluateFolders) -> MeasuredFolders:
+    """As `evaluate_folders`, of a float model that is a folder."""
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.jobs.folders.card import check_card, figures_of
     from quark.jobs.folders.measure import ALL, coded_layers, measure_folders
@@ -175,7 +192,7 @@ def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
         if getattr(request, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} is for the pictures of a pipeline of diffusers, and {model} is one model.")
-    if quantized.suffix == GGUF_SUFFIX:
+    if is_gguf(quantized):
         from quark.torch import import_model_from_gguf
 
         require_regular(quantized)

@@ -271,6 +271,11 @@ def is_onnx(model: Path) -> bool:
     return model.suffix.lower() == ".onnx"
 
 
+def is_gguf(model: Path) -> bool:
+    """Whether the model is a GGUF file, by its name."""
+    return model.suffix.lower() == ".gguf" and not model.is_dir()
+
+
 def options_of(*kinds: type[ModelRequest]) -> dict[str, Field[Any]]:
     """The fields that are options by their names, in the order of the help; of `QUANTIZE` where none is named."""
     known: dict[str, Field[Any]] = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.base.files import atomic_folder, check_apart, check_folder
-from quark.base.log import logger
+from quark.base.log import logger, severity
 from quark.errors import ConfigError
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs.configure_folder import Configured, configure, warn_of_servers
@@ -20,12 +20,13 @@ from quark.jobs.folders.bit_budget import choose_for_budget
 from quark.jobs.folders.calibration import Calibration
 from quark.jobs.folders.export import Export
 from quark.jobs.folders.flows import FolderFlow, write_folder
+from quark.jobs.folders.gguf_files import fill, opened_gguf
 from quark.jobs.folders.imatrix import Imatrices
 from quark.jobs.folders.pipeline import copy_rest, requests_of
 from quark.jobs.folders.sentence_encoders import around, is_sentence_encoder
 from quark.jobs.processes import refuse_processes
 from quark.jobs.recipes.recipe import RECIPE, Recipe, RecipeInFolder, read_beside
-from quark.jobs.request import FolderRequest, is_adapter, is_pipeline
+from quark.jobs.request import FolderRequest, is_adapter, is_gguf, is_pipeline
 from quark.jobs.resolve import FolderJob
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def run_folder(job: FolderJob) -> FolderResult:
     # The flows import torch: when they run, so that --help is instant.
     if is_for_comfyui(job):
         return _for_comfyui(job)
+    if is_gguf(job.request.model):
+        return _of_gguf(job)
     if is_pipeline(job.request.model):
         return _pipeline(job)
     if is_sentence_encoder(job.request.model):
@@ -81,6 +84,19 @@ def run_folder(job: FolderJob) -> FolderResult:
     configure(replace(job, request=replace(job.request, model=base_of(adapter))))  # what is asked for, before the work
     with merged(adapter, Path(job.request.output)) as folder:
         return _run(replace(job, request=replace(job.request, model=folder)), adapter)
+
+
+def _of_gguf(job: FolderJob) -> FolderResult:
+    """As `run_folder`, of a GGUF file: of the folder that is made of it."""
+    named, output = job.request.model, Path(job.request.output)
+    check_apart(output, named)
+    with opened_gguf(named, job.request.dtype, output) as made:
+        job = replace(job, request=replace(job.request, model=made.path))
+        export_of(job).check_output(job.request.calib)
+        with severity(3):  # what is said of it is said when it is done
+            configure(job).check_data()  # what is asked for, before the values are read
+        fill(made)
+        return _run(job, named)
 
 
 def _around_model(job: FolderJob) -> FolderResult:

@@ -13,7 +13,7 @@ from quark.errors import UsageError
 from quark.jobs.denoisers import holds_denoiser, is_denoiser_file
 from quark.jobs.folders.sentence_encoders import is_sentence_encoder
 from quark.jobs.options import FOR_FILES, FOR_FOLDERS
-from quark.jobs.request import is_adapter, is_onnx
+from quark.jobs.request import is_adapter, is_gguf, is_onnx
 
 T = TypeVar("T")
 onnx_option = partial(typer.Option, rich_help_panel=FOR_FILES)
@@ -39,7 +39,7 @@ def check_options(context: typer.Context, model: Path) -> None:
 
 def require_model(model: Path) -> None:
     """Raise FormatError for a path where no model can be, before the libraries that read one load."""
-    if is_onnx(model) or is_denoiser_file(model):
+    if is_onnx(model) or is_gguf(model) or is_denoiser_file(model):
         require_regular(model)
     elif not any(has(model) for has in (holds_denoiser, is_adapter, is_sentence_encoder)):
         require_config(model)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from quark.base.files import refuse_pickle
+from quark.base.files import refuse_pickle, require_config
 from quark.base.libraries.transformers import import_transformers
 from quark.base.log import logger
 from quark.errors import ConfigError, FormatError, NotSupportedError, as_format_error, did_you_mean, one_line
@@ -99,6 +99,8 @@ def model_path(name: str | os.PathLike[str]) -> Path:
     if Path(name).is_dir():
         return Path(name)
     refuse_pickle(Path(name))
+    if Path(name).is_file():
+        require_config(Path(name))
     if Path(name).is_absolute() or str(name).startswith(".") or str(name).count("/") > 1:
         raise FormatError(f"{name} is no folder.")
     import huggingface_hub  # only for a name: a folder needs nothing of it
