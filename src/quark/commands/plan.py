@@ -11,7 +11,6 @@ import typer
 
 from quark.base.command_line import new_table, results
 from quark.base.loading import lightly, without_collection
-from quark.base.log import severity
 from quark.base.progress import log_to
 from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
@@ -142,14 +141,12 @@ def _plan_folder(job: FolderJob) -> None:
 
 def _plan_gguf(job: FolderJob) -> None:
     """As `_plan_folder`, of the folder that is made of a GGUF file; with values where layers are measured."""
-    from quark.jobs.configure_folder import configure
-    from quark.jobs.folders.gguf_files import fill, opened_gguf
+    from quark.jobs.folders.gguf_files import check_plan_of, fill, opened_gguf
 
     with opened_gguf(job.request.model, job.request.dtype) as made:
         job = replace(job, request=replace(job.request, model=made.path))
         if _reads_weights(job):
-            with severity(3):  # what is said of it is said in the plan
-                configure(job).check_data()  # what is asked for, before the values are read
+            check_plan_of(job)
             fill(made)
         _plan_folder(job)
 

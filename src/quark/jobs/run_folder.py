@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.base.files import atomic_folder, check_apart, check_folder
-from quark.base.log import logger, severity
+from quark.base.log import logger
 from quark.errors import ConfigError
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs.configure_folder import Configured, configure, warn_of_servers
@@ -20,7 +20,7 @@ from quark.jobs.folders.bit_budget import choose_for_budget
 from quark.jobs.folders.calibration import Calibration
 from quark.jobs.folders.export import Export
 from quark.jobs.folders.flows import FolderFlow, write_folder
-from quark.jobs.folders.gguf_files import fill, opened_gguf
+from quark.jobs.folders.gguf_files import check_plan_of, fill, opened_gguf
 from quark.jobs.folders.imatrix import Imatrices
 from quark.jobs.folders.pipeline import copy_rest, requests_of
 from quark.jobs.folders.sentence_encoders import around, is_sentence_encoder
@@ -93,8 +93,7 @@ def _of_gguf(job: FolderJob) -> FolderResult:
     with opened_gguf(named, job.request.dtype, output) as made:
         job = replace(job, request=replace(job.request, model=made.path))
         export_of(job).check_output(job.request.calib)
-        with severity(3):  # what is said of it is said when it is done
-            configure(job).check_data()  # what is asked for, before the values are read
+        check_plan_of(job)
         fill(made)
         return _run(job, named)
 
