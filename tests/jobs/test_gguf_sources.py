@@ -122,7 +122,7 @@ def test_what_cannot_be_done_is_said_before_a_value_is_read(file: Path, folder: 
         assert done.code == 1 and words in done.err and "Reading" not in done.log, done
     with pytest.raises(ConfigError, match="applies to format='?float|of a GGUF file|dtype"):
         quark.convert(file, tmp_path / "x", "gguf", dtype="float16")
-    with pytest.raises(ConfigError, match=r"Possible: quark quantize .* scheme"):
+    with pytest.raises(ConfigError, match=r"Possible: quark quantize .*tiny\.gguf"):
         quark.convert(file, tmp_path / "x", requantize="int8_wo")
     with pytest.raises(ConfigError, match="is of a GGUF file"):
         quark.convert(folder, tmp_path / "x", "float")

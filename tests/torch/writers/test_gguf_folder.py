@@ -31,8 +31,8 @@ IDS = torch.randint(3, 2048, (2, 16), generator=torch.Generator().manual_seed(0)
 PAD = 2
 """The token of the example tokenizer that fills up; some classes set its row to 0 when they load."""
 TAKEN_FOR = {
-    "mistral": "llama", "helium": "llama", "internlm3": "llama", "ministral": "llama", "cwm": "llama", "solar_open": "glm4_moe",
-    "glm4_moe_lite": "deepseek_v3",
+    "mistral": "llama", "helium": "llama", "internlm3": "llama", "ministral": "llama", "cwm": "llama",
+    "solar_open": "glm4_moe", "glm4_moe_lite": "deepseek_v3",
 }  # fmt: skip
 """Models that a file cannot tell from others, which compute the same -> those."""
 
