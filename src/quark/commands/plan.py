@@ -141,12 +141,13 @@ def _plan_folder(job: FolderJob) -> None:
 
 def _plan_gguf(job: FolderJob) -> None:
     """As `_plan_folder`, of the folder that is made of a GGUF file; with values where layers are measured."""
-    from quark.jobs.folders.gguf_files import check_plan_of, fill, opened_gguf
+    from quark.jobs.configure_folder import check_before_values
+    from quark.jobs.folders.gguf_files import fill, opened_gguf
 
     with opened_gguf(job.request.model, job.request.dtype) as made:
         job = replace(job, request=replace(job.request, model=made.path))
         if _reads_weights(job):
-            check_plan_of(job)
+            check_before_values(job)
             fill(made)
         _plan_folder(job)
 

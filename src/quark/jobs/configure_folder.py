@@ -60,6 +60,17 @@ def plan_of(meta: Any, config: Any, form: str) -> FolderPlan:
     return FolderPlan(meta, layers, before, after)
 
 
+def check_before_values(job: FolderJob) -> None:
+    """Raise QuarkError for what cannot be done with a folder whose tensors have no values yet. Nothing is logged."""
+    from quark.jobs.folders.models import load_meta_model
+
+    with severity(3):  # what is said of it is said when it is done
+        configured = configure(job)
+        configured.check_data()
+        if configured.plan is None and configured.budget is None:
+            plan_of(load_meta_model(job.request.model), configured.config, job.form)
+
+
 @dataclass(frozen=True)
 class Configured:
     """A job with all that is known before weights are read.

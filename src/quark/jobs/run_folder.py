@@ -13,14 +13,14 @@ from quark.base.files import atomic_folder, check_apart, check_folder
 from quark.base.log import logger
 from quark.errors import ConfigError
 from quark.goals.efforts import DEFAULT_TEXT
-from quark.jobs.configure_folder import Configured, configure, warn_of_servers
+from quark.jobs.configure_folder import Configured, check_before_values, configure, warn_of_servers
 from quark.jobs.denoisers import configure_denoiser, is_for_comfyui
 from quark.jobs.folders.best_effort import say_completed
 from quark.jobs.folders.bit_budget import choose_for_budget
 from quark.jobs.folders.calibration import Calibration
 from quark.jobs.folders.export import Export
 from quark.jobs.folders.flows import FolderFlow, write_folder
-from quark.jobs.folders.gguf_files import check_plan_of, fill, opened_gguf
+from quark.jobs.folders.gguf_files import fill, opened_gguf
 from quark.jobs.folders.imatrix import Imatrices
 from quark.jobs.folders.pipeline import copy_rest, requests_of
 from quark.jobs.folders.sentence_encoders import around, is_sentence_encoder
@@ -93,7 +93,7 @@ def _of_gguf(job: FolderJob) -> FolderResult:
     with opened_gguf(named, job.request.dtype, output) as made:
         job = replace(job, request=replace(job.request, model=made.path))
         export_of(job).check_output(job.request.calib)
-        check_plan_of(job)
+        check_before_values(job)
         fill(made)
         return _run(job, named)
 

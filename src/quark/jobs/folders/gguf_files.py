@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quark.base.files import scratch_folder, temporary_folder
-from quark.base.log import logger, severity
+from quark.base.log import logger
 from quark.errors import ConfigError, did_you_mean
 from quark.jobs.request import is_gguf
 
 if TYPE_CHECKING:
     import torch
 
-    from quark.jobs.resolve import FolderJob
     from quark.torch.writers.gguf.folder_of_file import FolderOfFile
 
 ROUNDED = "values of its blocks are rounded to it (--dtype float32 keeps them)"
@@ -69,18 +68,6 @@ def as_folder(model: Path, dtype: str = "auto", weights: bool = True) -> Iterato
         if weights:
             fill(made)
         yield made.path
-
-
-def check_plan_of(job: FolderJob) -> None:
-    """Raise QuarkError for what cannot be done with the folder of a job, before its tensors have values."""
-    from quark.jobs.configure_folder import configure, plan_of
-    from quark.jobs.folders.models import load_meta_model
-
-    with severity(3):  # what is said of it is said when it is done
-        configured = configure(job)
-        configured.check_data()
-        if configured.plan is None and configured.budget is None:
-            plan_of(load_meta_model(job.request.model), configured.config, job.form)
 
 
 def fill(made: FolderOfFile) -> None:
