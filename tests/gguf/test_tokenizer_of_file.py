@@ -46,19 +46,25 @@ class Reader:
         return self.fields.get(key)
 
 
-def back(folder: Path, change: Callable[[dict[str, Any]], None] = lambda fields: None, name: str = "") -> Any:
-    """The tokenizer of a folder after it was written into a file and read; `change` alters the file's fields."""
+def back(folder: Path, change: Callable[[dict[str, Any]], None] = lambda fields: None, fewer: int = 0) -> Any:
+    """The tokenizer of a folder after it was written into a file and read.
+
+    Args:
+        folder: The folder.
+        change: Alters the fields of the file.
+        fewer: By how many rows the embedding is shorter than the vocabulary.
+    """
     from transformers import AutoTokenizer
 
     described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     rows = Tokenizer.from_str(json.dumps(described)).get_vocab_size() + 3  # tokens that fill up come behind
     writer = gguf.GGUFWriter(folder / "tokenizer.gguf", "llama")
-    write_tokenizer(writer, folder, rows, (), name)
+    write_tokenizer(writer, folder, rows)
     fields = {key: value.value for key, value in writer.kv_data[0].items()}
     change(fields)
     writer.close()
 
-    write_tokenizer_files(Reader(fields), folder / "back", None)
+    write_tokenizer_files(Reader(fields), folder / "back", len(fields.get("tokenizer.ggml.tokens", ())) - fewer, None)
     return AutoTokenizer.from_pretrained(folder / "back")
 
 
@@ -140,6 +146,11 @@ def test_a_template_of_chats_comes_back(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     read = back(folder, lambda fields: fields.update({"tokenizer.chat_template": template}))
     assert read.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+
+
+def test_more_tokens_than_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"has 263 tokens; its embedding has 262 rows"):
+        back(saved(of_rule(PRE_TOKENIZERS[0]), tmp_path), fewer=1)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

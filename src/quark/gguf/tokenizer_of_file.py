@@ -96,12 +96,13 @@ def vocabulary_of(reader: Any) -> StoredVocabulary:
     return StoredVocabulary(values, tokens, kinds, "" if name is None else str(name.contents()))
 
 
-def write_tokenizer_files(reader: Any, folder: Path, longest: int | None) -> None:
+def write_tokenizer_files(reader: Any, folder: Path, rows: int, longest: int | None) -> None:
     """Write the tokenizer of a file into a folder.
 
     Args:
         reader: Of the file.
         folder: Where.
+        rows: Of the embedding: there are no more tokens.
         longest: Tokens of the longest text; None: there is no longest.
 
     Raises:
@@ -112,6 +113,8 @@ def write_tokenizer_files(reader: Any, folder: Path, longest: int | None) -> Non
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = vocabulary_of(reader)
+    if len(vocabulary.tokens) > rows:
+        raise FormatError(f"Its tokenizer has {len(vocabulary.tokens)} tokens; its embedding has {rows} rows.")
     kind = str(vocabulary.values.get("model"))
     if kind not in KINDS:
         raise NotSupportedError(

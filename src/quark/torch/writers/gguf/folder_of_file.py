@@ -119,7 +119,7 @@ def tensors_of_gguf(file: Path, reader: Any, folder: Path, types: Sequence[torch
     try:
         tensors = _tensors(file, reader, folder, types)
         longest = first_of(tensors.model.config, "max_position_embeddings", "max_seq_len", "seq_length")
-        write_tokenizer_files(reader, folder, longest)
+        write_tokenizer_files(reader, folder, tensors.model.config.vocab_size, longest)
         return tensors
     except (FormatError, NotSupportedError) as error:
         said = str(error).replace(str(folder / "config.json"), "its config")

@@ -190,7 +190,10 @@ class TensorReader:
             value = value[torch.argsort(self.order)]
         if self.dtype is not None and kind not in DTYPES:
             assert dtype is not None
-            value = decoded_rows(value, kind, dtype)
+            try:
+                value = decoded_rows(value, kind, dtype)
+            except FormatError as error:
+                raise FormatError(f"{self.tensor.name} of the file: {error}") from None
         if self.adds_one:
             value = value - 1
         if self.change is not None:
