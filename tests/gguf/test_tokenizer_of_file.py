@@ -126,6 +126,12 @@ def test_scores_become_the_merges_that_they_were_made_of(tmp_path: Path) -> None
     assert (read.bos_token, read.unk_token) == ("<s>", "<unk>")
 
 
+def test_the_merge_with_the_higher_score_comes_first(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_bpe(["a", "b", "c", "▁", "ab", "bc"], [("b", "c"), ("a", "b")])
+    read = back(saved(tokenizer, tmp_path, unk_token="<unk>"))
+    assert read.tokenize("abc") == tokenizer.encode("abc").tokens == ["▁", "a", "bc"]
+
+
 def test_unigrams_keep_their_probabilities(tmp_path: Path) -> None:
     pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -2.0), ("▁the", -1.0), *((letter, -3.0) for letter in "therun12")]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
