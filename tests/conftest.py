@@ -75,11 +75,14 @@ EVERYDAY = (
     "test_one_call.py::test_a_family_is_the_scheme_of_the_goal",
     "contracts/test_foreign_folders.py::test_every_door_says_the_same_of_what_is_not_read[floats as gptq]",
     "contracts/test_foreign_folders.py::test_every_door_writes_what_the_values_give[mlx-llama]",
+    "jobs/test_gguf_sources.py::test_quantize_gives_what_it_gives_of_the_folder[options1]",
     "jobs/test_pipelines.py::test_diffusers_runs_a_pipeline_of_which_some_components_are_quantized",
     "kill/test_kill.py::test_kills_leave_nothing_behind",
     "torch/algorithms/test_output_scores.py::test_held_out_divergence_falls[qronos int3]",
     "torch/calibration/test_distributed.py::test_a_rank_that_ends_is_named_by_the_others_and_nothing_stays[killed-0]",
     "torch/flows/test_stream.py::test_a_killed_run_goes_on[2-True-static activations]",
+    "torch/writers/test_gguf_folder.py::test_a_file_that_contradicts_itself_is_refused[a million heads]",
+    "torch/writers/test_gguf_folder.py::test_a_model_comes_back_to_the_bit[gemma2]",
     "torch/test_vision_models.py::test_a_vision_model_is_quantized_saved_loaded_and_exported[int8]",
 )
 """Slow tests that `make test` runs, each for its kind: published numbers, processes, kills, what pages print."""

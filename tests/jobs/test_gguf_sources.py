@@ -50,6 +50,7 @@ def test_convert_makes_a_folder_that_transformers_loads(file: Path, folder: Path
         quark.convert(file, folder)
 
 
+@pytest.mark.slow
 def test_convert_says_what_it_rounds(tmp_path: Path) -> None:
     made = quantized("q4_0", tmp_path, attention_bias=False, hidden_size=256, intermediate_size=256)
     for dtype, words in (("bfloat16", "values of blocks rounded to bfloat16"), ("float32", "values unchanged")):
@@ -59,6 +60,7 @@ def test_convert_says_what_it_rounds(tmp_path: Path) -> None:
         assert stored == getattr(torch, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"scheme": "int8_wo"}, {"goal": "vllm"}, {"scheme": "int8_wo", "stream": True}])
 def test_quantize_gives_what_it_gives_of_the_folder(
     options: dict[str, str], file: Path, folder: Path, tmp_path: Path

@@ -93,6 +93,7 @@ def test_the_folder_of_a_file_is_that_of_which_the_file_was_made(name: str, tmp_
     assert ours.get("full_attention", ours).get("rope_theta") == full.get("rope_theta")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
 def test_a_model_comes_back_to_the_bit(kind: str, tmp_path: Path) -> None:
     """Rows of queries and keys, matrices that lie transposed, norms with one added."""
@@ -170,6 +171,7 @@ def test_values_are_those_that_transformers_reads(kind: str, tmp_path: Path) -> 
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16])
 def test_values_of_blocks_are_rounded_once_to_the_type_of_the_folder(dtype: Any, tmp_path: Path) -> None:
     file = quantized("q4_0", tmp_path, attention_bias=False, hidden_size=256, intermediate_size=256)
@@ -183,6 +185,7 @@ def test_values_of_blocks_are_rounded_once_to_the_type_of_the_folder(dtype: Any,
     assert torch.equal(stored["model.layers.0.mlp.up_proj.weight"], values.to(made.dtype))
 
 
+@pytest.mark.slow
 def test_the_narrowest_type_that_holds_the_floats_of_a_file_is_taken(tmp_path: Path) -> None:
     half = build("llama", torch.float16, attention_bias=False)
     assert converted(written(half, tmp_path / "half.gguf"), tmp_path / "half").dtype == torch.float16
@@ -255,6 +258,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_file_that_contradicts_itself_is_refused(name: str, sound: Path, tmp_path: Path) -> None:
     change, message = DAMAGES[name]
@@ -267,6 +271,7 @@ def test_a_file_that_contradicts_itself_is_refused(name: str, sound: Path, tmp_p
     assert str(tmp_path / "folder") not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_factors_of_rotations_of_no_known_scaling_are_refused(tmp_path: Path) -> None:
     """Which transformers passes over: the model would be another one."""
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0}
