@@ -21,8 +21,9 @@ def convert(request: ConvertRequest) -> None:
 
     If a format cannot store the same values, this is an error, unless --requantize names a scheme. No file is replaced.
 
-    A GGUF file becomes a model folder of float values, unless --format says otherwise. Values of its blocks are rounded
-    to the type of the folder; --dtype float32 keeps all of them.
+    A GGUF file becomes a model folder of float values, unless --format says otherwise.
+
+    Values of its blocks are rounded to the type of the folder; --dtype float32 keeps all of them.
 
     Example: quark convert ./llama-uint4 --format compressed-tensors -o ./llama-ct
 
