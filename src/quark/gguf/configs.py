@@ -56,7 +56,7 @@ LLAMA3_LENGTHS = tuple(1 << power for power in range(3, 21))
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a file says of its model.
+    """The statements of a file about its model.
 
     Attributes:
         arch: Its architecture.
@@ -73,7 +73,7 @@ class FileFacts:
     factors: Mapping[str, Any]
 
     def in_blocks(self, leaf: str) -> bool:
-        """Whether a block has such a tensor."""
+        """True where a block has a tensor of this name."""
         return any(name.endswith(f".{leaf}") for name in self.shapes)
 
     def size(self, key: str, usual: int = 0) -> int:
@@ -99,13 +99,13 @@ class FileFacts:
 
     @property
     def attends(self) -> list[bool]:
-        """Of each layer, whether it has attention."""
+        """For each layer, True where it has attention."""
         heads = self.values.get("attention.head_count_kv", [])
         return [bool(each) for each in heads] if isinstance(heads, list) else [bool(heads)] * self.layers
 
 
 def facts_of(reader: Any) -> FileFacts:
-    """What a file says. Raises FormatError where it names no architecture, or no number of blocks."""
+    """Read metadata and shapes of a file. Raises FormatError where it names no architecture, or no number of blocks."""
     field = reader.get_field("general.architecture")
     arch = str(field.contents()) if field else ""
     values = {key.removeprefix(f"{arch}."): shortest(value) for key, value in hyperparameters(reader)}
@@ -161,7 +161,7 @@ def config_of(facts: FileFacts, kind: str, reader: Any) -> Any:
 
 
 def _is_field(config: Any, name: str) -> bool:
-    """Whether a config has a field, and not a value that it computes."""
+    """True for a field of a config, and not for a value that it computes."""
     return hasattr(config, name) and not isinstance(getattr(type(config), name, None), property)
 
 

@@ -40,10 +40,12 @@ FILLED = re.compile(r"\[PAD\d+\]")
 
 @dataclass(frozen=True)
 class StoredVocabulary:
-    """Attributes:
-    values: Key without "tokenizer.ggml." -> value.
-    tokens, kinds: By id.
-    name: Of the model.
+    """The tokens of a file.
+
+    Attributes:
+        values: Key without "tokenizer.ggml." -> value.
+        tokens, kinds: By id.
+        name: Of the model.
     """
 
     values: Mapping[str, Any]
@@ -52,7 +54,7 @@ class StoredVocabulary:
     name: str
 
     @property
-    def held(self) -> dict[str, int]:
+    def ids(self) -> dict[str, int]:
         """Token -> id, without those that fill up. Raises FormatError where two are one."""
         ids = {
             token: index
@@ -84,7 +86,7 @@ class StoredVocabulary:
 
 
 def vocabulary_of(reader: Any) -> StoredVocabulary:
-    """What a file says of its tokenizer. Raises FormatError where there are no tokens, or too few kinds."""
+    """Read the tokens of a file. Raises FormatError where there are no tokens, or too few kinds."""
     start = "tokenizer.ggml."
     values = {key.removeprefix(start): f.contents() for key, f in reader.fields.items() if key.startswith(start)}
     tokens, name = values.pop("tokens", None), reader.get_field("general.name")
@@ -128,7 +130,7 @@ def write_tokenizer_files(reader: Any, folder: Path, rows: int, longest: int | N
         tokenizer = Tokenizer.from_str(json.dumps(described))
     except Exception as error:  # noqa: BLE001 - of a library in another language, for any contradiction
         raise FormatError(f"Its vocabulary is none: {error}.") from None
-    for token, index in vocabulary.held.items():
+    for token, index in vocabulary.ids.items():
         if tokenizer.token_to_id(token) != index:
             raise FormatError(f"Its token {token!r:.60} cannot have the id {index} beside the others.")
     named = {f"{parts[0]}_token": vocabulary.special(KEYS.get(key, key)) for key, parts in PARTS.items()}
@@ -202,7 +204,7 @@ def _byte_level(vocabulary: StoredVocabulary) -> dict[str, Any]:
     rule = _rule(vocabulary)
     model = {
         "type": "BPE",
-        "vocab": vocabulary.held,
+        "vocab": vocabulary.ids,
         "merges": _merges(vocabulary),
         "ignore_merges": rule.ignore_merges,
         "byte_fallback": False,
@@ -254,7 +256,7 @@ def _merges(vocabulary: StoredVocabulary) -> list[tuple[str, str]]:
 
 
 def _sentencepiece_bpe(vocabulary: StoredVocabulary) -> dict[str, Any]:
-    scores, ids = vocabulary.scores(), vocabulary.held
+    scores, ids = vocabulary.scores(), vocabulary.ids
     pieces = {
         token: scores[index]
         for token, index in ids.items()
@@ -293,8 +295,8 @@ def _sentencepiece_bpe(vocabulary: StoredVocabulary) -> dict[str, Any]:
 
 
 def _unigram(vocabulary: StoredVocabulary) -> dict[str, Any]:
-    if len(vocabulary.held) != len(vocabulary.tokens):
-        filled = next(index for index, token in enumerate(vocabulary.tokens) if token not in vocabulary.held)
+    if len(vocabulary.ids) != len(vocabulary.tokens):
+        filled = next(index for index, token in enumerate(vocabulary.tokens) if token not in vocabulary.ids)
         tokens = vocabulary.tokens[:filled]  # those that fill up come last
     else:
         tokens = vocabulary.tokens

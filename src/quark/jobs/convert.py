@@ -68,7 +68,7 @@ class ConversionJob:
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """What was made of a model.
+    """A model in another format.
 
     Attributes:
         path: What a program opens.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ from quark.torch.checkpoint.shards import (
 )
 from quark.torch.checkpoint.sources.origins import part_of
 from quark.torch.model.meta_model import build_skeleton
-from quark.torch.model.model_folder import import_transformers
-from quark.torch.model.names import OtherForm, other_forms
+from quark.base.libraries.transformers import import_transformers
+from quark.torch.model.names import other_forms
 from quark.torch.model.passes import UnfusedExperts, undo
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
 from quark.torch.writers.gguf.import_file import TensorReader, named_tensors
@@ -162,7 +163,7 @@ def _of_config(file: Path, reader: Any, folder: Path, config: Any, dtype: torch.
 
 
 def _generation_config(reader: Any, config: Any) -> Any:
-    """What ends a generated text: the token of the end of text, and those of a turn and of a message."""
+    """The generation config, with the tokens that end a text, a turn and a message."""
     fields = (reader.get_field(f"tokenizer.ggml.{key}_token_id") for key in ("eos", *ENDS))
     ends = list(dict.fromkeys(int(field.contents()) for field in fields if field is not None))
     eos = ends if len(ends) > 1 else next(iter(ends), None)
@@ -222,11 +223,11 @@ class FloatTensors:
         return whole
 
     def holds_floats(self) -> bool:
-        """Whether the types of the model hold what the file has in float, to the bit."""
+        """True where the types of the model hold what the file has in float, to the bit."""
         return all(_holds(each) for each in self._readers.values() if each.tensor.tensor_type.name in FLOATS)
 
     def holds_all(self) -> bool:
-        """Whether they hold the values of all tensors: those of blocks are not looked at one by one."""
+        """True where they hold the values of all tensors; the values of blocks are not looked at one by one."""
         # The values of MXFP4 are powers of two times a few bits.
         whole = {torch.bfloat16: {"MXFP4"}, torch.float32: {t.tensor.tensor_type.name for t in self._readers.values()}}
         kinds = {each.tensor.tensor_type.name for each in self._readers.values()}
@@ -235,9 +236,18 @@ class FloatTensors:
     def create(self, folder: Path) -> None:
         """Make the safetensors files of a folder, under their names in published checkpoints, without values."""
         forms = other_forms(self.model)
-        self._entries = [self._converted(form) for form in forms]
+        self._entries = [
+            (
+                form.members[0],
+                partial(self._in_form, form),
+                form.convert([self._like[x].to("meta") for x in form.members]),
+            )
+            for form in forms
+        ]
         apart = {name for form in forms for name in form.members}
-        plain = entries(self.model, "reorder", True, plain=self._entry)
+        plain = entries(
+            self.model, "reorder", True, plain=lambda name, x: (name, lambda: {"": self.read(name)}, {"": x})
+        )
         self._entries += [entry for entry in plain if entry[0] not in apart]
         self._named = names_in_file(self.model, forms=forms)
         self._places = create_shards(folder, stored_shapes(self._entries, self._named))
@@ -247,17 +257,12 @@ class FloatTensors:
         for name, make, _ in progress(self._entries, "read", total=len(self._entries)):
             write_entry(name, make(), self._places, self._named)
 
-    def _entry(self, name: str, tensor: torch.Tensor) -> Entry:
-        return name, lambda: {"": self.read(name)}, {"": tensor}
-
-    def _converted(self, form: OtherForm) -> Entry:
-        """What a file holds in the place of some tensors of the model."""
-        like = form.convert([self._like[name].to("meta") for name in form.members])
-        return form.members[0], lambda: form.convert([self.read(name) for name in form.members]), like
+    def _in_form(self, form: OtherForm) -> dict[str, torch.Tensor]:
+        return form.convert([self.read(name) for name in form.members])
 
 
 def _holds(reader: TensorReader) -> bool:
-    """Whether the type of a tensor of the model holds its values, to the bit."""
+    """True where the type of a tensor of the model holds its values, to the bit."""
     dtype, stored = reader.dtype, reader.tensor.tensor_type.name
     # Where values of a model were rounded on the way into the file, they are again on the way back.
     if not reader.is_exact or dtype in (None, torch.float32) or (FLOAT_TYPES[dtype] == stored and not reader.adds_one):

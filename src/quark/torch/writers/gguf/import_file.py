@@ -74,7 +74,7 @@ def import_opened(model: nn.Module, path: Path, reader: Any) -> nn.Module:
 
 
 def is_coded(name: str, config: QConfig) -> bool:
-    """Whether a tensor of a model is a weight that a config quantizes."""
+    """True for a tensor of a model that is a weight which a config quantizes."""
     parent, _, leaf = name.rpartition(".")
     return leaf == "weight" and parent in config.layer_quant_config
 
@@ -168,7 +168,7 @@ class TensorReader:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the values that a model had are read back to the bit."""
+        """True where the values that a model had are read back to the bit."""
         return self.change is None or self.change.exact
 
     def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
