@@ -41,7 +41,7 @@ from quark.torch.checkpoint.shards import (
 from quark.torch.checkpoint.sources.origins import part_of
 from quark.torch.model.meta_model import build_skeleton
 from quark.base.libraries.transformers import import_transformers
-from quark.torch.model.names import other_forms
+from quark.torch.model.names import OtherForm, other_forms
 from quark.torch.model.passes import UnfusedExperts, undo
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
 from quark.torch.writers.gguf.import_file import TensorReader, named_tensors

@@ -178,16 +178,7 @@ class TensorReader:
             FormatError: The type of its blocks is not known.
             NonFiniteError: A value, or the scale of a block, is NaN or infinite.
         """
-        dtype, kind = dtype or self.dtype, self.tensor.tensor_type.name
-        value = torch.from_numpy(_data_of(self.tensor, self.expert).copy())
-        if kind == "BF16":
-            value = value.view(torch.bfloat16)
-        if kind in (*DTYPES, *SPECS) and not _is_finite(value, kind):
-            raise NonFiniteError(
-                f"{self.tensor.name} of the file, {self.name} of the model, has NaN or infinite values."
-            )
-        if self.order is not None:
-            value = value[torch.argsort(self.order)]
+        dtype, kind, value = dtype or self.dtype, self.tensor.tensor_type.name, self._stored()
         if self.dtype is not None and kind not in DTYPES:
             assert dtype is not None
             try:
@@ -205,6 +196,17 @@ class TensorReader:
             if not bool(torch.isfinite(value).all()):
                 raise NonFiniteError(f"{self.tensor.name} of the file has values that no {dtype} holds.")
         return value.t().contiguous() if self.flipped else value
+
+    def _stored(self) -> torch.Tensor:
+        """The numbers of the file, or bytes of blocks, with rows in the order of the model. Raises NonFiniteError."""
+        value, kind = torch.from_numpy(_data_of(self.tensor, self.expert).copy()), self.tensor.tensor_type.name
+        if kind == "BF16":
+            value = value.view(torch.bfloat16)
+        if kind in (*DTYPES, *SPECS) and not _is_finite(value, kind):
+            raise NonFiniteError(
+                f"{self.tensor.name} of the file, {self.name} of the model, has NaN or infinite values."
+            )
+        return value if self.order is None else value[torch.argsort(self.order)]
 
 
 PIECE = 1 << 22
