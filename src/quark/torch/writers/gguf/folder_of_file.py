@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from quark.base.libraries.transformers import import_transformers
 from quark.base.log import logger
 from quark.base.progress import progress
 from quark.errors import FormatError, NotSupportedError, QuarkError, as_format_error
@@ -40,7 +41,6 @@ from quark.torch.checkpoint.shards import (
 )
 from quark.torch.checkpoint.sources.origins import part_of
 from quark.torch.model.meta_model import build_skeleton
-from quark.base.libraries.transformers import import_transformers
 from quark.torch.model.names import OtherForm, other_forms
 from quark.torch.model.passes import UnfusedExperts, undo
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
