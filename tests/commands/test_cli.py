@@ -342,7 +342,7 @@ BAD = {
     "no calibration text": (QUANTIZE + "--scheme int8 --calib {missing}", "is not there"),
     "empty calibration text": (QUANTIZE + "--scheme int8 --calib {empty_text}", "0 tokens"),
     "calibration text in Latin-1": (QUANTIZE + "--scheme int8 --calib {latin1}", "UTF-8"),
-    "no calibration sample": (QUANTIZE + "--scheme int8 --calib {text} --samples 0", "greater than or equal to 1"),
+    "no calibration sample": (QUANTIZE + "--scheme int8 --calib {text} --samples 0", "Invalid value for '--samples'"),
     "negative samples": (QUANTIZE + "--scheme int8 --calib {text} --samples -1", "samples"),
     "no tokenizer": ("quantize {no_tokenizer} --scheme int8 --calib {text} -o {out}", "no_tokenizer"),
     "group size": ("quantize {opt} --scheme int4_wo_128 -o {out}", "group_size 128 does not divide"),

@@ -293,7 +293,7 @@ def test_a_bad_recipe_is_one_clear_line(name: str, tmp_path: Path, monkeypatch: 
         (["good.yaml"], 2, "does not say where the output goes. Possible: -o PATH"),
         (["good.yaml", "word", "-o", "out"], 2, "(word)"),
         (["good.yaml", "--smaples", "3", "-o", "out"], 2, "--smaples"),
-        (["good.yaml", "--samples", "0", "-o", "out"], 2, "greater than or equal to 1"),
+        (["good.yaml", "--samples", "0", "-o", "out"], 2, "Invalid value for '--samples'"),
         (["good.yaml", "-o", "out"], 1, "llama is no model folder"),
     ],
 )
