@@ -194,13 +194,37 @@ def _hold_attention(model: nn.Module, form: Format) -> None:
 
 def _hold_stored(layer: QuantLayer, role: str, form: Format, pack_method: str, real: bool) -> None:
     quantizer = layer.quantizer(role)
-    if not isinstance(quantizer, FakeQuantize):
-        return
-    parameter: torch.Tensor = getattr(layer, role)
-    layout = form.make_layout(quantizer.spec, layer.spec, parameter.dtype, pack_method, real)
-    tensors = stored_like(layout, layout.spec, parameter, parameter.device)
+    if isinstance(quantizer, FakeQuantize):
+        x: torch.Tensor = getattr(layer, role)
+        layout = form.make_layout(quantizer.spec, layer.spec, x.dtype, pack_method, real)
+        _hold_tensors(layer, role, layout, stored_like(layout, layout.spec, x, x.device))
+
+
+def hold_codes(layer: QuantLayer) -> None:
+    """Let a layer whose weight and bias have scales hold what a quark folder stores of them, in the place of floats.
+
+    A layer on the meta device gets what it would hold, without values.
+    """
+    form = FORMATS["quark"]
+    for role in ("weight", "bias"):
+        quantizer = layer.quantizer(role)
+        if not isinstance(quantizer, FakeQuantize):
+            continue
+        x: torch.Tensor = getattr(layer, role).detach()
+        if x.is_meta:
+            _hold_stored(layer, role, form, "reorder", real=True)
+        else:
+            layout = form.make_layout(quantizer.spec, layer.spec, x.dtype, "reorder", True)
+            stored = layout.store(x, quantizer.params)
+            # Of a view across another tensor as a file would give it back: products sum in the order of memory.
+            _hold_tensors(layer, role, layout, {suffix: tensor.contiguous() for suffix, tensor in stored.items()})
+
+
+def _hold_tensors(layer: QuantLayer, role: str, layout: Layout, tensors: Tensors) -> None:
+    """Put the stored tensors of a weight or bias, and what decodes them, in the place of the float tensor."""
+    shape = tuple(getattr(layer, role).shape)
     setattr(layer, role, nn.Parameter(tensors[""], requires_grad=False))
-    layer.add_module(f"{role}_quantizer", StoredTensor(layout, tuple(parameter.shape), tensors))
+    layer.add_module(f"{role}_quantizer", StoredTensor(layout, shape, tensors))
     _register_extras(layer, role, tensors)
 
 

@@ -68,10 +68,7 @@ def _map_to_quark(
     # transformers makes up what is missing, and casts what is of another dtype: all is checked before it loads.
     stored_tensors(model, FORMATS["quark"], read_tensors(files), saved_dtype(folder), partial=True)
     _receive_merged(model, stored)
-    for name, module in model.named_modules():
-        around: Any = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(module, UnfusedExperts) and not any(True for _ in around.parameters(recurse=False)):
-            has_values(around)  # Qwen 3 Omni would draw the merged weights, which are not there, from it
+    keep_from_drawing(model, [name for name, module in model.named_modules() if isinstance(module, UnfusedExperts)])
     return model
 
 
@@ -87,6 +84,17 @@ def _receive_merged(model: nn.Module, stored: Mapping[str, str]) -> None:
     for name, block in blocks.items():
         kinds = [kind for kind in KINDS if merged_as(f"{name}{kind}", rules)[1] is not None]
         ReceivingExperts.stack(block, [kind for kind in kinds if kind or name in merged])
+
+
+def keep_from_drawing(model: nn.Module, blocks: Iterable[str]) -> None:
+    """Let transformers pass over the modules around unfused experts when it draws what files lack.
+
+    Qwen 3 Omni would draw the merged weights from there, which are not in them.
+    """
+    for name in blocks:
+        around: Any = model.get_submodule(name.rpartition(".")[0])
+        if not any(True for _ in around.parameters(recurse=False)):
+            has_values(around)
 
 
 def _refuse_scales(model: Any, stored: Mapping[str, str]) -> None:

@@ -6,7 +6,7 @@ checkpoint is written under the published names: those are what runtimes read.
 
     published_names, layers_published      module -> published checkpoint
     other_forms, names_of_files            the same of what a checkpoint holds in other tensors: experts one by one
-    source_names, loaded_as, merged_names  file -> module, as transformers renames and merges
+    source_names, loaded_as, loaded_into, merged_names  file -> module, as transformers renames and merges
     converted_as                           file -> the tensors of a module that transformers makes of several, or turns
     names_in, layers_in_model              file -> module of any class, experts by their numbers
     names_elsewhere, models_of_other_classes           the classes beside the model's own by which one folder is loaded
@@ -20,6 +20,7 @@ from quark.torch.model.names.in_model import (
     converted_as,
     layers_in_model,
     loaded_as,
+    loaded_into,
     merged_names,
     names_in,
     source_names,
@@ -40,6 +41,7 @@ __all__ = [
     "layers_in_model",
     "layers_published",
     "loaded_as",
+    "loaded_into",
     "merged_names",
     "models_of_other_classes",
     "names_elsewhere",

@@ -13,7 +13,7 @@ from quark.core.names.registry import Registry
 from quark.torch.layers.base import take_over_forward
 from quark.torch.layers.replace import set_submodule
 from quark.torch.model.passes.base import Pass, Wanted
-from quark.torch.model.passes.conv1d import conv1d_to_linear
+from quark.torch.model.passes.conv1d import as_linear, conv1d_to_linear
 from quark.torch.model.passes.unfuse_experts import UnfusedExperts, fused_blocks, other_experts, unfuse_experts
 
 PASSES: Registry[Pass] = Registry("pass")
@@ -50,10 +50,20 @@ def unconverted(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if is_conv1d(module)] + blocks
 
 
+def made_again(made: nn.Module, original: nn.Module) -> nn.Module:
+    """What a pass makes of the weights that a module has now.
+
+    Args:
+        made: What it made of the module before.
+        original: The module.
+    """
+    return UnfusedExperts(original, made.names) if isinstance(made, UnfusedExperts) else as_linear(original)
+
+
 def undo(model: nn.Module, originals: dict[str, nn.Module]) -> None:
     """Put back what `prepare` replaced."""
     for name, module in originals.items():
         set_submodule(model, name, module)
 
 
-__all__ = ["PASSES", "Pass", "UnfusedExperts", "Wanted", "prepare", "unconverted", "undo"]
+__all__ = ["PASSES", "Pass", "UnfusedExperts", "Wanted", "made_again", "prepare", "unconverted", "undo"]

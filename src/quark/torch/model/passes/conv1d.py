@@ -13,11 +13,12 @@ def conv1d_to_linear(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
     """Replace the Conv1D layers that are to be quantized; the weights are views of the old ones."""
     layers = {name: module for name, module in model.named_modules() if is_conv1d(module) and wanted(name)}
     for name, layer in layers.items():
-        set_submodule(model, name, _linear(layer))
+        set_submodule(model, name, as_linear(layer))
     return layers
 
 
-def _linear(conv: nn.Module) -> nn.Linear:
+def as_linear(conv: nn.Module) -> nn.Linear:
+    """The linear layer of a Conv1D; its weight is a view."""
     weight, bias = conv.weight, conv.bias
     assert isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter)
     linear = linear_of(weight.detach().t(), bias, weight.requires_grad).train(conv.training)
