@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.torch.config.tensor.shorthand_specs import *
     from quark.torch.config.tensor.tensor_config import *
     from quark.torch.flows.denoiser_costs import compare_denoisers as compare_denoisers
+    from quark.torch.flows.on_load.config import QuantizeOnLoad as QuantizeOnLoad
     from quark.torch.kernels import RuntimeOptions as RuntimeOptions
     from quark.torch.kernels import accelerate as accelerate
     from quark.torch.kernels import disable_native_inference as disable_native_inference
@@ -53,6 +54,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "quark.torch.config.llm_template": ("LLMTemplate",),
     "quark.torch.config.not_supported": ("ModelPruner",),
     "quark.torch.flows.denoiser_costs": ("compare_denoisers",),
+    "quark.torch.flows.on_load.config": ("QuantizeOnLoad",),
     "quark.torch.kernels": (
         "RuntimeOptions", "accelerate", "disable_native_inference", "enable_native_inference",
     ),
