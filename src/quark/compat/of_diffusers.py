@@ -15,26 +15,36 @@ from typing import Any
 
 TABLE = "diffusers.quantizers.auto"
 HOOK = "quark.torch.checkpoint.hooks.of_diffusers"
+ON_LOAD = "quark.torch.flows.on_load"
+"""Home of what quantizes float folders while they load."""
 
 
 def add_quark(table: Any) -> None:
-    """Put quark into the tables of diffusers, as classes that are read when a folder of quark's is loaded."""
-    table.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault("quark", _WhenUsed("QuarkNetworkConfig"))
-    table.AUTO_QUANTIZER_MAPPING.setdefault("quark", _WhenUsed("QuarkNetworkQuantizer"))
+    """Put quark into the tables of diffusers, as classes that are read when a network of quark's is loaded."""
+    configs, quantizers = table.AUTO_QUANTIZATION_CONFIG_MAPPING, table.AUTO_QUANTIZER_MAPPING
+    configs.setdefault("quark", _WhenUsed(HOOK, "QuarkNetworkConfig"))
+    quantizers.setdefault("quark", _WhenUsed(HOOK, "QuarkNetworkQuantizer"))
+    configs.setdefault("quark_on_load", _WhenUsed(f"{ON_LOAD}.config", "QuantizeOnLoad"))
+    quantizers.setdefault("quark_on_load", _WhenUsed(f"{ON_LOAD}.of_diffusers", "QuarkOnLoadNetworkQuantizer"))
 
 
 class _WhenUsed:
     """A class that is imported when it is called: it needs torch, and the class of diffusers that it derives from."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, home: str, name: str) -> None:
+        self.home, self.name = home, name
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return getattr(import_module(HOOK), self.name)(*args, **options)
+        return getattr(import_module(self.home), self.name)(*args, **options)
+
+    def __instancecheck__(self, config: Any) -> bool:
+        # Of configs for the components of a pipeline diffusers asks which entry of the table they are of.
+        home = sys.modules.get(self.home)
+        return home is not None and isinstance(config, getattr(home, self.name))
 
     def from_dict(self, stored: Any, **options: Any) -> Any:
         """As diffusers asks a class of configs."""
-        return getattr(import_module(HOOK), self.name).from_dict(stored, **options)
+        return getattr(import_module(self.home), self.name).from_dict(stored, **options)
 
 
 class AfterDiffusers(MetaPathFinder):

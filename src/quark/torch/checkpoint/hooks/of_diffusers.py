@@ -103,7 +103,7 @@ class QuarkNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         mark_loaded(model, config, "quark")
         # diffusers makes up what is missing, and casts what is of another dtype: all is checked before it loads.
         stored_tensors(model, FORMATS["quark"], read_tensors(self._files), self._dtype)
-        _keep_codes_apart(model)
+        keep_codes_apart(model)
         find = name_in(model)
         self._places = {name: find(name) or name for name in self._names}
         self._names[:] = self._places.values()
@@ -144,10 +144,7 @@ class QuarkNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             module._buffers[leaf] = tensor
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
-        """Take tensors out of the mapped file that lie there as no allocator puts them: CPUs round sums otherwise."""
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
-                tensor.data = tensor.data.clone()
+        align_tensors(model)
         return model
 
     @property
@@ -161,7 +158,14 @@ class QuarkNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return False
 
 
-def _keep_codes_apart(model: nn.Module) -> None:
+def align_tensors(model: nn.Module) -> None:
+    """Take tensors out of the mapped file that lie there as no allocator puts them: CPUs round sums otherwise."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()
+
+
+def keep_codes_apart(model: nn.Module) -> None:
     """Let codes be buffers: networks cast their inputs to the type of the first parameter of a part of theirs."""
     for layer in quantized_layers(model).values():
         for leaf, value in list(layer._parameters.items()):
