@@ -30,6 +30,7 @@ EXTRAS_OF = {
     "report/": {"report"},
     "torch/": {"torch"},
     "torch/checkpoint/hooks/of_diffusers.py": {"torch", "diffusers"},
+    "torch/flows/on_load/of_diffusers.py": {"torch", "diffusers"},
     "torch/diffusion/": {"torch", "diffusers"},
     "torch/flows/adapters.py": {"torch", "peft"},
     "torch/writers/gguf/": {"torch", "gguf"},
