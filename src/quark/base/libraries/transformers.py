@@ -63,6 +63,10 @@ NAMES = (
     Name(
         "quantizers.base", "MODULES_TO_PATCH_FOR_QUANTIZATION", "experts that are taken apart before they are loaded",
     ),
+    Name("quantizers.base", "HfQuantizer.param_needs_quantization", "quantizing while a model is loaded"),
+    Name("quantizers.base", "HfQuantizer.get_quantize_ops", "quantizing while a model is loaded"),
+    Name("quantizers.auto", "register_quantizer", "quantizing while a model is loaded"),
+    Name(_NAMES, "ConversionOps", "quantizing while a model is loaded"),
     Name("utils.chat_template_utils", "render_jinja_template", "conversations as texts"),
     Name("utils.hub", "cached_file", "the folder of a name"),
 )  # fmt: skip

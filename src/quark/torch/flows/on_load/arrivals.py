@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from quark.base.json_objects import plain_json
+from quark.base.libraries.transformers import may_be_missing, tied_weights
 from quark.base.log import logger
 from quark.base.memory_and_disk import give_back_memory
 from quark.errors import FormatError, NotSupportedError
@@ -130,7 +131,7 @@ class Arrivals:
         Args:
             present: Names that the files have tensors for; those that get one by a tie are added.
         """
-        ties: Mapping[str, str] = getattr(self.model, "all_tied_weights_keys", None) or {}
+        ties = tied_weights(self.model)
         groups: dict[str, list[str]] = {}
         for name, source in ties.items():
             groups.setdefault(source, [source]).append(name)
@@ -145,7 +146,7 @@ class Arrivals:
 
     def _check_present(self, folder: Path, present: set[str]) -> None:
         """Raise FormatError where files lack a parameter of a layer to quantize, or of their own class any."""
-        made_up = getattr(self.model, "_keys_to_ignore_on_load_missing", None) or ()
+        made_up = may_be_missing(self.model)
         parameters = [name for name, tensor in self._own.items() if isinstance(tensor, nn.Parameter)]
         wanted = [name for name in parameters if self._is_own_class or self._waits_for(name)]
         lacking = [name for name in wanted if name not in present]

@@ -1,10 +1,6 @@
 """The quantizer of transformers that quantizes each layer when its tensors have been read.
 
     from_pretrained(folder, quantization_config=QuantizeOnLoad("int8_wo"))
-
-All that is asked of transformers beside its documented `HfQuantizer` stands in this file: `ConversionOps`, which gets
-a tensor that was read, `_is_hf_initialized`, which says that a module or tensor has its values, and
-`all_tied_weights_keys`.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quanti
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationMethod, QuarkConfig
 
+from quark.base.libraries.transformers import has_values
 from quark.errors import NotSupportedError
 from quark.torch.checkpoint.hooks.of_transformers import keep_from_drawing
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
@@ -149,9 +146,9 @@ class _LookedThrough(dict[str, torch.Tensor]):
 def _mark(module: nn.Module) -> None:
     """Keep transformers from drawing random values for a module that has its own."""
     for part in module.modules():
-        part._is_hf_initialized = True  # type: ignore[assignment]
+        has_values(part)
     for tensor in (*module.parameters(), *module.buffers()):
-        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+        has_values(tensor)
 
 
 def register(method: str) -> None:
