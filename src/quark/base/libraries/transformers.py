@@ -22,6 +22,8 @@ OLDEST = "5.5"
 Rules = tuple[Sequence[Any], Sequence[Any]]
 """Renamings, and mergers, of a model."""
 
+DECODES_EXPERTS = "5.14"
+"""The first version that decodes experts of compressed-tensors folders; older ones take codes for values."""
 APART = "5.21"
 """The first version that merges weights of experts alone; older ones merge all tensors whose names begin as theirs."""
 
@@ -89,6 +91,11 @@ def import_transformers() -> Any:
 def transformers_version() -> str:
     """The installed version."""
     return version("transformers")
+
+
+def decodes_experts() -> bool:
+    """Tell if the installed version decodes experts of compressed-tensors folders; true where none is installed."""
+    return not is_transformers_version_lower(DECODES_EXPERTS)
 
 
 def loaded(module: str) -> ModuleType | None:

@@ -1,6 +1,6 @@
 """The quantizer of transformers that quantizes each layer when its tensors have been read.
 
-    from_pretrained(folder, quantization_config=QuantizeOnLoad("int8_wo"))
+from_pretrained(folder, quantization_config=QuantizeOnLoad("int8_wo"))
 """
 
 from __future__ import annotations

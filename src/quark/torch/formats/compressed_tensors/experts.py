@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from quark.base.libraries.transformers import DECODES_EXPERTS, decodes_experts, transformers_version
 from quark.core.granularity import PerChannel, PerTensor
 from quark.core.names.patterns import matches
 from quark.core.spec import LayerSpec
@@ -38,6 +39,12 @@ def check_experts(folder: Folder) -> None:
 def undecoded_experts(folder: Folder) -> str | None:
     """What transformers does with experts that it does not decode, a sentence; None where it decodes all."""
     specs = {folder.specs[layer] for layers in folder.experts.values() for layer in layers if layer in folder.specs}
+    if specs and not decodes_experts():
+        return (
+            f"transformers {transformers_version()}, which is installed here, computes with wrong weights of experts "
+            f"from compressed-tensors folders. vLLM and quark read them. For transformers: {DECODES_EXPERTS} or newer, "
+            "or the quark format."
+        )
     fault = "of several schemes" if len(specs) > 1 else next(filter(None, map(_undecoded, specs)), None)
     if fault is None:
         return None
