@@ -1,5 +1,5 @@
-# make demo | test | test-all | contracts | coverage | check | docs | bench | gpu | fingerprint | fuzz | kill | release, each from a
-# bare clone; test is for the edit loop.
+# make demo | test | test-all | contracts | coverage | stacks | check | docs | bench | gpu | fingerprint | fuzz | kill | release,
+# each from a bare clone; test is for the edit loop.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY ?= passive
 
 DOCS_STAMP := $(VENV)/.docs-installed
 
-.PHONY: demo test test-all contracts check coverage docs bench gpu fingerprint fuzz kill release format clean
+.PHONY: demo test test-all contracts check coverage stacks docs bench gpu fingerprint fuzz kill release format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -25,14 +25,21 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(TEST)
+	$(BIN)/python -m tests.stacks oldest --touching --numprocesses 2 --dist worksteal
 
 # All slow tests, of which `make test-all` runs a small part: every scheme, algorithm and family. Hours.
 contracts: $(STAMP)
 	$(TEST) --every-contract -m slow
 
+# The everyday tests with the versions of packages that servers ask for, and with the oldest and the newest of all; STACKS=vllm
+# for one of them. Twenty minutes each.
+stacks: $(STAMP)
+	$(BIN)/python -m tests.stacks $(STACKS) --numprocesses 2 --dist worksteal
+
 # As test-all, and the share of the lines that the tests reach, which must not fall.
 coverage: $(STAMP)
 	$(TEST) --cov=quark --cov-report=
+	$(BIN)/python -m tests.stacks oldest --touching --numprocesses 2 --dist worksteal
 	$(BIN)/coverage report --sort=miss --skip-covered
 
 check: $(STAMP)

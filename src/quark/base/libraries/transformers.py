@@ -22,8 +22,9 @@ OLDEST = "5.5"
 Rules = tuple[Sequence[Any], Sequence[Any]]
 """Renamings, and mergers, of a model."""
 
-DECODES_EXPERTS = "5.14"
-"""The first version that decodes experts of compressed-tensors folders; older ones take codes for values."""
+DECODES_EXPERTS = "5.16"
+"""The first version that decodes all experts of compressed-tensors folders: 5.12 takes codes for values, 5.14 knows no
+FP8 among them."""
 APART = "5.21"
 """The first version that merges weights of experts alone; older ones merge all tensors whose names begin as theirs."""
 

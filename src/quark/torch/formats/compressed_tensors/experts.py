@@ -41,9 +41,9 @@ def undecoded_experts(folder: Folder) -> str | None:
     specs = {folder.specs[layer] for layers in folder.experts.values() for layer in layers if layer in folder.specs}
     if specs and not decodes_experts():
         return (
-            f"transformers {transformers_version()}, which is installed here, computes with wrong weights of experts "
-            f"from compressed-tensors folders. vLLM and quark read them. For transformers: {DECODES_EXPERTS} or newer, "
-            "or the quark format."
+            f"transformers {transformers_version()}, which is installed here, does not decode all experts from "
+            "compressed-tensors folders: it fails, or computes with wrong weights. vLLM and quark read them. For "
+            f"transformers: {DECODES_EXPERTS} or newer, or the quark format."
         )
     fault = "of several schemes" if len(specs) > 1 else next(filter(None, map(_undecoded, specs)), None)
     if fault is None:
