@@ -7,18 +7,33 @@ from typing import Any
 
 import onnxruntime
 
+from quark.onnx.graph.sessions import integer_kernels_are_exact
+
+
+def exact_options() -> onnxruntime.SessionOptions:
+    """The defaults where integer kernels are exact; else decoded values, so that what the file says is measured.
+
+    Integer operators that a file has by name (MatMulInteger, DynamicQuantizeLSTM) get uint8 weights there.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if not integer_kernels_are_exact():
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
+        options.add_session_config_entry("session.x64quantprecision", "1")
+    return options
+
 
 def session(file: Path) -> Any:
     """With the defaults."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    options = exact_options()
+    options.intra_op_num_threads = 1
     return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
 
 def exact_session(file: Path) -> Any:
     """Computing what the file says: floats stay float32, float weights and biases of a Conv are not rounded."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    options = exact_options()
+    options.intra_op_num_threads = 1
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     kept = ["WeightBiasQuantization"]
     return onnxruntime.InferenceSession(

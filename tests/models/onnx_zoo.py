@@ -10,6 +10,8 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
+from tests.models.onnx_sessions import exact_options
+
 Array = np.ndarray[Any, Any]
 
 
@@ -124,8 +126,7 @@ def stored(model: onnx.ModelProto) -> dict[str, Array]:
 
 def run(model: onnx.ModelProto | str, feed: dict[str, Array], optimise: bool = True) -> Array:
     """First output of a model in stock ONNX Runtime."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options = exact_options()
     if not optimise:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     source = model if isinstance(model, str) else model.SerializeToString()
@@ -371,8 +372,8 @@ def feed(model: onnx.ModelProto, seed: int = 1, open_size: int = 3) -> dict[str,
 
 def outputs(model: onnx.ModelProto | str, sample: dict[str, Array], optimise: bool = False) -> list[Array]:
     """Every output of a model in stock ONNX Runtime, without graph optimisation."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    options = exact_options()
+    options.intra_op_num_threads = 1
     if not optimise:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     source = model if isinstance(model, str) else model.SerializeToString()

@@ -104,9 +104,11 @@ def test_not_worse_than_onnxruntimes_own_quantizer(kind: str, model: str, tmp_pa
     ours = quantized(
         Settings(SpecSettings(LayerSpec(weight=CHANNEL if unsigned else S8, input=U8 if unsigned else S8))), make, feeds
     )
-    feed = feeds()[0]
-    reference = run(make(), feed)
-    assert sqnr(reference, run(ours, feed)) >= sqnr(reference, run(str(theirs), feed)) - 0.2
+    # All samples: of a single one, a product that falls on the other side of a tie is half a dB.
+    reference, our_outputs, their_outputs = (
+        np.concatenate([run(each, feed) for feed in feeds()]) for each in (make(), ours, str(theirs))
+    )
+    assert sqnr(reference, our_outputs) >= sqnr(reference, their_outputs) - 0.2
 
 
 def _folded(model: onnx.ModelProto) -> Any:

@@ -133,7 +133,7 @@ class ModelQuantizer:
             NonFiniteError: A weight or an activation has NaN or infinity.
             QuarkError: Any other reason; its message says what to do. No file is written after an error.
         """
-        from quark.onnx.evaluation.cpu_price import cpu_price, in_integers_unasked
+        from quark.onnx.evaluation.cpu_price import cpu_price, in_integers_unasked, saturating_layers
         from quark.onnx.search.lost_outputs.damage import SpreadSamples
         from quark.onnx.search.settle import check_algorithms, quantize
 
@@ -150,7 +150,7 @@ class ModelQuantizer:
                     reader = repeatable(reader, model, settings)
                 model = quantize(model, settings, reader, None if kept is None else kept.outputs)
                 self.metrics = _metrics(source.model, model, settings, reader) if settings.metrics else None
-            notes = [cpu_price(model, settings), in_integers_unasked(model, settings)]
+            notes = [note(model, settings) for note in (cpu_price, in_integers_unasked, saturating_layers)]
             written = self._written(model, model_output, source)
         if not settings.crypto:
             logger.info("Model quantization has been completed.")
@@ -201,6 +201,7 @@ class ModelQuantizer:
             CalibrationError: Fewer than four samples, or none.
             QuarkError: See its children; no file is written then.
         """
+        from quark.onnx.evaluation.cpu_price import saturating_layers
         from quark.onnx.search.history import duration
         from quark.onnx.search.lost_outputs.damage import SpreadSamples
         from quark.onnx.search.recovery.search import recover
@@ -220,7 +221,11 @@ class ModelQuantizer:
                     quick=quick, allow_wider=allow_wider,
                     rival=_rival(model, without_samples), weights=_weights(model, weights_alone),
                 )  # fmt: skip
-            return replace(found, model=self._written(model, model_output, source))
+            note = saturating_layers(model, self.settings)
+            found = replace(found, model=self._written(model, model_output, source))
+        if note and not self.settings.crypto:
+            logger.info(note)
+        return found
 
     def _written(
         self, model: ir.Model, output: str | os.PathLike[str] | None, source: _Source

@@ -107,6 +107,20 @@ def kernel_weights(made: onnx.ModelProto) -> dict[str, Array]:
     return result
 
 
+def in_exact_kernels(made: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with int8 weights of DynamicQuantizeLSTM as uint8 ones of equal values: sums with int8 need VNNI."""
+    changed, names = onnx.ModelProto(), set[str]()
+    changed.CopyFrom(made)
+    bodies = [attribute.g for node in changed.graph.node for attribute in node.attribute if attribute.HasField("g")]
+    for node in (node for graph in (changed.graph, *bodies) for node in graph.node):
+        names |= {node.input[i] for i in (1, 2, 9, 11)} if node.op_type == "DynamicQuantizeLSTM" else set()
+    for tensor in (tensor for graph in (changed.graph, *bodies) for tensor in graph.initializer):
+        if tensor.name in names and tensor.data_type == TensorProto.INT8:
+            codes = numpy_helper.to_array(tensor).astype(np.int16) + 128
+            tensor.CopyFrom(numpy_helper.from_array(codes.astype(np.uint8), tensor.name))
+    return changed
+
+
 AS_ASKED = {"RefineWeightScales": False}
 """No scales of channels where one was asked for, and would lose too much."""
 
@@ -128,7 +142,7 @@ def test_an_lstm_becomes_the_integer_kernel(directions: int, per_channel: bool, 
         # Half a step, and what the zero point is rounded by.
         bound = step.reshape(directions, -1, 1) * (0.501 if kind is QuantType.QInt8 else 1.001)
         assert (np.abs(decoded - stored(source)[name]) <= bound).all()
-    for expected, got in zip(outputs(source, sequence()), outputs(made, sequence()), strict=True):
+    for expected, got in zip(outputs(source, sequence()), outputs(in_exact_kernels(made), sequence()), strict=True):
         assert sqnr(expected, got) > 25
 
 
@@ -276,4 +290,4 @@ def test_an_lstm_in_both_branches_with_weights_from_around_is_written_once() -> 
     assert [[n.op_type for n in body.node] for body in bodies] == [["DynamicQuantizeLSTM"]] * 2
     for chosen in (True, False):
         feed = {**sequence(), "c": np.array(chosen)}
-        assert sqnr(outputs(around, feed)[0], outputs(made, feed)[0]) > 25
+        assert sqnr(outputs(around, feed)[0], outputs(in_exact_kernels(made), feed)[0]) > 25

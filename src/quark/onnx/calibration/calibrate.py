@@ -48,7 +48,7 @@ from quark.onnx.calibration.statistics import (
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import is_constant, split_weights
 from quark.onnx.graph.proto_file import reason
-from quark.onnx.graph.sessions import ask_for, run_sample, session_over
+from quark.onnx.graph.sessions import DECODED, ask_for, integer_kernels_are_exact, run_sample, session_over
 from quark.onnx.operators import RULES, rule_of
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.dual_pairs import REQUANTIZED, source_name
@@ -420,6 +420,8 @@ def _open(
     options.enable_mem_pattern = False
     # An arena is faster, and keeps for each session what it once had.
     options.enable_cpu_mem_arena = arena
+    if not integer_kernels_are_exact():
+        options.add_session_config_entry(*DECODED)
     if not prepack:
         options.add_session_config_entry("session.disable_prepacking", "1")
     # Threads that wait leave their core to the counting.

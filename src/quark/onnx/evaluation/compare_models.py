@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 import onnxruntime
 
+from quark.base.log import logger
 from quark.base.progress import progress
 from quark.core.array import NumpyArray
 from quark.core.metrics import ChannelFit, Comparison
@@ -23,10 +24,11 @@ from quark.errors import CalibrationError, ConfigError
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.padding import Padding, without_padding
 from quark.onnx.calibration.data.readers import samples
+from quark.onnx.evaluation.cpu_price import saturating_layers
 from quark.onnx.graph.model_file import read
 from quark.onnx.graph.output_parts import OutputPart, output_parts, parts_of
 from quark.onnx.graph.proto_file import read_header
-from quark.onnx.graph.sessions import ask_for, open_session, run_sample
+from quark.onnx.graph.sessions import ask_for, integer_kernels_are_exact, open_session, run_sample
 
 DECODED = "_DequantizeLinear_Output"
 OUTPUT = "_QuantizeLinear_Input"
@@ -118,7 +120,8 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
         CalibrationError: No data, or a sample that does not fit.
         FormatError: A file is no ONNX model, or does not load in ONNX Runtime.
 
-    Outputs come from the models as they run; layers from one more run of each, in which every tensor is an output.
+    Outputs come from the models as they run on this processor, and a line of the log says where its integer kernels
+    saturate; layers from one more run of each, in which every tensor is an output.
     Layers that were rotated (QuaRot) hold other values by intent: their rows say nothing; those of the outputs do.
     """
     models = (read_header(float_model), read_header(quantized))
@@ -138,6 +141,8 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
         count += 1
     if not count:
         raise CalibrationError("There is no data: at least one sample is needed.")
+    if note := saturating_layers(read(quantized)):
+        logger.info(note)
     seen = [layer for layer in layers.alike if layer.damage.count and math.isfinite(layer.damage.signal)]
     alike, others = _apart(outputs, unlike)
     return Report(count, alike, sorted(seen, key=lambda layer: layer.sqnr), latency, others)
@@ -162,13 +167,22 @@ class _Layers:
         models: Both; they get more outputs.
         folders: Where their weights lie.
         threads: Threads of each session.
+        in_float: Compute with decoded values, not in integer kernels.
     """
 
-    def __init__(self, models: Sequence[onnx.ModelProto], folders: Sequence[Path | None], threads: int) -> None:
+    def __init__(
+        self,
+        models: Sequence[onnx.ModelProto],
+        folders: Sequence[Path | None],
+        threads: int,
+        in_float: bool = False,
+    ) -> None:
         matched = match_layers(*(model.graph for model in models))
         self._layers, self._unlike = [layer for _, _, layer in matched], set[int]()
         self._tensors = ([a for a, _, _ in matched], [b for _, b, _ in matched])
-        self._sessions = [instrumented(*each, threads) for each in zip(models, folders, self._tensors, strict=True)]
+        self._sessions = [
+            instrumented(*each, threads, in_float) for each in zip(models, folders, self._tensors, strict=True)
+        ]
 
     def update(self, feed: Feed, padding: Padding | None = None) -> None:
         """Compare the layers on a sample, at its real positions."""
@@ -193,7 +207,8 @@ def damaged_layers(
         feeds: Samples.
     """
     protos = [read_header(each) if isinstance(each, Path) else each for each in (model, quantized)]
-    layers = _Layers(protos, [each.parent if isinstance(each, Path) else None for each in (model, quantized)], 1)
+    folders = [each.parent if isinstance(each, Path) else None for each in (model, quantized)]
+    layers = _Layers(protos, folders, 1, in_float=not integer_kernels_are_exact())
     reads, given = _reads(protos[0].graph), {value.name for value in protos[0].graph.input}
     for feed in feeds:
         layers.update(feed)
@@ -278,11 +293,11 @@ def source_of(name: str, made: Mapping[str, onnx.NodeProto]) -> str:
 
 
 def instrumented(
-    model: onnx.ModelProto, folder: Path | None, tensors: Sequence[str], threads: int
+    model: onnx.ModelProto, folder: Path | None, tensors: Sequence[str], threads: int, in_float: bool = False
 ) -> onnxruntime.InferenceSession:
     """A session that can give the tensors too."""
     ask_for(model, tensors)
-    return open_session(model, folder, threads)
+    return open_session(model, folder, threads, in_float=in_float)
 
 
 def _update(

@@ -8,6 +8,8 @@ Some layers that a file leaves in float, ONNX Runtime computes in integers all t
 weights reads a DequantizeLinear, and a QuantizeLinear alone reads what it gives (behind a Relu or Clip too), the
 runtime quantizes the weights itself as it loads the file, to int8 by their largest value, and takes its integer kernel
 (its pass WeightBiasQuantization). The file says nothing of it.
+
+A processor without VNNI adds two products of uint8 and int8 codes in 16 bits, where they saturate.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import onnx_ir as ir
 
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import is_constant
+from quark.onnx.graph.sessions import integer_kernels_are_exact
 
 LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add")
 
@@ -74,8 +77,7 @@ def in_integers_unasked(model: ir.Model, settings: Settings) -> str | None:
     Returns:
         A line for the log; None where nothing was excluded, all of it stays in float, or another runtime was named.
     """
-    elsewhere = settings.qdq.target_given and not settings.qdq.target.startswith("ort")
-    if elsewhere or not settings.specs.exclude:
+    if _runs_elsewhere(settings) or not settings.specs.exclude:
         return None
     names = [node.name or "" for node in model.graph if _is_absorbed(node)]
     if not names:
@@ -85,6 +87,11 @@ def in_integers_unasked(model: ir.Model, settings: Settings) -> str | None:
         "quantized: it rounds these weights to int8 when it loads the file. To keep a layer in float there, exclude "
         "the one before or behind it too."
     )
+
+
+def _runs_elsewhere(settings: Settings) -> bool:
+    """Whether the user named a runtime that is not ONNX Runtime."""
+    return settings.qdq.target_given and not settings.qdq.target.startswith("ort")
 
 
 def _is_absorbed(node: ir.Node) -> bool:
@@ -101,6 +108,58 @@ def _only_coded(value: ir.Value) -> bool:
     if len(readers) != 1 or value.is_graph_output():
         return False
     return _is(readers[0], "QuantizeLinear") or (_is(readers[0], *CLIPPING) and _only_coded(readers[0].outputs[0]))
+
+
+# Sums of integers that saturate --------------------------------------------------------------------------------------
+
+
+CODES = (ir.DataType.UINT8, ir.DataType.INT8)
+
+
+def saturating_layers(model: ir.Model, settings: Settings | None = None) -> str | None:
+    """What the integer kernels of this processor compute otherwise than the file says.
+
+    Args:
+        model: The quantized model.
+        settings: What was asked for, if that is known.
+
+    Returns:
+        A line for the log; None where the kernels are exact, no layer is concerned, or another runtime was named.
+    """
+    if (settings is not None and _runs_elsewhere(settings)) or integer_kernels_are_exact():
+        return None
+    count = sum(_multiplies_int8(node) for node in model.graph)
+    if not count:
+        return None
+    return (
+        f"This processor has no VNNI: in {count} layers ONNX Runtime adds products of 8-bit inputs and int8 weights in "
+        'pairs of 16 bits, which saturate. The session option "session.x64quantprecision" = "1" prevents it, and so do '
+        "uint8 weights, which MeasurePlacement=True (--measure) writes on such a processor."
+    )
+
+
+def _multiplies_int8(node: ir.Node) -> bool:
+    """Whether a node is a layer of decoded inputs of 8 bits, and of decoded int8 weights."""
+    if node.op_type not in ("Conv", "Gemm", "MatMul") or len(node.inputs) < 2:
+        return False
+    data, weight = (_decoder(value) for value in node.inputs[:2])
+    if data is None or weight is None or not is_constant(weight.inputs[0]):
+        return False
+    return _code_type(data) in CODES and _code_type(weight) == ir.DataType.INT8
+
+
+def _decoder(value: ir.Value | None) -> ir.Node | None:
+    """The DequantizeLinear that gives a tensor, if one does."""
+    producer = None if value is None else value.producer()
+    return producer if _is(producer, "DequantizeLinear") else None
+
+
+def _code_type(decoder: ir.Node) -> ir.DataType | None:
+    """The type of what a DequantizeLinear decodes, which is that of its zero point."""
+    for value in (*decoder.inputs[2:3], decoder.inputs[0]):
+        if value is not None and (kind := value.dtype) is not None:
+            return kind
+    return None
 
 
 def _is(node: ir.Node | None, *kinds: str) -> bool:

@@ -55,7 +55,7 @@ def open_session(
     if folder is not None:
         options.add_session_config_entry(FOLDER, str(folder))
     if in_float:
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
+        options.add_session_config_entry(*DECODED)
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights.data")
@@ -93,6 +93,10 @@ def session_over(
     session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=list(providers))
     session.quark_weights = shared  # what it reads has to live as long as it does
     return session
+
+
+DECODED = ("session.disable_quant_qdq", "1")
+"""The option, and its value, with which a session computes with decoded values and not in integer kernels."""
 
 
 UNKNOWN = re.compile(r"Fatal error: (?!ai\.onnx:)[^\s:]+:\S* is not a registered function/op")

@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from quark.core.metrics import sqnr
 from quark.errors import CalibrationError, ConfigError, FormatError, OutputError, SlowerThanFloatError
 from quark.onnx import Config, ModelQuantizer, QuantType
 from quark.onnx.calibration.data.inputs import model_inputs
@@ -21,7 +22,7 @@ from quark.onnx.config.config import QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.settings import MeasurementSettings
 from quark.onnx.flow.prepare import prepare
-from quark.onnx.graph.model_file import load
+from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.search.change import Situation
 from quark.onnx.search.latency.kernels import ProfiledModel, same_kernels, typical
 from quark.onnx.search.latency.measure import Measured, leave_slower_in_float, measure
@@ -34,6 +35,8 @@ from quark.onnx.search.latency.profile_file import (
     open_profile,
     this_machine,
 )
+from quark.onnx.search.settle import convert
+from tests.models.onnx_zoo import run
 
 FEED = {"x": np.linspace(-1, 1, 16 * 64, dtype=np.float32).reshape(1, 16, 8, 8)}
 
@@ -108,6 +111,36 @@ def test_what_is_faster_in_integers_stays_there() -> None:
     found = _measure(Clock(_fast_integers))
     assert found.stay_float == frozenset()
     assert found.chosen_seconds == found.all_seconds < found.float_seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [True, False])
+def test_measured_weights_are_uint8_where_sums_with_int8_saturate(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each processor the file then computes what it says, by the defaults of ONNX Runtime."""
+    monkeypatch.setattr("quark.onnx.search.latency.measure.integer_kernels_are_exact", lambda: exact)
+    source = model_of_convolutions()
+    model = load(source)
+    settings, data = prepare(model, lower(config())), Samples([FEED], model_inputs(model))
+    chosen = leave_slower_in_float(settings, Situation(settings, model=model, data=data), Clock(_fast_integers))
+    made = to_proto(convert(model, chosen, [FEED]))
+    weights = {i.data_type for i in made.graph.initializer if i.name.endswith("weight_quantized")}
+    assert weights == {TensorProto.INT8 if exact else TensorProto.UINT8}
+    if not exact:
+        (found,) = onnxruntime.InferenceSession(made.SerializeToString()).run(None, FEED)
+        assert sqnr(run(made, FEED, optimise=False), found) > 45
+        assert sqnr(run(source, FEED), found) > 25
+
+
+@pytest.mark.slow
+def test_times_of_another_machine_leave_the_weights_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quark.onnx.search.latency.measure.integer_kernels_are_exact", lambda: False)
+    model = load(model_of_convolutions())
+    settings = prepare(model, lower(config(MeasurePlacement=str(tmp_path / "server.json"))))
+    data = Samples([FEED], model_inputs(model))
+    chosen = leave_slower_in_float(settings, Situation(settings, model=model, data=data), Clock(_fast_integers))
+    assert str(chosen.specs.layer.weight.dtype) == "int8"
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.config.algo_configs import AdaQuantConfig, AdaRoundConfig, CLEConfig, QuarotConfig, SmoothQuantConfig
 from quark.onnx.graph.edit import dims
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
-from quark.onnx.graph.sessions import open_session
+from quark.onnx.graph.sessions import integer_kernels_are_exact, open_session
 from quark.onnx.passes import run_passes
 
 ROWS_OF_A_BATCH = {AdaRoundConfig: 256, AdaQuantConfig: 128}
@@ -266,7 +266,7 @@ class EndToEnd:
             quantized.reference,
             [output],
             data,
-            lambda model: nullcontext(open_session(to_proto(model))),
+            lambda model: nullcontext(open_session(to_proto(model), in_float=not integer_kernels_are_exact())),
             config.data_size,
         )
         self.best = self.distance()

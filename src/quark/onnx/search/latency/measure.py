@@ -19,12 +19,15 @@ import onnx_ir as ir
 
 from quark.base.log import logger
 from quark.base.memory_and_disk import give_back_memory
+from quark.core.dtypes import DTYPES
+from quark.core.spec import LayerSpec
 from quark.errors import CalibrationError, ConfigError, NothingToQuantizeError, SlowerThanFloatError
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide, write
 from quark.onnx.graph.edit import is_op
+from quark.onnx.graph.sessions import integer_kernels_are_exact
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.place import place
 from quark.onnx.search.change import Situation
@@ -78,6 +81,8 @@ def leave_slower_in_float(settings: Settings, situation: Situation, timer: Timer
     if settings.specs.weights_apart:
         _check(settings)
         return leave_slower_apart(model, settings, data, timer)
+    if settings.measurement.profile is None:
+        settings = with_exact_sums(settings)
     found = measure(model, settings, data, timer)
     times = f"float {found.float_seconds * 1e3:.3f} ms, by the target's rule {found.all_seconds * 1e3:.3f} ms"
     if not found.in_integers:
@@ -90,6 +95,26 @@ def leave_slower_in_float(settings: Settings, situation: Situation, timer: Timer
         f"kernels take {found.chosen_seconds * 1e3:.3f} ms ({times})."
     )
     return _without(settings, found.stay_float)
+
+
+def with_exact_sums(settings: Settings) -> Settings:
+    """The settings with uint8 weights for int8 ones, of the values that these have, where this processor needs them.
+
+    Its kernels are exact for uint8 inputs and weights; for int8 weights they are so with VNNI only.
+    """
+    if integer_kernels_are_exact():
+        return settings
+
+    def in_uint8(layer: LayerSpec) -> LayerSpec:
+        weight, data = layer.weight, layer.input
+        if weight is None or data is None or (str(weight.dtype), data.dtype.bits) != ("int8", 8):
+            return layer
+        return replace(layer, weight=replace(weight, dtype=DTYPES["uint8"]))
+
+    specs = settings.specs.with_layers(in_uint8)
+    if specs != settings.specs:
+        logger.info("Weights are uint8, not int8: this processor has no VNNI, and sums with int8 weights saturate.")
+    return replace(settings, specs=specs)
 
 
 def measure(model: ir.Model, settings: Settings, data: Samples | None, timer: Timer = timed) -> Measured:

@@ -35,7 +35,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.output_parts import OutputPart, judged_parts
 from quark.onnx.graph.proto_file import read_ends
-from quark.onnx.graph.sessions import open_session, run_sample
+from quark.onnx.graph.sessions import integer_kernels_are_exact, open_session, run_sample
 from quark.onnx.search.lost_outputs.verdict import LEAST, Damage, Pair, Verdict, judge
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
 
@@ -272,7 +272,7 @@ class _Looked:
             self._take(0, before, chosen)
             if weight_bytes(model) > MOST_BYTES:  # two models in memory are one too many
                 before.close()
-            after = open_session(quantized, name=MADE)
+            after = open_session(quantized, in_float=not integer_kernels_are_exact(), name=MADE)
             self._take(1, partial(run_sample, after, self._names), chosen)
             while self._looked_at(chosen, enough):
                 others = feeds if more is None else more.feeds(MOST)

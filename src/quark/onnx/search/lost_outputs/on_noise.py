@@ -25,7 +25,7 @@ from quark.errors import CalibrationError, QuarkError
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.graph.model_file import split_weights
 from quark.onnx.graph.output_parts import judged_parts
-from quark.onnx.graph.sessions import open_session, run_sample
+from quark.onnx.graph.sessions import integer_kernels_are_exact, open_session, run_sample
 from quark.onnx.search.history import TimeBudget
 from quark.onnx.search.latency.noise_sample import noise_sample
 from quark.onnx.search.lost_outputs.verdict import LEAST, Verdict, judge
@@ -98,7 +98,8 @@ def _mostly_below(bound: float, found: Sequence[Sequence[Verdict]]) -> float | N
 def _left(model: ir.Model, quantized: onnx.ModelProto | Path, sample: Feed, colour: str) -> Iterator[list[Verdict]]:
     """What is left of each part of the outputs that says something, for each loudness."""
     proto, weights = split_weights(model)
-    sessions = open_session(proto, weights=weights), open_session(quantized)
+    after = open_session(quantized, in_float=not integer_kernels_are_exact())
+    sessions = open_session(proto, weights=weights), after
     parts, budget = judged_parts(model), TimeBudget.of(SECONDS / 2)
     names = list(dict.fromkeys(part.tensor for part in parts))
     for loudness in LOUDNESSES:
