@@ -9,7 +9,9 @@ weights reads a DequantizeLinear, and a QuantizeLinear alone reads what it gives
 runtime quantizes the weights itself as it loads the file, to int8 by their largest value, and takes its integer kernel
 (its pass WeightBiasQuantization). The file says nothing of it.
 
-A processor without VNNI adds two products of uint8 and int8 codes in 16 bits, where they saturate.
+A processor without VNNI adds two products of uint8 and int8 codes in 16 bits, where they saturate. The runtime's own
+option against it (session.x64quantprecision) does not load a file in which several weights share a zero point: 1.31
+names the uint8 copies after what they are made of, and refuses the second one of a name.
 """
 
 from __future__ import annotations
@@ -133,8 +135,8 @@ def saturating_layers(model: ir.Model, settings: Settings | None = None) -> str 
         return None
     return (
         f"This processor has no VNNI: in {count} layers ONNX Runtime adds products of 8-bit inputs and int8 weights in "
-        'pairs of 16 bits, which saturate. The session option "session.x64quantprecision" = "1" prevents it, and so do '
-        "uint8 weights, which MeasurePlacement=True (--measure) writes on such a processor."
+        "pairs of 16 bits, which saturate. Here, use uint8 weights, which MeasurePlacement=True (--measure) writes on "
+        'such a processor, or the session option "session.disable_quant_qdq" = "1", which computes in float.'
     )
 
 
