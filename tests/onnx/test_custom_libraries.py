@@ -15,6 +15,7 @@ from quark.base.native import library
 from quark.errors import ConfigError, QuarkError
 from quark.onnx import Int8Spec, ModelQuantizer, QConfig, QLayerConfig
 from quark.onnx_ops.library import SOURCE
+from tests.models.onnx_sessions import exact_options
 from tests.models.onnx_zoo import Reader
 
 
@@ -59,7 +60,7 @@ def quantize(output: Path | None, **options: Any) -> onnx.ModelProto | None:
 
 
 def run(proto: onnx.ModelProto, path: Path) -> Any:
-    options = onnxruntime.SessionOptions()
+    options = exact_options()
     options.register_custom_ops_library(str(path))
     return onnxruntime.InferenceSession(proto.SerializeToString(), options).run(None, feeds()[0])[0]
 

@@ -25,6 +25,7 @@ from quark.onnx.custom_ops import get_library_path
 from quark.onnx.graph.model_file import load
 from quark.onnx.quantizer import ModelQuantizer
 from quark.onnx_ops.operators import ATTRIBUTES, DOMAIN
+from tests.models.onnx_sessions import exact_options
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, stored, vectors
 
 MODELS = {"cnn": (cnn, images), "mlp": (mlp, vectors)}
@@ -42,8 +43,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run_compiled(model: onnx.ModelProto, feed: dict[str, Any], path: str) -> Any:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options = exact_options()
     options.register_custom_ops_library(path)
     return onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, feed)[0]
 

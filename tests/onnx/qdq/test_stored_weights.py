@@ -17,6 +17,7 @@ from quark.core.metrics import sqnr
 from quark.errors import ConfigError
 from quark.onnx import Int4Spec, Int8Spec, ModelQuantizer, QConfig, QLayerConfig, QuantGranularity, QuantType, UInt8Spec
 from quark.onnx import quantize_dynamic as dynamic
+from tests.models.onnx_sessions import in_exact_kernels
 from tests.models.onnx_zoo import Array, outputs, stored
 
 HIDDEN, INPUTS, GATES = 16, 12, {"LSTM": 4, "GRU": 3, "RNN": 1}
@@ -105,20 +106,6 @@ def kernel_weights(made: onnx.ModelProto) -> dict[str, Array]:
         shape = (len(codes), 1, -1)
         result[name] = ((codes - zeros.reshape(shape)) * scales.reshape(shape)).swapaxes(1, 2)
     return result
-
-
-def in_exact_kernels(made: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with int8 weights of DynamicQuantizeLSTM as uint8 ones of equal values: sums with int8 need VNNI."""
-    changed, names = onnx.ModelProto(), set[str]()
-    changed.CopyFrom(made)
-    bodies = [attribute.g for node in changed.graph.node for attribute in node.attribute if attribute.HasField("g")]
-    for node in (node for graph in (changed.graph, *bodies) for node in graph.node):
-        names |= {node.input[i] for i in (1, 2, 9, 11)} if node.op_type == "DynamicQuantizeLSTM" else set()
-    for tensor in (tensor for graph in (changed.graph, *bodies) for tensor in graph.initializer):
-        if tensor.name in names and tensor.data_type == TensorProto.INT8:
-            codes = numpy_helper.to_array(tensor).astype(np.int16) + 128
-            tensor.CopyFrom(numpy_helper.from_array(codes.astype(np.uint8), tensor.name))
-    return changed
 
 
 AS_ASKED = {"RefineWeightScales": False}
