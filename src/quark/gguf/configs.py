@@ -85,7 +85,7 @@ class FileFacts:
         return int(value)
 
     def share(self, key: str, of: int) -> int:
-        """What one of `of` parts of a size has. Raises FormatError where it does not divide."""
+        """The size of one of `of` equal parts. Raises FormatError where it does not divide."""
         size = self.size(key)
         if of < 1 or size % of:
             raise FormatError(f"{self.arch}.{key} is {size}, in {of} parts.")

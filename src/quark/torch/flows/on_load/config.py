@@ -57,7 +57,7 @@ class QuantizeOnLoad:
         register(self.quant_method.value)
 
     def config(self) -> QConfig:
-        """What the layers of a model get. Raises ConfigError for an unknown scheme."""
+        """The config of the layers of a model. Raises ConfigError for an unknown scheme."""
         return LLMTemplate.get("auto").get_config(
             self.scheme, layer_config=self.layers, exclude_layers=[*default_exclusions("auto"), *self.exclude]
         )

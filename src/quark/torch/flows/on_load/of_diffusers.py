@@ -44,7 +44,7 @@ class QuarkOnLoadNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             )
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype | None:
-        """What is asked for; else diffusers keeps the types of the network that is made."""
+        """The type that is asked for; else diffusers keeps the types of the network that is made."""
         self._dtype = torch_dtype
         return torch_dtype
 

@@ -72,7 +72,7 @@ class QuarkOnLoadQuantizer(HfQuantizer):  # type: ignore[misc]
         return self._arrivals.bytes_of(param_name, param) / max(1, param.numel())
 
     def get_quantize_ops(self) -> ConversionOps:
-        """What a tensor that was read is given to."""
+        """The step of the loader that takes a tensor that was read."""
         return _Receive(self._arrivals)
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> None:
@@ -114,7 +114,7 @@ class _Receive(ConversionOps):  # type: ignore[misc]
     def convert(
         self, input_dict: Mapping[str, Any], *, missing_keys: set[str] | None = None, **options: Any
     ) -> dict[str, torch.Tensor]:
-        """What is still to be put into the model, which is found when it is looked through."""
+        """The tensors that are still to be put into the model, which are found when it is looked through."""
         return _LookedThrough(self._arrivals, input_dict, missing_keys)
 
 
