@@ -12,7 +12,7 @@ import pytest
 
 from quark.base.libraries import LIBRARIES, Name, is_there, transformers
 from quark.base.libraries.installed_packages import is_transformers_version_lower
-from quark.errors import MissingDependencyError
+from quark.errors import MissingDependencyError, NotSupportedError
 from tests.source_tree import FILES, parsed, relative
 
 HOMES = "base/libraries/"
@@ -62,6 +62,22 @@ def test_an_older_version_is_refused_with_the_oldest_that_will_do(monkeypatch: p
     with pytest.raises(MissingDependencyError, match=rf"needs {transformers.OLDEST} or newer: pip install"):
         transformers.import_transformers()
     assert not is_transformers_version_lower(transformers.OLDEST)
+
+
+def test_a_tokenizer_that_an_old_version_would_guess_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    for old in (True, False):
+        monkeypatch.setattr(transformers, "is_transformers_version_lower", lambda _, old=old: old)
+        if old:
+            with pytest.raises(NotSupportedError, match=r"no tokenizer_config\.json.*transformers 5\.6 or newer"):
+                transformers.require_readable_tokenizer(tmp_path)
+        else:
+            transformers.require_readable_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").touch()
+    monkeypatch.setattr(transformers, "is_transformers_version_lower", lambda _: True)
+    transformers.require_readable_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("home", LIBRARIES, ids=lambda home: home.__name__.rpartition(".")[2])

@@ -19,8 +19,10 @@ from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerChannelSpec, FP8E4M3PerTensorSpec
+from quark.torch.layers.attention import cache_rules
 from quark.torch.layers.attention.cache_rules import cache_feeding
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT
+from tests.models.versions import needs_transformers
 
 FP8 = QLayerConfig(output_tensors=FP8E4M3PerTensorSpec())
 EACH_HEAD = QLayerConfig(output_tensors=FP8E4M3PerChannelSpec(ch_axis=-3))
@@ -29,6 +31,7 @@ NORM = 20.0
 """Weights of the norms of keys: 1 in a fresh model, and as large as this in trained ones."""
 NORMED = re.compile(r"(k|key)_?(layer)?norm\.weight$")
 Pair = tuple[float, float]
+LATENT = needs_transformers("5.15", "has caches of what latent attention compresses")
 EVERYDAY = ("qwen3", "gemma3_text", "qwen3_next", "deepseek_v3", "bart")
 
 
@@ -130,10 +133,21 @@ def fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
     return (x / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() * scale
 
 
-@pytest.mark.parametrize("name", EVERYDAY)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[LATENT] if n == "deepseek_v3" else []) for n in EVERYDAY])
 def test_a_runtime_with_these_scales_beats_one_with_the_former(name: str) -> None:
     now, before = check(name)
     assert now > before + 10 if name != "bart" else abs(now - before) < 1
+
+
+def test_latent_attention_is_refused_where_caches_hold_what_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers before 5.15 does: the scales would be those of other tensors than runtimes store."""
+    monkeypatch.setattr(cache_rules, "caches_latents", lambda: False)
+    model, data = built("deepseek_v3")
+    with pytest.raises(NotSupportedError, match=r"kv_b_proj is of latent attention.*transformers 5\.15 or newer"):
+        quantized(model, data[:1])
+    quantized(model, data[:1], kv_cache_post_rope=False)
+    model, data = built("qwen3")
+    assert scales(quantized(model, data[:1]))
 
 
 def verdict(name: str) -> str:

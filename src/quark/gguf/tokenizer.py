@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from quark.base.libraries.transformers import require_readable_tokenizer
 from quark.errors import FormatError, NotSupportedError, as_format_error
 from quark.gguf.vocabularies.byte_level import add_byte_level
 from quark.gguf.vocabularies.description import Vocabulary
@@ -60,6 +61,7 @@ def write_tokenizer(
 
 
 def _load(folder: str | os.PathLike[str]) -> Any:
+    require_readable_tokenizer(folder)
     from transformers import AutoTokenizer  # costs seconds: imported when a file is really written
 
     with as_format_error(Path(folder), "holds no tokenizer that transformers loads"):

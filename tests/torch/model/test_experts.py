@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from quark.base.libraries.transformers import rows_alternate
 from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
@@ -81,6 +82,14 @@ def test_rows_that_alternate_are_one_layer_with_the_values_of_the_model(tmp_path
         assert torch.equal(handle.get_tensor("model.layers.1.mlp.experts.3.gate_up_proj.bias"), bias)
     assert {leaf.partition(".")[0] for leaf in leaves} == {"gate_up_proj", "down_proj"}
     assert stored.shape == weight.shape and float((stored - weight).norm() / weight.norm()) < 0.15
+
+
+@pytest.mark.parametrize(("name", "alternate"), [("gpt_oss", True), ("qwen3_moe", False)])
+def test_rows_that_alternate_are_known_from_the_gate_where_nothing_says_it(name: str, alternate: bool) -> None:
+    experts = next(module for module in family(name).modules() if hasattr(module, "gate_up_proj"))
+    assert rows_alternate(experts) is alternate
+    vars(experts).pop("is_concatenated", None)  # which transformers before 5.7 does not set
+    assert rows_alternate(experts) is alternate
 
 
 EVERY = ["uint4_wo_32", "uint4_wo_per_channel", "fp8", "int8", "mxfp4", "nvfp4"]

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quark.base.libraries.installed_packages import is_transformers_version_lower
+from quark.base.libraries.transformers import READS_TOKENIZER_FILES
 from quark.core.blocks.block_types import BLOCK_TYPES
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams, fake_quantize
@@ -56,6 +58,7 @@ from tests.models.gguf_rows import (
     known_facts,
 )
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, mlp
+from tests.models.versions import needs_transformers
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 THEIRS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "starcoder2", "gemma2", "gemma3_text", "gpt2", "stablelm")
@@ -213,6 +216,7 @@ def test_tensors_that_files_hold_in_another_form_are_read_back(name: str, tmp_pa
     assert torch.equal(logits(loaded), logits(model))
 
 
+@needs_transformers("5.13", "holds the experts of Granite as those of other models")
 def test_half_of_a_matrix_that_is_two_tensors_is_no_model(tmp_path: Path) -> None:
     model = build("granitemoeshared")
     file = tmp_path / "m.gguf"
@@ -629,7 +633,11 @@ def test_without_the_package_the_pip_line_is_named(tmp_path: Path, monkeypatch: 
 def test_a_folder_without_its_own_tokenizer_files(tmp_path: Path) -> None:
     shutil.copyfile(LANGUAGE_MODEL / "tokenizer.json", tmp_path / "tokenizer.json")
     shutil.copyfile(LANGUAGE_MODEL / "config.json", tmp_path / "config.json")
-    assert export_gguf(quantized("int8_wo"), tmp_path, "m", tmp_path).exists()
+    if is_transformers_version_lower(READS_TOKENIZER_FILES):
+        with pytest.raises(NotSupportedError, match="no tokenizer_config.json, without which transformers 5.5"):
+            export_gguf(quantized("int8_wo"), tmp_path, "m", tmp_path)
+    else:
+        assert export_gguf(quantized("int8_wo"), tmp_path, "m", tmp_path).exists()
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,18 @@ Questions about a model import nothing: it can be of transformers only where tra
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from quark.base.libraries.installed_packages import is_transformers_version_lower
 from quark.base.libraries.names import Name
 from quark.base.loading import without_collection
-from quark.errors import MissingDependencyError, require_packages
+from quark.errors import MissingDependencyError, NotSupportedError, require_packages
 
 OLDEST = "5.5"
 """The oldest version that quark takes, as pyproject.toml says it: 4.57 has no conversions of names."""
@@ -25,6 +27,10 @@ Rules = tuple[Sequence[Any], Sequence[Any]]
 DECODES_EXPERTS = "5.16"
 """The first version that decodes all experts of compressed-tensors folders: 5.12 takes codes for values, 5.14 knows no
 FP8 among them."""
+LATENT = "5.15"
+"""The first version whose caches hold what latent attention compresses; older ones hold the keys and values of it."""
+READS_TOKENIZER_FILES = "5.6"
+"""The first version that reads tokenizer.json where nothing says its class; older ones guess that by the model."""
 APART = "5.21"
 """The first version that merges weights of experts alone; older ones merge all tensors whose names begin as theirs."""
 
@@ -56,12 +62,17 @@ NAMES = (
     Name("modeling_rope_utils", "ROPE_INIT_FUNCTIONS", "the frequencies of scaled positions"),
     Name("models.auto.auto_factory", "_model_mapping", "the class that an Auto class takes"),
     Name("pytorch_utils", "Conv1D", "linear layers of GPT-2"),
+    Name("integrations.moe", "is_concatenated", "rows of gate and up that alternate", "5.7", "the gate is tried"),
     Name("cache_utils", "DynamicCache", "what a cache answers"),
     Name("cache_utils", "EncoderDecoderCache", "what a cache answers"),
+    Name(
+        "models.deepseek_v3.modeling_deepseek_v3", "expand_kv", "what caches hold of latent attention",
+        LATENT, "its scales are refused",
+    ),
     Name("quantizers.auto", "AUTO_QUANTIZER_MAPPING", "how a format is loaded"),
     Name(
         "quantizers.base", "serialized_names", "tensors of a format that are converted together",
-        "5.21", "what such a format cannot load is told by READS",
+        "5.21", "the format is not asked",
     ),
     Name(
         "quantizers.base", "MODULES_TO_PATCH_FOR_QUANTIZATION", "experts that are taken apart before they are loaded",
@@ -99,6 +110,22 @@ def decodes_experts() -> bool:
     return not is_transformers_version_lower(DECODES_EXPERTS)
 
 
+def caches_latents() -> bool:
+    """Tell if caches of the installed version hold what latent attention compresses; true where none is installed."""
+    return not is_transformers_version_lower(LATENT)
+
+
+def require_readable_tokenizer(folder: str | os.PathLike[str]) -> None:
+    """Raise NotSupportedError where the installed version reads another tokenizer than tokenizer.json is."""
+    place = Path(folder)
+    alone = (place / "tokenizer.json").is_file() and not (place / "tokenizer_config.json").is_file()
+    if alone and is_transformers_version_lower(READS_TOKENIZER_FILES):
+        raise NotSupportedError(
+            f"{folder} has no tokenizer_config.json, without which transformers {transformers_version()} makes another "
+            f"tokenizer than its tokenizer.json. Possible: transformers {READS_TOKENIZER_FILES} or newer, or that file."
+        )
+
+
 def loaded(module: str) -> ModuleType | None:
     """A module of transformers, where it is loaded."""
     return sys.modules.get(f"transformers.{module}")
@@ -121,6 +148,16 @@ def is_conv1d(module: object) -> bool:
     """Tell if a module is the Conv1D of GPT-2."""
     layers: Any = loaded("pytorch_utils")
     return layers is not None and type(module) is layers.Conv1D
+
+
+def rows_alternate(experts: Any) -> bool:
+    """Tell if rows of gate and up alternate in fused experts, as in GPT-OSS, and are no two halves."""
+    gate = getattr(experts, "_apply_gate", None)
+    if hasattr(experts, "is_concatenated") or gate is None:
+        return not getattr(experts, "is_concatenated", True)
+    # Two gates and two ups: where they alternate, the second number is the first up, and changes the first output.
+    plain, changed = gate(experts.gate_up_proj.new_tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 3.0, 1.0, 1.0]], device="cpu"))
+    return bool(plain[0] != changed[0])
 
 
 def empty_of_class(kind: Any, config: Any, dtype: Any, **options: Any) -> Any:

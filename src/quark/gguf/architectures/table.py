@@ -105,7 +105,8 @@ def _bigcode(config: Any) -> str | None:
 def _gpt_oss(config: Any) -> str | None:
     if not config.attention_bias:
         return "attention without biases"
-    usual = config.swiglu_alpha == 1.702 and config.swiglu_limit == 7.0
+    # Configs have them from transformers 5.19 on; models of older ones compute with the usual values.
+    usual = getattr(config, "swiglu_alpha", 1.702) == 1.702 and getattr(config, "swiglu_limit", 7.0) == 7.0
     return None if usual else "a gate with other swiglu_alpha or swiglu_limit"
 
 

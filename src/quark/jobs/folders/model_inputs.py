@@ -18,7 +18,7 @@ import torch
 
 from quark.base.image_files import open_image
 from quark.base.json_objects import plain_json
-from quark.base.libraries.transformers import import_transformers
+from quark.base.libraries.transformers import import_transformers, require_readable_tokenizer
 from quark.core.checks import naming
 from quark.errors import CalibrationError, ConfigError, MissingDependencyError, as_format_error, one_line
 from quark.torch.llm.documents import is_dataset, lines_of, samples_of
@@ -175,6 +175,8 @@ class ModelInputs:
     def _processor(self, auto: str) -> Any:
         transformers = import_transformers()
         kind = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image processor"}.get(auto, "feature extractor")
+        if auto == "AutoTokenizer":
+            require_readable_tokenizer(self.folder)
         with as_format_error(self.folder, f"holds no {kind} that transformers loads"):
             loaded = getattr(transformers, auto).from_pretrained(
                 self.folder, trust_remote_code=False, local_files_only=True

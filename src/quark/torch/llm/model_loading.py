@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from quark.base.files import refuse_pickle, require_config
-from quark.base.libraries.transformers import import_transformers
+from quark.base.libraries.transformers import import_transformers, require_readable_tokenizer
 from quark.base.log import logger
 from quark.errors import ConfigError, FormatError, NotSupportedError, as_format_error, did_you_mean, one_line
 from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
@@ -131,6 +131,7 @@ def get_tokenizer(
     """
     folder = model_path(ckpt_path)
     transformers = import_transformers()
+    require_readable_tokenizer(folder)
     with as_format_error(folder):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder, padding_side="left", trust_remote_code=trust_remote_code

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
+from quark.base.libraries.transformers import LATENT, caches_latents, transformers_version
 from quark.core.granularity import HEADS, PerTensor
 from quark.core.names.patterns import first_match, matches, matches_any, require_matches
 from quark.core.spec import LayerSpec, TensorSpec
@@ -24,6 +26,7 @@ from quark.errors import ConfigError, NotSupportedError
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import lower_tensor
 from quark.torch.layers.attention.cache_view import ARGUMENTS, cache_owner, feeding_layers
+from quark.torch.layers.attention.heads import is_latent
 from quark.torch.layers.base import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize
 
@@ -140,12 +143,15 @@ def require_cache_patterns(config: QConfig, model: nn.Module, layers: Mapping[st
 
     Raises:
         ConfigError: It matches no linear layer or none whose keys or values are stored, or a group lies outside.
-        NotSupportedError: It matches layers only whose modules take no cache.
+        NotSupportedError: It matches layers only whose modules take no cache, or one that holds other tensors here
+            than in runtimes.
     """
     linear = [name for name, module in layers.items() if isinstance(module, nn.Linear)]
     require_matches(config.kv_cache_quant_config, linear, "kv_cache_quant_config")
     require_matches(config.kv_cache_group, [name for name in linear if feeds_cache(config, name)], "kv_cache_group")
     feeding, modules = cache_feeding(config, model), dict(model.named_modules())
+    if config.kv_cache_post_rope and not caches_latents():
+        _refuse_latent(model, modules, feeding)
     for pattern in config.kv_cache_quant_config:
         matched = [name for name in linear if matches(name, pattern)]
         if any(name in feeding for name in matched):
@@ -160,6 +166,21 @@ def require_cache_patterns(config: QConfig, model: nn.Module, layers: Mapping[st
             f"kv_cache_quant_config: {pattern!r} matches layers of encoders only ({matched[0]}), whose keys and values "
             "are in no cache. Possible: the names of a decoder's layers."
         )
+
+
+def _refuse_latent(model: nn.Module, modules: Mapping[str, nn.Module], feeding: Iterable[str]) -> None:
+    """Raise NotSupportedError for a layer of latent attention, whose scales would be those of other tensors."""
+    find_text: Any = getattr(getattr(model, "config", None), "get_text_config", None)
+    text = find_text(decoder=True) if find_text else None
+    for name in sorted(feeding):
+        owner = cache_owner(modules, name)
+        if owner is not None and is_latent(modules[owner], name.removeprefix(f"{owner}."), text):
+            raise NotSupportedError(
+                f"kv_cache_quant_config: {name} is of latent attention, whose caches in transformers "
+                f"{transformers_version()} hold keys and values, and in runtimes what these are made of: their scales "
+                f"differ. Possible: transformers {LATENT} or newer; kv_cache_post_rope=False; or quant_mode "
+                "fx_graph_mode."
+            )
 
 
 def share_cache_ranges(config: QConfig, quantizers: Mapping[str, FakeQuantize]) -> None:

@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from quark.base.libraries.transformers import conversions
+from quark.base.libraries.transformers import conversions, rows_alternate
 from quark.base.log import logger
 from quark.errors import NotSupportedError
 from quark.torch.layers import QuantLayer, layer_class
@@ -288,7 +288,7 @@ def _names(known: list[Any], block: str, module: nn.Module) -> Names:
     """
     (down,) = expert_leaves(known, f"{block}.down_proj") or ("down_proj",)
     if hasattr(module, "gate_up_proj"):
-        if not getattr(module, "is_concatenated", True):
+        if rows_alternate(module):
             return None, "gate_up_proj", down
         gate, up = expert_leaves(known, f"{block}.gate_up_proj") or ("gate_proj", "up_proj")
         return gate, up, down

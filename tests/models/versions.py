@@ -1,0 +1,43 @@
+"""Tests of what only newer versions of transformers can do, and of what needs a package that quark does not."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from quark.base.libraries.installed_packages import (
+    is_transformers_version_higher_or_equal,
+    is_transformers_version_lower,
+)
+from quark.base.libraries.transformers import transformers_version
+
+
+def needs_transformers(version: str, ability: str) -> pytest.MarkDecorator:
+    """A mark that skips a test where transformers is older than the first version with an ability.
+
+    Args:
+        version: "5.14".
+        ability: What it has from there on, as in "decodes experts of compressed-tensors folders".
+    """
+    reason = f"transformers {transformers_version()}: from {version} on it {ability}"
+    return pytest.mark.skipif(is_transformers_version_lower(version), reason=reason)
+
+
+def needs_package_before(version: str, package: str, use: str) -> pytest.MarkDecorator:
+    """A mark that skips a test where transformers is older than a version, and a package is absent that it asked for.
+
+    Args:
+        version: The first that does without.
+        package: "torchvision".
+        use: Its purpose there, as in "its image processors".
+    """
+    absent = find_spec(package) is None and is_transformers_version_lower(version)
+    return pytest.mark.skipif(absent, reason=f"transformers {transformers_version()}: {use} need {package}")
+
+
+FP8_WITHOUT_A_GPU = pytest.mark.skipif(
+    is_transformers_version_higher_or_equal("5.16") and is_transformers_version_lower("5.17"),
+    reason=f"transformers {transformers_version()}: 5.16 loads no FP8 folder without a GPU (AttributeError)",
+)
+"""Tests in which transformers loads such a folder on a CPU."""
