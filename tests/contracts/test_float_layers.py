@@ -19,6 +19,7 @@ from quark.torch.model.meta_model import meta_copy
 from tests.contracts.test_reader_classes import CLASSES
 from tests.models.families import family
 from tests.models.torch_zoo import tiny_llama
+from tests.models.versions import needs_transformers
 
 VLLM = GOALS["vllm"]
 KNOWN = {architecture for row in FLOAT_LAYERS for architecture in row.architectures}
@@ -49,6 +50,7 @@ def check(name: str) -> list[str]:
     return asked
 
 
+@needs_transformers("5.11", "has deepseek_v32")
 def test_a_family_with_an_indexer() -> None:
     # Its weights_proj is read by the model of transformers itself, and its gate is no linear layer there.
     assert {layer.rpartition(".")[2] for layer in check("deepseek_v32")} == {"wk"}

@@ -75,7 +75,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "an unknown model_type": ("qwen3", configured(model_type="qwen33"), "qwen33"),
     "no such class": ("qwen3", configured(architectures=["Qwen33ForCausalLM"]), "'Qwen33ForCausalLM'"),
     "a class that is no model": ("qwen3", configured(architectures=["AutoConfig"]), "'AutoConfig'"),
-    "a name that is no text": ("qwen3", configured(architectures=[5]), "names the class 5"),
+    "a name that is no text": ("qwen3", configured(architectures=[5]), "names the class 5|in list 'architectures'"),
     "architectures is a text": ("qwen3", configured(architectures="Qwen3ForCausalLM"), "possible: a list"),
     "a size as text": ("qwen3", configured(hidden_size="64"), "hidden_size"),
     "another size": ("qwen3", configured(hidden_size=128), "in the files, and config.json calls for"),
@@ -109,7 +109,8 @@ def test_a_folder_that_is_not_what_it_says_is_refused_by_name(
     damage(folder)
     with pytest.raises(FormatError) as caught:
         load_float_model(folder)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert any(said in str(caught.value) for said in message.split("|"))  # older transformers refuse some themselves
+    assert "\n" not in str(caught.value)
 
 
 def test_a_number_below_none_may_be_the_default_of_its_class(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from quark.torch.checkpoint.sources.decode import StoredCodes, decode
 from quark.torch.checkpoint.sources.methods import tile_of
 from quark.torch.checkpoint.sources.source import Source
 from tests.models.torch_zoo import tiny_llama
+from tests.models.versions import FP8_WITHOUT_A_GPU
 
 Stored = dict[str, torch.Tensor]
 Encode = Callable[[torch.Tensor], tuple[Stored, torch.Tensor]]
@@ -184,6 +185,7 @@ def test_scales_that_are_absent_or_do_not_fit(drop: str, said: str, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
+@FP8_WITHOUT_A_GPU
 def test_transformers_reads_the_fp8_source_alike(tmp_path: Path) -> None:
     """The formula of the FP8 test is that of transformers' own loader, which takes whole tiles only."""
     from transformers import FineGrainedFP8Config
@@ -194,7 +196,7 @@ def test_transformers_reads_the_fp8_source_alike(tmp_path: Path) -> None:
     )
     ours, theirs = model.state_dict(), loaded.state_dict()
     name = "model.layers.0.mlp.gate_proj.weight"
-    assert torch.equal(ours[name], theirs[name])
+    assert torch.equal(ours[name], theirs[name].to(torch.bfloat16))  # float32 in transformers before 5.11
 
 
 @pytest.mark.parametrize(

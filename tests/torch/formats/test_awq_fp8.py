@@ -14,6 +14,7 @@ from quark.errors import ConfigError, FormatError, NotSupportedError, ShapeError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from tests.models.checkpoints import change_config, frozen, logits, stored, weights
 from tests.models.torch_zoo import tiny_llama
+from tests.models.versions import FP8_WITHOUT_A_GPU, needs_transformers
 
 F8, I32, F16, F32 = torch.float8_e4m3fn, torch.int32, torch.float16, torch.float32
 DOWN = "model.layers.0.mlp.down_proj"
@@ -134,6 +135,7 @@ def test_fp8_with_one_scale(scheme: str | None, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(model))
 
 
+@FP8_WITHOUT_A_GPU
 def test_transformers_and_a_dequantizer_load_fp8_tiles(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -151,6 +153,8 @@ def test_transformers_and_a_dequantizer_load_fp8_tiles(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(model))
 
 
+@needs_transformers("5.10.1", "decodes FP8 whose last tiles are cut")
+@FP8_WITHOUT_A_GPU
 def test_transformers_decodes_tiles_that_the_rows_of_a_weight_cut(tmp_path: Path) -> None:
     """Keys and values have 64 rows here, half a tile."""
     from transformers import AutoModelForCausalLM

@@ -20,6 +20,7 @@ from quark.torch.flows.predicted_size import planned
 from quark.torch.formats import readers
 from quark.torch.model.meta_model import meta_copy
 from tests.models.families import MOE, family
+from tests.models.versions import needs_transformers
 
 SCHEMES = {"compressed-tensors": "int4_wo_32", "awq": "uint4_wo_32", "gptq": "int4_wo_32", "fp8": "fp8"}
 BUILDING = {"num_layers": 2, "d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_decoder_layers": 2}
@@ -93,6 +94,7 @@ def test_experts_that_vllm_alone_finds_are_written_for_it(tmp_path: Path) -> Non
         export_safetensors(frozen, tmp_path / "other", "compressed-tensors", reader="tgi")
 
 
+@needs_transformers("5.13", "holds the experts of Granite as those of other models")
 def test_a_class_beside_that_of_the_model_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "_check_names", lambda *_: None)
     said = planned_refusal(granite(), "int4_wo_32", "compressed-tensors")
@@ -121,6 +123,7 @@ def test_a_class_that_reads_a_weight_as_it_is_built_is_refused_where_there_is_no
     assert planned_refusal(t5(), "int8", "compressed-tensors") == ""
 
 
+@needs_transformers("5.13", "builds Luke without reading that weight, which is refused itself")
 def test_codes_of_a_weight_that_the_class_shares_are_refused() -> None:
     from transformers import LukeConfig, LukeForMaskedLM
 
@@ -132,11 +135,12 @@ def test_codes_of_a_weight_that_the_class_shares_are_refused() -> None:
     assert planned_refusal(model, "int4_wo_32", "quark") == ""
 
 
+@needs_transformers("5.21", "converts codes together with their scales")
 def test_a_class_for_which_one_tensor_of_files_is_parted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Qianfan OCR, whose tower has one matrix in files: transformers raises ValueError on loading its folders."""
     from transformers.core_model_loading import Chunk, WeightConverter
 
-    tower = WeightConverter(["tower.qkv.weight"], ["tower.q.weight", "tower.k.weight"], [Chunk(dim=0)])
+    tower = WeightConverter(["tower.qkv.weight"], ["tower.q.weight", "tower.k.weight"], operations=[Chunk(dim=0)])
     monkeypatch.setattr(readers, "conversions", lambda _: [tower])
     model = family("llama")
     assert "it parts tower.qkv.weight of files into" in planned_refusal(model, "int4_wo_32", "compressed-tensors")
