@@ -108,9 +108,9 @@ def check(name: str) -> tuple[float, float]:
     for late in (True, False):
         order = iter(made[late])
 
-        def rounding(self: Any, keys: Any, values: Any, *args: Any, order: Any = order) -> Any:
+        def rounding(self: Any, keys: Any, values: Any, *args: Any, order: Any = order, **more: Any) -> Any:
             k, v = next(order)
-            return update(self, fp8(keys, k), fp8(values, v), *args)
+            return update(self, fp8(keys, k), fp8(values, v), *args, **more)
 
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             patch.setattr(Cache, "update", rounding)
