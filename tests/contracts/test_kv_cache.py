@@ -22,7 +22,7 @@ from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerChannelSpec, FP8
 from quark.torch.layers.attention import cache_rules
 from quark.torch.layers.attention.cache_rules import cache_feeding
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT
-from tests.models.versions import needs_transformers
+from tests.models.versions import LATENT_CACHES
 
 FP8 = QLayerConfig(output_tensors=FP8E4M3PerTensorSpec())
 EACH_HEAD = QLayerConfig(output_tensors=FP8E4M3PerChannelSpec(ch_axis=-3))
@@ -31,7 +31,6 @@ NORM = 20.0
 """Weights of the norms of keys: 1 in a fresh model, and as large as this in trained ones."""
 NORMED = re.compile(r"(k|key)_?(layer)?norm\.weight$")
 Pair = tuple[float, float]
-LATENT = needs_transformers("5.15", "has caches of what latent attention compresses")
 EVERYDAY = ("qwen3", "gemma3_text", "qwen3_next", "deepseek_v3", "bart")
 
 
@@ -133,7 +132,9 @@ def fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
     return (x / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() * scale
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[LATENT] if n == "deepseek_v3" else []) for n in EVERYDAY])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[LATENT_CACHES] if n == "deepseek_v3" else []) for n in EVERYDAY]
+)
 def test_a_runtime_with_these_scales_beats_one_with_the_former(name: str) -> None:
     now, before = check(name)
     assert now > before + 10 if name != "bart" else abs(now - before) < 1

@@ -10,7 +10,7 @@ from quark.base.libraries.installed_packages import (
     is_transformers_version_higher_or_equal,
     is_transformers_version_lower,
 )
-from quark.base.libraries.transformers import transformers_version
+from quark.base.libraries.transformers import LATENT, transformers_version
 
 
 def needs_transformers(version: str, ability: str) -> pytest.MarkDecorator:
@@ -41,3 +41,6 @@ FP8_WITHOUT_A_GPU = pytest.mark.skipif(
     reason=f"transformers {transformers_version()}: 5.16 loads no FP8 folder without a GPU (AttributeError)",
 )
 """Tests in which transformers loads such a folder on a CPU."""
+
+LATENT_CACHES = needs_transformers(LATENT, "has caches of what latent attention compresses")
+"""Tests of scales of such caches, which quark refuses before."""

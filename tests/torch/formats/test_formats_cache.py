@@ -15,6 +15,7 @@ from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safeten
 from tests.models.checkpoints import logits, stored
 from tests.models.families import family
 from tests.models.torch_zoo import LANGUAGE_MODEL, tiny_llama, token_batches
+from tests.models.versions import LATENT_CACHES
 
 
 def cached(scheme: str, cache: str = "fp8", post_rope: bool = False, **options: Any) -> Any:
@@ -80,7 +81,7 @@ def test_one_layer_for_keys_and_values_has_both_names(form: str, scheme: str, ca
 @pytest.mark.parametrize(
     ("name", "why", "options"),
     [
-        ("deepseek_v3", "latent attention, to which vLLM gives no scale", {}),
+        pytest.param("deepseek_v3", "latent attention, to which vLLM gives no scale", {}, marks=LATENT_CACHES),
         pytest.param("gpt2", r"vLLM takes attn\.k_scale for a name inside", {}, marks=pytest.mark.slow),
         pytest.param("phi3", "which is no k_proj or v_proj", {"kv_cache_post_rope": False}, marks=pytest.mark.slow),
     ],

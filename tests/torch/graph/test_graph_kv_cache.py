@@ -15,10 +15,9 @@ from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.tensor.enums import QuantizationMode
 from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerChannelSpec, FP8E4M3PerTensorSpec, Int8PerTensorSpec
 from tests.models.families import family
-from tests.models.versions import needs_transformers
+from tests.models.versions import LATENT_CACHES
 
 IDS = torch.arange(48).reshape(3, 16)
-LATENT = needs_transformers("5.15", "has caches of what latent attention compresses")
 GRAPH = QuantizationMode.fx_graph_mode
 
 
@@ -59,8 +58,8 @@ def scales(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         pytest.param("qwen3", "sdpa", 0.05, marks=pytest.mark.slow),
         pytest.param("phi3", "sdpa", 0.0, marks=pytest.mark.slow),
         pytest.param("gpt_neox", "eager", 0.0, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", "sdpa", 0.0, marks=LATENT),
-        pytest.param("deepseek_v3", "eager", 0.0, marks=[LATENT, pytest.mark.slow]),
+        pytest.param("deepseek_v3", "sdpa", 0.0, marks=LATENT_CACHES),
+        pytest.param("deepseek_v3", "eager", 0.0, marks=[LATENT_CACHES, pytest.mark.slow]),
     ],
 )
 def test_it_is_what_eager_mode_gives(name: str, attention: str, least: float) -> None:
