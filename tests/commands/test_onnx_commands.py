@@ -174,10 +174,7 @@ def cells(out: str) -> list[list[str]]:
 @pytest.mark.slow
 def test_evaluate_shows_outputs_sizes_and_the_worst_layers(places: dict[str, Path]) -> None:
     rows = cells(succeed("evaluate {cnn} {x64} --data {samples} --layers 3", places))
-    x, y = (
-        np.concatenate([run(str(places[name]), feed).astype(np.float64) for feed in images()])
-        for name in ("cnn", "x64")
-    )
+    x, y = (np.concatenate([as_it_runs(places[name], feed) for feed in images()]) for name in ("cnn", "x64"))
     noise = np.sum((x - y) ** 2)
     expected = [np.sum(x * y) / np.linalg.norm(x) / np.linalg.norm(y), np.sqrt(noise)]
     expected += [10 * np.log10(x.max() ** 2 / (noise / x.size)), 10 * np.log10(np.sum(x**2) / noise)]
@@ -188,6 +185,12 @@ def test_evaluate_shows_outputs_sizes_and_the_worst_layers(places: dict[str, Pat
         assert float(row[2].split()[0]) > 0
     layers = rows[3:]
     assert len(layers) == 3 and [float(row[3]) for row in layers] == sorted(float(row[3]) for row in layers)
+
+
+def as_it_runs(path: Path, feed: dict[str, Any]) -> Any:
+    """The first output by the kernels of this processor, as the command has it: without VNNI their sums saturate."""
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(None, feed)[0].astype(np.float64)
 
 
 def inner(path: Path, name: str, feed: dict[str, Any]) -> Any:

@@ -29,7 +29,7 @@ def convert(request: ConvertRequest) -> None:
 
     Example: quark convert ./llama-uint4 --format gguf --requantize q4_k_m -o llama.gguf
 
-    Example: quark convert llama.gguf -o ./llama
+    Example: quark convert llama.gguf -o ./llama-float
     """
     model = request.model
     require_quantized_model(model)
