@@ -94,10 +94,13 @@ def test_other_names_of_a_rule_are_of_rules_that_there_are() -> None:
 
 def test_names_of_rules_split_as_transformers_splits_under_them() -> None:
     mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    splits = getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", None)
+    if splits is None:
+        pytest.skip("this transformers has no table of rules")
     rules = {rule.name: rule for rule in PRE_TOKENIZERS}
     for name, others in OTHER_NAMES.items():
-        for other in {*others} & {*mapping.GGUF_PRE_TOKENIZER_SPLITS}:
-            assert rules[name].expressions == (mapping.GGUF_PRE_TOKENIZER_SPLITS[other],)
+        for other in {*others} & {*splits}:
+            assert rules[name].expressions == (splits[other],)
 
 
 def test_digits_are_split_under_a_name_that_transformers_passes_over(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import quark.core.quantize as quantize_module
-from quark.base.libraries.installed_packages import is_transformers_version_lower
+from quark.base.libraries.installed_packages import is_package_lower_or_equal, is_transformers_version_lower
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, spec
@@ -136,6 +136,8 @@ def test_embeddings_are_refused_for_what_their_readers_do(tmp_path: Path) -> Non
 )
 def test_transformers_computes_equal_logits_of_fp4_in_bfloat16(scheme: str, tmp_path: Path) -> None:
     """The library decodes these weights to bfloat16, whatever the model."""
+    if "mxfp6" in scheme and is_package_lower_or_equal("compressed_tensors", "0.19"):
+        pytest.skip("compressed-tensors reads MXFP6 from 0.20 on")
     model = frozen(scheme, BF16)
     assert torch.equal(logits(theirs(export_safetensors(model, tmp_path / "out", FORM))), logits(model))
 
