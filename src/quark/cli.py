@@ -16,10 +16,10 @@ HELP = "Quantize a model, and see what it cost.\n\nExample: quark quantize ./lla
 
 def program() -> None:
     """Run the command line in a process of its own, which ends with it."""
-    main(alone=True)
+    main()
 
 
-def main(alone: bool = False) -> None:
+def main() -> None:
     """Run the command line; a QuarkError becomes one line on stderr and exit code 1, bad usage 2."""
     atexit.register(_leave_garbage)
     try:
@@ -29,10 +29,7 @@ def main(alone: bool = False) -> None:
             sys.stderr.write(f"quark: {why}\n")
             sys.exit(1)
         from quark.base.command_line import run
-        from quark.base.loading import own_process
 
-        if alone:
-            own_process()
         run(app())
     except BaseException as error:
         from quark.errors import INTERRUPTED, is_interrupt

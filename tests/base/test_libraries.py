@@ -18,7 +18,6 @@ from tests.source_tree import FILES, parsed, relative
 HOMES = "base/libraries/"
 ROWS = [(home.__name__.rpartition(".")[2], name) for home in LIBRARIES for name in home.NAMES]
 ELSEWHERE = {
-    "base/loading.py": "puts off modules by their names",
     "compat/of_diffusers.py": "adds quark to the tables of diffusers while that is read",
     "torch/checkpoint/hooks/of_diffusers.py": "derives a class from one of diffusers",
     "torch/flows/on_load/of_diffusers.py": "derives a class from one of diffusers",

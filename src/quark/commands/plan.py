@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from quark.base.command_line import new_table, results
-from quark.base.loading import lightly, without_collection
+from quark.base.garbage import without_collection
 from quark.base.progress import log_to
 from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
@@ -135,7 +135,7 @@ def _plan_folder(job: FolderJob) -> None:
         if _reads_weights(job):
             _plan_model(job)
         else:
-            with without_collection(), lightly():
+            with without_collection():
                 _plan_model(job)
 
 

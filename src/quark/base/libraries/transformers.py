@@ -13,9 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from quark.base.garbage import without_collection
 from quark.base.libraries.installed_packages import is_transformers_version_lower
 from quark.base.libraries.names import Name
-from quark.base.loading import without_collection
 from quark.errors import MissingDependencyError, NotSupportedError, require_packages
 
 OLDEST = "5.5"

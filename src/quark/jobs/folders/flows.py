@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quark.base.loading import complete, lightly
 from quark.base.log import logger
 from quark.base.memory_and_disk import available_memory
 from quark.errors import ConfigError, FormatError, NotSupportedError
@@ -122,14 +121,12 @@ def _from_file_to_file(flow: FolderFlow) -> bool:
     if request.dtype != "auto":
         return False
     try:
-        with lightly():  # no model runs
-            quantize_files(
-                config, request.model, export.output, devices=[request.device],
-                keep_unexpected=request.keep_unexpected, **export.options,
-            )  # fmt: skip
+        quantize_files(
+            config, request.model, export.output, devices=[request.device],
+            keep_unexpected=request.keep_unexpected, **export.options,
+        )  # fmt: skip
     except (FormatError, NotSupportedError) as error:
         logger.debug("Not from file to file: %s", error)
-        complete()  # for a model in memory
         return False
     return True
 

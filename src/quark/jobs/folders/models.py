@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import quark.torch  # noqa: F401 - first: where torch is absent, it says how to install it
-from quark.base.loading import without_collection
+from quark.base.garbage import without_collection
 
 # isort: split
 with without_collection():

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from quark.base.garbage import without_collection
 from quark.base.libraries.diffusers import always_float32, without_values
-from quark.base.loading import without_collection
 from quark.errors import FormatError, as_format_error, require_packages
 from quark.torch.diffusion.component import TIMESTEPS
 

@@ -5,20 +5,18 @@ Nothing here is allocated by what a config says: its numbers are compared with t
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from quark.base.files import refuse_pickle, require_config
+from quark.base.garbage import without_collection
 from quark.base.json_objects import plain_json
 from quark.base.libraries.transformers import class_of_code, import_transformers
-from quark.base.loading import is_put_off, without_collection
 from quark.errors import FormatError, as_format_error, one_line
 from quark.torch.config.config_schema import check_quantization
 from quark.torch.diffusion.component import is_component
@@ -200,9 +198,7 @@ def model_class(folder: Path, config: Any, trust_remote_code: bool = False) -> A
         with as_format_error(folder):
             return class_of_code(reference, folder)
     with without_collection():
-        found: Any = _class_beside(config, named) if is_put_off(transformers) else None
-        if found is None and isinstance(named, str):
-            found = getattr(transformers, named, None)
+        found: Any = getattr(transformers, named, None) if isinstance(named, str) else None
     if not (inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)):
         own = getattr(config, "auto_map", None)
         hint = " Its code lies in the folder: --trust-remote-code runs it." if own else ""
@@ -219,14 +215,6 @@ def model_class(folder: Path, config: Any, trust_remote_code: bool = False) -> A
             f"{takes.__name__}, and this is a {type(config).__name__}."
         )
     return found
-
-
-def _class_beside(config: Any, named: Any) -> Any:
-    """The class of a name in the file beside that of a config, as most lie; None: it is not there."""
-    beside = type(config).__module__.replace(".configuration_", ".modeling_")
-    if not beside.startswith("transformers.models.") or find_spec(beside) is None:
-        return None
-    return vars(importlib.import_module(beside)).get(named)
 
 
 def _remote(config: Any, named: str) -> str | None:
