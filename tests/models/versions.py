@@ -6,11 +6,14 @@ from importlib.util import find_spec
 
 import pytest
 
+from quark.base.libraries.compressed_tensors import undecoded_before
 from quark.base.libraries.installed_packages import (
     is_transformers_version_higher_or_equal,
     is_transformers_version_lower,
 )
 from quark.base.libraries.transformers import LATENT, transformers_version
+from quark.core.schemes import SCHEMES
+from quark.torch.formats.compressed_tensors.format import young_kind
 
 
 def needs_transformers(version: str, ability: str) -> pytest.MarkDecorator:
@@ -34,6 +37,12 @@ def needs_package_before(version: str, package: str, use: str) -> pytest.MarkDec
     """
     absent = find_spec(package) is None and is_transformers_version_lower(version)
     return pytest.mark.skipif(absent, reason=f"transformers {transformers_version()}: {use} need {package}")
+
+
+def skip_where_undecoded(scheme: str) -> None:
+    """Skip a test of a compressed-tensors folder that transformers cannot load beside the installed release."""
+    if (why := undecoded_before({young_kind(SCHEMES[scheme])})) is not None:
+        pytest.skip(why)
 
 
 FP8_WITHOUT_A_GPU = pytest.mark.skipif(

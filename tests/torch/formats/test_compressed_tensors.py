@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import quark.core.quantize as quantize_module
-from quark.base.libraries.installed_packages import is_package_lower_or_equal, is_transformers_version_lower
+from quark.base.libraries import installed_packages
+from quark.base.libraries.compressed_tensors import THREE_BITS, undecoded_before
+from quark.base.libraries.installed_packages import is_transformers_version_lower
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, spec
@@ -19,7 +21,7 @@ from quark.torch.formats import FORMATS
 from tests.models.architectures import build
 from tests.models.checkpoints import change_config, frozen, logits, stored, weights
 from tests.models.torch_zoo import tiny_llama, token_batches
-from tests.models.versions import needs_transformers
+from tests.models.versions import needs_transformers, skip_where_undecoded
 
 FORM = "compressed-tensors"
 DOWN = "model.layers.0.mlp.down_proj"
@@ -47,6 +49,7 @@ def same_weights(loaded: Any, model: Any, rtol: float = 0.0) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("scheme", TAKEN)
 def test_transformers_decodes_the_weights_of_every_scheme(scheme: str, tmp_path: Path) -> None:
+    skip_where_undecoded(scheme)
     for dtype in (F32, BF16):
         if (scheme, dtype) == ("int8", BF16):
             continue  # transformers rounds the float32 scale of a weight to bfloat16
@@ -61,8 +64,22 @@ EXACT += ["fp8", "ptpc_fp8", "fp8_block_128", "int4_fp8_128"]
 
 @pytest.mark.parametrize("scheme", EXACT)
 def test_transformers_computes_equal_logits(scheme: str, tmp_path: Path) -> None:
+    skip_where_undecoded(scheme)
     model = frozen(scheme)
     assert torch.equal(logits(theirs(export_safetensors(model, tmp_path / "out", FORM))), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("release", "scheme", "first"),
+    [([0, 17], "int3_wo_128", "0.18"), ([0, 18], "fp8_block_128", "0.19"), ([0, 19], "mxfp6_e2m3", "0.20"),
+     ([0, 18], "int3_wo_128", None), ([0, 17], "int4_wo_128", None)],
+)  # fmt: skip
+def test_what_the_installed_release_does_not_decode_is_said(
+    release: list[int], scheme: str, first: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(installed_packages, "_version", lambda name: release if "compressed" in name else [9])
+    export_safetensors(frozen(scheme, BF16), tmp_path / "out", FORM)
+    assert (f"from {first} on it does" in capfd.readouterr().err) == (first is not None)
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -136,8 +153,7 @@ def test_embeddings_are_refused_for_what_their_readers_do(tmp_path: Path) -> Non
 )
 def test_transformers_computes_equal_logits_of_fp4_in_bfloat16(scheme: str, tmp_path: Path) -> None:
     """The library decodes these weights to bfloat16, whatever the model."""
-    if "mxfp6" in scheme and is_package_lower_or_equal("compressed_tensors", "0.19"):
-        pytest.skip("compressed-tensors reads MXFP6 from 0.20 on")
+    skip_where_undecoded(scheme)
     model = frozen(scheme, BF16)
     assert torch.equal(logits(theirs(export_safetensors(model, tmp_path / "out", FORM))), logits(model))
 
@@ -192,7 +208,8 @@ def test_names_dtypes_and_shapes(scheme: str, tmp_path: Path) -> None:
 def test_the_library_packs_the_same_words(tmp_path: Path) -> None:
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 
-    for scheme in ("int2_wo_64", "int3_wo_128", "uint4_wo_32", "int8_wo"):
+    older = undecoded_before({THREE_BITS}) is not None
+    for scheme in ("int2_wo_64", *(() if older else ("int3_wo_128",)), "uint4_wo_32", "int8_wo"):
         tensors, _ = stored(export_safetensors(frozen(scheme), tmp_path / scheme, FORM))
         bits = int(scheme.removeprefix("u").removeprefix("int")[0])
         words = tensors[f"{DOWN}.weight_packed"]

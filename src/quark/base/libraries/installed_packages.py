@@ -8,6 +8,7 @@ from importlib import metadata
 __all__ = [
     "is_accelerate_available",
     "is_datasets_available",
+    "is_package_lower",
     "is_package_lower_or_equal",
     "is_safetensors_available",
     "is_torch_available",
@@ -49,7 +50,12 @@ def is_transformers_version_higher_or_equal(target_version: str) -> bool:
 
 def is_transformers_version_lower(target_version: str) -> bool:
     """Whether transformers is installed, of a version before this one."""
-    return _found("transformers") and _version("transformers") < _numbers(target_version)
+    return is_package_lower("transformers", target_version)
+
+
+def is_package_lower(package_name: str, target_version: str) -> bool:
+    """Whether a package, by the name that is imported, is installed of a version before this one."""
+    return _found(package_name) and _version(package_name) < _numbers(target_version)
 
 
 def is_package_lower_or_equal(package_name: str, target_version: str) -> bool:

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.libraries.compressed_tensors import MXFP6, THREE_BITS, TILES, undecoded_before
 from quark.base.libraries.transformers import is_conv1d
+from quark.core.granularity import PerBlock
 from quark.core.names.patterns import matches_any
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import FormatError
@@ -68,6 +70,16 @@ FORMS = (
 PACKED = ("pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "nvfp4-pack-quantized")
 
 
+def young_kind(spec: LayerSpec) -> str | None:
+    """What of a layer only newer releases of compressed-tensors decode, of `SINCE`; None where all do."""
+    assert spec.weight is not None
+    if spec.weight.dtype.name == "int3":
+        return THREE_BITS
+    if isinstance(spec.weight.granularity, PerBlock):
+        return TILES
+    return MXFP6 if any(each and each.dtype.name.startswith("fp6") for each in (spec.weight, spec.input)) else None
+
+
 class CompressedTensorsFormat(FolderFormat):
     """Folders with `quant_method` "compressed-tensors"."""
 
@@ -103,7 +115,8 @@ class CompressedTensorsFormat(FolderFormat):
             require_whole_groups(self.name, name, layers[name], spec)
 
     def undecoded(self, folder: Folder) -> str | None:
-        return undecoded_experts(folder)
+        kinds = {kind for spec in folder.specs.values() if (kind := young_kind(spec)) is not None}
+        return " ".join(filter(None, (undecoded_experts(folder), undecoded_before(kinds)))) or None
 
     def check_rotations(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
         refuse_rotations(layers, folder.rotated)
