@@ -51,8 +51,9 @@ from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.passes import prepare
 from quark.torch.model.tied_weights import tied_names
 from quark.torch.plan import chooser, make_plan
+from quark.torch.writers.config_files import write_config
 from quark.torch.writers.model_card import write_card
-from quark.torch.writers.safetensors import check_options, write_companions, write_config
+from quark.torch.writers.safetensors import check_options, write_companions
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ class CheckpointJob:
         quantization = quantization_config(
             self.model, self.config, self.plan, self.weight_format, self.pack_method, self.beside()
         )
-        write_config(self.model, quantization, output)
+        write_config(self.model, quantization, self.folder, output)
         write_companions(self.model, self.folder, None, output)
         write_card(self.model, self.plan.layers, self.config, self.folder, output, self.goal)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ from torch import fx, nn
 
 from quark.base.files import check_apart, final_place
 from quark.base.libraries.diffusers import is_network
-from quark.base.libraries.transformers import has_code, save_code
 from quark.base.log import logger
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.goals import GOALS
@@ -35,6 +31,7 @@ from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import check_files, side_files
 from quark.torch.plan import Plan
 from quark.torch.writers.carried import carried_beside_model
+from quark.torch.writers.config_files import write_config, write_generation_config
 from quark.torch.writers.gguf.format import GgufFormat
 from quark.torch.writers.gguf.further_tokens import check_further
 from quark.torch.writers.gguf.tensors import write_gguf
@@ -109,7 +106,7 @@ def export_safetensors(
     with shared_folder(output_dir, overwrite) as folder:
         if rank() == 0:
             write_shards(folder, [*items, *carried.entries], names, max_shard_size, stem_of(model))
-            write_config(model, form.describe(content), folder)
+            write_config(model, form.describe(content), source, folder)
             write_companions(model, source, tokenizer, folder)
             write_card(model, plan.layers, config, source, folder, goal)
             write_attachments(attachments, folder)
@@ -304,50 +301,9 @@ def write_attachments(attachments: Mapping[str, str] | None, folder: Path) -> No
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def write_config(model: Any, quantization: dict[str, Any], folder: Path) -> None:
-    """Write config.json: the config of the model with its quantization."""
-    if is_network(model):
-        _write_network_config(model, quantization, folder)
-        return
-    config = copy.deepcopy(model.config)
-    config.__dict__.pop("quantization_config", None)  # of the folder that it was loaded from
-    config.architectures = [type(model).__name__]
-    config.dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
-    quantized = list(quantized_layers(model).values())
-    ends = []
-    for end in ("input", "output"):
-        with suppress(NotImplementedError):  # a model of images or sound
-            ends.append(getattr(model, f"get_{end}_embeddings", lambda: None)())
-    if any(end is not None and end in quantized for end in ends):
-        # A quantized head or embedding no longer shares its weight with the other.
-        config.tie_word_embeddings = False
-    if has_code(config):
-        save_code(config, folder)
-    # Not by save_pretrained, which refuses fields that transformers itself has read (output_attentions, return_dict).
-    stored = json.loads(config.to_json_string())
-    for of_source in ("transformers_weights", "expert_dtype"):  # where the source has its weights, and in which codes
-        stored.pop(of_source, None)
-    stored["quantization_config"] = quantization
-    (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n")
-
-
-def _write_network_config(model: Any, quantization: dict[str, Any], folder: Path) -> None:
-    """Write the config.json of a network of diffusers, whose loader has no other place for the type of its numbers."""
-    dtype = str(model.dtype).removeprefix("torch.")
-    stored = {name: value for name, value in json.loads(model.to_json_string()).items() if name not in _OF_SOURCE}
-    stored["quantization_config"] = {**quantization, "torch_dtype": dtype}
-    (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n")
-
-
-_OF_SOURCE = ("_name_or_path", "quantization_config", "_pre_quantization_dtype")
-"""What the config of a network says of the folder that it was loaded from."""
-
-
 def write_companions(model: Any, source: Path | None, tokenizer: Any, folder: Path) -> None:
     """Write what a checkpoint has beside tensors and config: generation config, tokenizer, processors, code."""
-    generation = getattr(model, "generation_config", None)
-    if generation is not None:
-        generation.to_json_file(folder / "generation_config.json")
+    write_generation_config(model, source, folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
         return
