@@ -112,11 +112,10 @@ REFUSED = {
         ("--scheme", "int8_wo", "--export-format", "gguf", "--weight-format", "fake_quantized"),
         "do not apply",
     ),
-    "another format block by block": (
-        ("--scheme", "uint4_wo_32", "--export-format", "awq", "--stream"),
-        "--stream with --export-format awq: block by block only the quark format is written",
+    "gguf block by block": (
+        ("--scheme", "uint4_wo_32", "--export-format", "gguf", "--stream"),
+        "--stream with --export-format gguf: block by block only folders are written",
     ),
-    "gguf block by block": (("--scheme", "uint4_wo_32", "--export-format", "gguf", "--stream"), "--stream with"),
     "a mix in a folder": (("--scheme", "q4_k_m"), "only GGUF files hold its block types"),
     "a block type in a folder": (("--scheme", "int8_wo", "--layer", "*.down_proj=q6_k"), "block types of GGUF"),
     "a mix in capitals": (("--scheme", "Q4_K_M", "--export-format", "gguf"), "Did you mean 'q4_k_m'"),

@@ -40,6 +40,7 @@ from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.tied_weights import overlapping
 from quark.torch.plan import make_plan
+from quark.torch.writers.folder import FolderTarget
 
 if TYPE_CHECKING:
     from quark.torch.algorithms import Algorithm
@@ -233,6 +234,9 @@ class ModelQuantizer:
         weight_converters: object | None = None,
         device: str | list[str] | None = None,
         presharded_weights: object | None = None,
+        workers: int | None = None,
+        overwrite: bool = False,
+        keep_unexpected: bool = False,
         **options: Any,
     ) -> None:
         """Quantize the files of a checkpoint tensor by tensor, without the model in memory.
@@ -244,7 +248,10 @@ class ModelQuantizer:
                 in the dtype of the model.
             weight_converters, presharded_weights: Not part of this version.
             device: A device or a list of devices that compute; None: the CPU.
-            options: `workers` (threads for each device), `weight_format`, `pack_method`, `max_shard_size`, `overwrite`.
+            workers: Threads for each device; None: as many as keep it busy.
+            overwrite: Replace `save_path` if it is there.
+            keep_unexpected: Copy tensors that the class of the model has no place for.
+            options: Of `export_safetensors`: `custom_mode`, `reader`, `weight_format`, `max_shard_size` and others.
 
         Raises:
             NotSupportedError: The config needs calibration data, or an argument is not part of this version.
@@ -257,7 +264,10 @@ class ModelQuantizer:
         if keep_excluded_layers_as_original_model_state:
             raise NotSupportedError("keep_excluded_layers_as_original_model_state is not part of this version.")
         devices = [device] if isinstance(device, str) else list(device or ["cpu"])
-        quantize_files(self.config, Path(pretrained_model_path), Path(save_path), devices=devices, **options)
+        quantize_files(
+            self.config, Path(pretrained_model_path), Path(save_path), devices=devices, workers=workers,
+            overwrite=overwrite, keep_unexpected=keep_unexpected, target=FolderTarget(**options),
+        )  # fmt: skip
 
 
 def _algorithms(config: QConfig) -> list[Algorithm]:

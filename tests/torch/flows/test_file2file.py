@@ -31,8 +31,9 @@ from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.checkpoint.safetensors_file import DTYPES, ByteRange, TensorFile, create_file, write_tensor
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_tensor
-from quark.torch.flows import checkpoint_job, file2file
+from quark.torch.flows import file2file
 from quark.torch.flows.from_disk import stream
+from quark.torch.writers import folder
 from tests.models.architectures import build
 from tests.models.families import family
 from tests.models.torch_zoo import tiny_llama, tiny_opt
@@ -237,11 +238,11 @@ def test_what_transformers_would_not_find_is_refused_before_the_work(
     """By each flow that works without the model: the same question as with it in memory."""
     source, asked = save_float(tmp_path / "float"), []
 
-    def unfound(model: Any, form: Any, held: Any, tensors: Any, **_: object) -> None:
+    def unfound(model: Any, form: Any, held: Any, tensors: Any, *_: object) -> None:
         asked.append((form.name, "model.layers.0.mlp.up_proj.weight" in set(tensors)))
         raise NotSupportedError("would make up")
 
-    monkeypatch.setattr(checkpoint_job, "check_readers", unfound)
+    monkeypatch.setattr(folder, "check_readers", unfound)
     with pytest.raises(NotSupportedError, match="would make up"):
         file_to_file(scheme("int8_wo"), source, tmp_path / "out")
     with pytest.raises(NotSupportedError, match="would make up"):

@@ -29,6 +29,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.flows.from_disk import stream
 from quark.torch.flows.resume import Manifest, in_use
 from quark.torch.model.blocks import find_blocks
+from quark.torch.writers.folder import FolderTarget
 from tests.models.model_folders import model_folder
 from tests.models.torch_zoo import tiny_llama, token_batches
 from tests.torch.flows.test_file2file import contents, save_float
@@ -53,7 +54,7 @@ def in_memory(config: QConfig, source: Path, output: Path, data: Any) -> dict[st
 
 
 def streamed(config: QConfig, source: Path, output: Path, data: Any = None, **options: Any) -> dict[str, bytes]:
-    stream(config, source, output, data, max_shard_size="60KB", **options)
+    stream(config, source, output, data, target=FolderTarget(max_shard_size="60KB"), **options)
     return contents(output)
 
 
@@ -170,7 +171,7 @@ def test_a_killed_run_goes_on(
     expected = streamed(config, source, tmp_path / "whole", data)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         killed_after(blocks, patch, before_manifest)
-        stream(config, source, tmp_path / "out", data, max_shard_size="60KB")
+        stream(config, source, tmp_path / "out", data, target=FolderTarget(max_shard_size="60KB"))
     assert not (tmp_path / "out").exists()
     done = []
     finish = Manifest.finish
@@ -206,7 +207,7 @@ def test_of_a_damaged_checkpoint_nothing_stays(tmp_path: Path) -> None:
                 tensors[name][3] = torch.nan
         save_file(tensors, file, {"format": "pt"})
     with pytest.raises(FormatError, match=r"layers\.1\.input_layernorm\.weight cannot be read"):
-        stream(scheme("int8"), source, tmp_path / "out", token_batches(), max_shard_size="60KB")
+        stream(scheme("int8"), source, tmp_path / "out", token_batches(), target=FolderTarget(max_shard_size="60KB"))
     assert [path.name for path in tmp_path.iterdir()] == ["float"]
 
 
@@ -216,7 +217,7 @@ def unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     source = save_float(tmp_path / "float", torch.float32)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         killed_after(1, patch)
-        stream(scheme("int8"), source, tmp_path / "out", token_batches(), max_shard_size="60KB")
+        stream(scheme("int8"), source, tmp_path / "out", token_batches(), target=FolderTarget(max_shard_size="60KB"))
     return tmp_path / "out.partial"
 
 
@@ -256,15 +257,21 @@ def test_a_folder_of_that_name_which_is_no_run_stays(unfinished: Path) -> None:
 OTHER = {
     r"config\.global_quant_config\.weight\.dtype: \"int8\" there, \"fp8_e4m3\" now": {"config": scheme("fp8")},
     r"calibration data: \"\w+\" there": {"data": token_batches(2)},
-    r"pack_method: \"reorder\" there, \"order\" now": {"pack_method": "order"},
-    r"max_shard_size: \"60KB\" there, \"70KB\" now": {"max_shard_size": "70KB"},
+    r"pack_method: \"reorder\" there, \"order\" now": {
+        "target": FolderTarget(pack_method="order", max_shard_size="60KB")
+    },
+    r"custom_mode: \"quark\" there, \"compressed-tensors\" now; reader: \"transformers\" there, \"vllm\" now": {
+        "target": FolderTarget("compressed-tensors", max_shard_size="60KB", reader="vllm")
+    },
+    r"max_shard_size: \"60KB\" there, \"70KB\" now": {"target": FolderTarget(max_shard_size="70KB")},
     r"config\.exclude: ": {"config": scheme("int8", exclude_layers=["lm_head", "*.o_proj"])},
 }
 
 
 @pytest.mark.parametrize("said", OTHER)
 def test_other_settings_are_refused(said: str, unfinished: Path) -> None:
-    settings = {"config": scheme("int8"), "data": token_batches(), "max_shard_size": "60KB", **OTHER[said]}
+    begun = {"config": scheme("int8"), "data": token_batches(), "target": FolderTarget(max_shard_size="60KB")}
+    settings = {**begun, **OTHER[said]}
     folder = unfinished.parent
     with pytest.raises(ConfigError, match=said):
         stream(source=folder / "float", output=folder / "out", **settings)

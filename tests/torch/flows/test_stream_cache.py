@@ -34,6 +34,7 @@ from quark.torch.flows.resume import Manifest
 from quark.torch.layers.attention.cache_view import CacheQuantize
 from quark.torch.layers.fake_quant import Mode
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.writers.folder import FolderTarget
 from tests.models.families import family
 from tests.models.torch_zoo import token_batches
 from tests.torch.flows.test_file2file import contents
@@ -63,7 +64,7 @@ def in_memory(config: QConfig, source: Path, output: Path, data: Any) -> dict[st
 
 
 def streamed(config: QConfig, source: Path, output: Path, data: Any) -> dict[str, bytes]:
-    stream(config, source, output, data, max_shard_size=SHARD)
+    stream(config, source, output, data, target=FolderTarget(max_shard_size=SHARD))
     return contents(output)
 
 
@@ -172,7 +173,7 @@ def resumed(made: QConfig, source: Path, folder: Path, patch: pytest.MonkeyPatch
     expected = in_memory(made, source, folder / "memory", data)
     with patch.context() as killing, pytest.raises(Killed):
         killed_after(blocks, killing)
-        stream(made, source, folder / "out", data, max_shard_size=SHARD)
+        stream(made, source, folder / "out", data, target=FolderTarget(max_shard_size=SHARD))
     finish: Callable[..., None] = Manifest.finish
     with patch.context() as counting:
         counting.setattr(

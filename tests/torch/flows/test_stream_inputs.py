@@ -14,11 +14,11 @@ from torch import nn
 from quark.errors import StructureError
 from quark.torch import LLMTemplate
 from quark.torch.checkpoint.float_model import load_float_model
-from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.flows.checkpoint_job import CheckpointJob
 from quark.torch.flows.from_disk import FromDisk
 from quark.torch.flows.replaced import replaced
 from quark.torch.model.meta_model import fill_buffers
+from quark.torch.writers.folder import QUARK
 from tests.models.doors import HYBRID, float_folder
 from tests.models.families import MOE
 
@@ -49,7 +49,7 @@ def first_inputs(model: nn.Module) -> torch.Tensor:
 @contextmanager
 def on_disk(source: Path) -> Iterator[tuple[Any, FromDisk]]:
     config = LLMTemplate.get("auto").get_config("int8_wo")
-    job = CheckpointJob(config, source, weight_format=REAL_QUANTIZED, pack_method="reorder", max_shard_size="5GB")
+    job = CheckpointJob(config, source, QUARK)
     with replaced(job.model, job.plan):
         found = job.contents()
         fill_buffers(job.model)

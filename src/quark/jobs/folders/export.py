@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quark.base.files import atomic_file, check_apart, check_file, check_folder
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.jobs.words import GGUF, ONNX
+
+if TYPE_CHECKING:
+    from quark.torch.writers.writer import OutputTarget
 
 FILES = (GGUF, ONNX)
 """Forms of a language model that are one file."""
@@ -43,15 +46,22 @@ class Export:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `export_safetensors` beside the format."""
+        """The options of `export_safetensors`, but for where the folder goes."""
         return {
+            "custom_mode": self.form,
             "weight_format": self.weight_format,
             "pack_method": self.pack_method,
             "max_shard_size": self.max_shard_size,
-            "overwrite": self.force,
             "attachments": self.attachments,
+            "reader": self.reader,
             "goal": self.goal,
         }
+
+    def target(self) -> OutputTarget:
+        """What a model becomes that is written tensor by tensor."""
+        from quark.torch.writers.folder import FolderTarget
+
+        return FolderTarget(**self.options)
 
     def check(self, schemes: Iterable[str], of_folder: bool = True) -> None:
         """Raise for a format, an option, a scheme or a model that do not go together.
@@ -65,7 +75,6 @@ class Export:
         from quark.torch.writers.gguf.format import GgufFormat
         from quark.torch.writers.gguf.of_model import check_config
         from quark.torch.writers.onnx.export import require_onnx_packages
-        from quark.torch.writers.safetensors import check_options
 
         known = (*FORMATS, *FILES)
         if self.form not in known:
@@ -82,7 +91,7 @@ class Export:
         for scheme in schemes:
             form.check_scheme(scheme)
         if self.form != GGUF:
-            check_options(self.form, self.weight_format, self.pack_method, self.max_shard_size)
+            self.target()
         elif of_folder:
             check_config(load_config(self.source))
 
@@ -117,7 +126,7 @@ class Export:
         if self.form == GGUF:
             file = self.path
             return export_gguf(model, file.parent, file.stem, self.source, overwrite=self.force).stat().st_size
-        folder = export_safetensors(model, self.output, self.form, reader=self.reader, **self.options)
+        folder = export_safetensors(model, self.output, overwrite=self.force, **self.options)
         return folder_bytes(folder)
 
     def _write_onnx(self, model: Any) -> int:

@@ -14,11 +14,9 @@ from quark.base.log import logger
 from quark.base.memory_and_disk import available_memory
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.jobs.folders.calibration import Calibration
-from quark.jobs.folders.export import Export
+from quark.jobs.folders.export import FILES, Export
 from quark.jobs.request import FolderRequest
 
-STREAMED = "quark"
-"""The format that is written block by block, and from file to file."""
 STORED_FLOAT = "fake_quantized"
 """The weight format that is as large as the float model."""
 
@@ -115,15 +113,15 @@ def _from_file_to_file(flow: FolderFlow) -> bool:
 
     request, config, export = flow.request, flow.config, flow.export
     inside = config.algo_config or config.kv_cache_quant_config or config.softmax_quant_spec
-    if export.form != STREAMED or request.trust_remote_code or inside or not is_read(request.model):
+    if export.form in FILES or request.trust_remote_code or inside or not is_read(request.model):
         return False
     check_loading(request.load)
     if request.dtype != "auto":
         return False
     try:
         quantize_files(
-            config, request.model, export.output, devices=[request.device],
-            keep_unexpected=request.keep_unexpected, **export.options,
+            config, request.model, export.output, devices=[request.device], overwrite=export.force,
+            keep_unexpected=request.keep_unexpected, target=export.target(),
         )  # fmt: skip
     except (FormatError, NotSupportedError) as error:
         logger.debug("Not from file to file: %s", error)
@@ -143,8 +141,8 @@ def _streamed(flow: FolderFlow) -> int:
         )
     data = flow.calibration.read(inputs_of(model, load_meta_model(model)))
     stream(
-        flow.config, model, export.output, data, device=request.device, keep_unexpected=request.keep_unexpected,
-        **export.options,
+        flow.config, model, export.output, data, device=request.device, overwrite=export.force,
+        keep_unexpected=request.keep_unexpected, target=export.target(),
     )  # fmt: skip
     return folder_bytes(export.output)
 
@@ -155,10 +153,10 @@ def _streams(flow: FolderFlow, stream: bool | None) -> bool:
     from quark.torch.calibration.distributed import from_first
 
     form, trusted = flow.export.form, flow.request.trust_remote_code
-    if form != STREAMED and stream:
+    if form in FILES and stream:
         raise ConfigError(
-            f"--stream with --export-format {form}: block by block only the {STREAMED} format is written. "
-            f"Possible: --export-format {STREAMED}, or no --stream."
+            f"--stream with --export-format {form}: block by block only folders are written. Possible: another "
+            "--export-format, or no --stream."
         )
     if stream and trusted:
         raise ConfigError("--trust-remote-code with --stream: block by block, a class of transformers is needed.")
@@ -167,7 +165,7 @@ def _streams(flow: FolderFlow, stream: bool | None) -> bool:
     if stream is None:
         # What is free of the memory differs between processes.
         stream = not from_first(fits_memory(float_bytes(flow.request.model)))
-    return form == STREAMED and stream
+    return form not in FILES and stream
 
 
 def fits_memory(weight_bytes: int) -> bool:

@@ -25,7 +25,6 @@ from quark.torch.bit_budget.rules import BudgetRules, FolderRules, GgufRules
 from quark.torch.bit_budget.sensitivity import AskedBudget, LayerGroup, SensitivityTable
 from quark.torch.bit_budget.sweep import Sweep, Swept
 from quark.torch.calibration.distributed import world
-from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate, default_exclusions
 from quark.torch.flows.checkpoint_job import CheckpointJob
@@ -38,6 +37,7 @@ from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import fill_buffers
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.plan import Plan, make_plan
+from quark.torch.writers.folder import QUARK
 
 _TO_5_BITS = ("int3_wo_128", "uint4_wo_128", "uint4_wo_64", "uint4_wo_32")
 RULES: dict[str, Callable[[], BudgetRules]] = {
@@ -184,8 +184,7 @@ def _on_disk(
     rules: BudgetRules,
     budget: AskedBudget | None,
 ) -> SensitivityTable:
-    options = {"weight_format": REAL_QUANTIZED, "pack_method": "reorder", "max_shard_size": "5GB"}
-    job = CheckpointJob(config, Path(source), keep_unexpected=False, **options)
+    job = CheckpointJob(config, Path(source), QUARK)
     data = list(calibration_data(job.model, data) or ())
 
     def weights() -> BlockWeights:

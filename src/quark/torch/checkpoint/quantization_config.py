@@ -10,6 +10,7 @@ from torch import nn
 
 from quark.core.spec import LayerSpec
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
+from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.config.config import QConfig
 from quark.torch.config.selectors import output_head
 from quark.torch.formats import FORMATS, Folder
@@ -31,6 +32,7 @@ def folder_of(
     pack_method: str = "reorder",
     beside: Iterable[str] = (),
     everywhere: bool = False,
+    solved: bool = True,
 ) -> Folder:
     """What a `quantization_config` says of a model that was quantized by this plan.
 
@@ -41,6 +43,7 @@ def folder_of(
             predict further tokens (mtp.*), for one.
         everywhere: Also name layers as other classes that load the folder call them: for readers that know the names
             of the model alone that they build.
+        solved: Whether the algorithms have run; else branches that they will add are foreseen.
     """
     specs, cache = _without_caches(config, plan)
     specs |= plan.beside
@@ -54,7 +57,7 @@ def folder_of(
         config,
         record_branches(record_rotations(config.to_dict(), model), model),
         rotated_inputs(model),
-        tuple(name for name, _ in branches(model)),
+        _branched(model, config, specs, solved),
         cache,
         {name: known.forms(name) for name in (*specs, *cache)},
         _experts(model),
@@ -66,6 +69,13 @@ def folder_of(
         pack_method,
         weight_format,
     )
+
+
+def _branched(model: nn.Module, config: QConfig, layers: Iterable[str], solved: bool) -> tuple[str, ...]:
+    """The layers with a low-rank branch; before the algorithms have run, one where some will have one."""
+    if not solved and any(isinstance(algorithm, SVDQuantConfig) for algorithm in config.algo_config or []):
+        return tuple(layers)[:1]
+    return tuple(name for name, _ in branches(model))
 
 
 def _by_class(model: nn.Module, config: QConfig, layers: Iterable[str]) -> dict[str, str]:
@@ -138,13 +148,6 @@ def _layers_of(tensors: Iterable[str]) -> list[str]:
     return [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
 
 
-def quantization_config(
-    model: nn.Module,
-    config: QConfig,
-    plan: Plan,
-    weight_format: str,
-    pack_method: str,
-    beside: Iterable[str] = (),
-) -> dict[str, Any]:
+def quantization_config(model: nn.Module, config: QConfig, plan: Plan) -> dict[str, Any]:
     """The `quantization_config` of a quark folder: the config with excludes resolved, what the user wrote beside it."""
-    return FORMATS["quark"].describe(folder_of(model, config, plan, weight_format, pack_method, beside))
+    return FORMATS["quark"].describe(folder_of(model, config, plan))

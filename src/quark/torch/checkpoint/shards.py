@@ -221,8 +221,8 @@ def _activation_entries(name: str, layer: QuantLayer, form: Format) -> Iterator[
             continue
         layout = form.make_layout(quantizer.spec, layer.spec, dtype, "reorder", True)
         second = quantizer.scale_2 if quantizer.scale_2 is not None else layer.extras(role).get("scale_2")
-        if quantizer.spec.dynamic and second is not None:
-            tensors = layout.store_second(second)
+        if quantizer.spec.dynamic:
+            tensors = layout.store_second(torch.empty((), device="meta") if second is None else second)
         elif quantizer.needs_range:
             tensors = empty_activation(layer, role, layout)
         else:

@@ -16,20 +16,16 @@ from quark.goals.expert_names import expert_names, unread_experts
 from quark.goals.goal import RuntimeGoal
 from quark.torch.calibration.reached import check_reached
 from quark.torch.checkpoint.quantization_config import folder_of
-from quark.torch.checkpoint.shards import entries, names_in_file, stored_shapes
-from quark.torch.checkpoint.sources.carried import carried_modules
-from quark.torch.checkpoint.stored_types import forms_of, source_folder
-from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.config.config import QConfig
 from quark.torch.config.selectors import output_head
 from quark.torch.flows.replaced import replaced
-from quark.torch.formats import FORMATS, Folder, FolderFormat, Format
 from quark.torch.formats.fused_groups import EXPERTS, FusedGroup, fused_groups
-from quark.torch.formats.readers import TRANSFORMERS, check_readers, read_forms
+from quark.torch.formats.readers import TRANSFORMERS
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.names import layers_published
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.plan import Plan
+from quark.torch.writers.folder import FolderTarget, of_model
 from quark.torch.writers.gguf.format import GgufFormat
 from quark.torch.writers.gguf.further_tokens import check_further
 
@@ -51,32 +47,11 @@ def check_plan(meta: Any, config: QConfig, made: Plan, form: str, reader: str = 
     if form == "gguf":
         check_further(meta, made)
         made = replace(made, beside={})
-    held: Format = GgufFormat() if form == "gguf" else FORMATS[form]
-    with replaced(meta, made):
-        more = carried_modules(meta, source_folder(meta), made.beside)
-        layers = {**dict(meta.named_modules()), **more}
-        content = _with_algorithms(folder_of(meta, config, made), config)
-        held.check(layers, content)
-        if not isinstance(held, FolderFormat):
-            return None
-        published = forms_of(meta, source_folder(meta), content.specs)
-        forms = read_forms(published, held, reader)
-        items = list(entries(meta, "reorder", True, held, forms=forms))
-        stored_shapes(items, names_in_file(meta, held, content.specs, forms=forms))
-        undecoded = check_readers(meta, held, content, (name for name, _, _ in items), reader, published)
-        return " ".join(filter(None, (undecoded, _unrun_encoder(meta, form, reader)))) or None
-
-
-def _unrun_encoder(meta: Any, form: str, reader: str) -> str | None:
-    """What sentence-transformers would not run of a plan of an encoder, a sentence; None where it runs all."""
-    folder = source_folder(meta)
-    listed = folder is not None and any((place / "modules.json").is_file() for place in (folder, folder.parent))
-    if not listed or form != "compressed-tensors" or reader != TRANSFORMERS:
+        with replaced(meta, made):
+            GgufFormat().check(dict(meta.named_modules()), folder_of(meta, config, made, solved=False))
         return None
-    return (
-        "SentenceTransformer (6.2.0) loads such a folder, and its encode fails: it calls forward past the hook by "
-        "which compressed-tensors decodes weights. Possible: --export-format quark; or this one, for servers."
-    )
+    with replaced(meta, made):
+        return FolderTarget(form, reader=reader).writer(of_model(meta, config, made, solved=False)).check()
 
 
 def check_data(meta: Any, made: Plan, data: Iterable[Any] | None) -> None:
@@ -92,13 +67,6 @@ def check_data(meta: Any, made: Plan, data: Iterable[Any] | None) -> None:
         with replaced(meta, made) as layers:
             pass
     check_reached(meta, layers, data)
-
-
-def _with_algorithms(content: Folder, config: QConfig) -> Folder:
-    """What the folder will hold beside the layers, as far as the algorithms say it before they run."""
-    algorithms, first = config.algo_config or [], next(iter(content.specs), "")
-    branched = (first,) if any(isinstance(each, SVDQuantConfig) for each in algorithms) else ()
-    return replace(content, branched=branched)
 
 
 SHOWN = 4

@@ -6,42 +6,37 @@ hold, under which names, and where in the old one each tensor is found. file2fil
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from quark.base.libraries.transformers import is_conv1d
-from quark.base.memory_and_disk import check_disk
-from quark.core.spec import LayerSpec, TensorSpec
+from quark.base.log import logger
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.calibration.distributed import first_then_all
 from quark.torch.checkpoint.float_model import check_metas, shapes_of
-from quark.torch.checkpoint.loading import REAL_QUANTIZED
-from quark.torch.checkpoint.quantization_config import folder_of, quantization_config
 from quark.torch.checkpoint.safetensors_file import ByteRange
-from quark.torch.checkpoint.shards import (
-    Entry,
-    Naming,
-    create_shards,
-    entries,
-    names_in_file,
-    stem_of,
-    stored_shapes,
+from quark.torch.checkpoint.shards import Entry
+from quark.torch.checkpoint.sources.carried import (
+    CarriedLayers,
+    as_modules,
+    carried_entries,
+    carried_layers,
+    plan_carried,
+    refuse_carried,
 )
-from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_entries, carried_layers, plan_carried
 from quark.torch.checkpoint.sources.claims import check_claim
 from quark.torch.checkpoint.sources.methods import quantization_of
 from quark.torch.checkpoint.sources.origins import Origin, Origins, names_of
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.checkpoint.stored_types import StoredTypes, forms_of_source
 from quark.torch.config.config import QConfig
-from quark.torch.formats import FORMATS
+from quark.torch.formats import Format
 from quark.torch.formats.fused_groups import sibling_groups
-from quark.torch.formats.layout import Layout
-from quark.torch.formats.readers import check_readers
 from quark.torch.layers.attention.cache_rules import check_cache_config
 from quark.torch.model.folder_files import shard_files
 from quark.torch.model.meta_model import build_skeleton
@@ -51,28 +46,25 @@ from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.passes import prepare
 from quark.torch.model.tied_weights import tied_names
 from quark.torch.plan import chooser, make_plan
-from quark.torch.writers.config_files import write_config
-from quark.torch.writers.model_card import write_card
-from quark.torch.writers.safetensors import check_options, write_companions
+from quark.torch.writers.carried import Carried
+from quark.torch.writers.writer import OutputTarget, Quantized, Writer
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What the new folder will hold.
+    """What the new model will hold.
 
     Attributes:
+        writer: Writes it.
         entries: The tensors of the quantized model.
-        dropped: Tensors of the old folder that the class of the model leaves out by design; stored as they are.
-        names: Name in the new folder of a tensor and a suffix.
         sources: Name in the model -> where it lies in the old folder.
         ties: Name in the model -> all names of the same parameter, itself first.
         copied: Name of an entry that the new folder holds in other tensors, as the old one does -> name of each in the
             new folder -> in the old one.
     """
 
+    writer: Writer
     entries: list[Entry]
-    dropped: list[Entry]
-    names: Naming
     sources: dict[str, Origin]
     ties: dict[str, list[str]]
     copied: Mapping[str, Mapping[str, str]]
@@ -84,9 +76,8 @@ class CheckpointJob:
     Args:
         config: What to quantize, and how.
         folder: Of a checkpoint, float or one that is read as float.
-        weight_format, pack_method, max_shard_size: As for `export_safetensors`.
+        target: What it becomes.
         keep_unexpected: As for `load_float_model`.
-        goal: As for `export_safetensors`.
 
     Attributes:
         files: The safetensors files of the folder.
@@ -94,8 +85,6 @@ class CheckpointJob:
         checkpoint: Its tensors, as the float model has them.
         model: The skeleton, with fused experts taken apart.
         plan: How its layers are quantized.
-        real: Whether codes are stored; else float values that were quantized.
-        forms: What the files hold in other tensors than the model.
 
     Raises:
         ConfigError: An option that does not exist, or a config that does not fit the model.
@@ -107,18 +96,11 @@ class CheckpointJob:
         self,
         config: QConfig,
         folder: Path,
-        *,
-        weight_format: str,
-        pack_method: str,
-        max_shard_size: str,
+        target: OutputTarget,
         keep_unexpected: bool = False,
-        goal: str | None = None,
     ) -> None:
-        check_options("quark", weight_format, pack_method, max_shard_size, goal)
         check_cache_config(config)
-        self.config, self.folder, self.goal = config, folder, goal
-        self.weight_format, self.pack_method, self.max_shard_size = weight_format, pack_method, max_shard_size
-        self.real = weight_format == REAL_QUANTIZED
+        self.config, self.folder, self.target = config, folder, target
         self.files = shard_files(folder)
         stored = read_config(folder)
         check_claim(folder, stored, Source(self.files).metas())
@@ -134,64 +116,52 @@ class CheckpointJob:
             placed = names_of(self.origins.of(self.model), self.model.state_dict())
             self._beside = [name for name in self.checkpoint.names() if name in {*self._beside} or name not in placed]
         _take_apart(config, self.model)
-        named = source_names(self.model, self.checkpoint.stored_names())
-        self.types = StoredTypes(self.checkpoint, named, self.model.dtype, narrow=not config.algo_config)
-        carried = carried_layers(self.model, self.checkpoint, self._beside)
-        plan = make_plan(config, self.model, read_elsewhere=weights_read_elsewhere(self.model), beside=carried)
-        self.plan = plan_carried(config, self.model, plan, carried)
-        self.forms = forms_of_source(self.model, self.checkpoint, self.plan.layers)
+        self._carried = carried_layers(self.model, self.checkpoint, self._beside)
+        plan = make_plan(config, self.model, read_elsewhere=weights_read_elsewhere(self.model), beside=self._carried)
+        self.plan = plan_carried(config, self.model, plan, self._carried)
 
     def contents(self) -> Contents:
-        """What the new folder will hold; to be asked for while the layers of the plan are replaced.
+        """What the new model will hold; to be asked for while the layers of the plan are replaced.
 
         Raises:
-            NotSupportedError: transformers would not find all of it; names what.
+            NotSupportedError, ShapeError: The format has no place for it, or its readers would not find all of it.
             FormatError: The folder lacks tensors, or holds some that the class of the model has no place for.
         """
-        made = list(self.entries())
-        held = folder_of(self.model, self.config, self.plan)
-        check_readers(self.model, FORMATS["quark"], held, (name for name, _, _ in made), forms=self.forms)
-        ties = tied_names(self.model)
-        in_folder = self.origins.of(self.model)
-        others = (name for form in self.forms for name in form.members[1:])
+        writer = self.target.writer(self._quantized())
+        if (undecoded := writer.check()) is not None:
+            logger.warning("%s", undecoded)
+        made, ties, in_folder = list(writer.entries()), tied_names(self.model), self.origins.of(self.model)
+        others = (name for form in writer.forms for name in form.members[1:])
         sources = _sources([*(name for name, _, _ in made if name in ties), *others], in_folder, ties)
         self._check_ties(in_folder, ties)
-        names = self.beside()
-        groups = sibling_groups(self.model, self.config.shared_scale_groups) if self.plan.beside else ()
-        layers = CarriedLayers(self.plan.beside, self._layout, groups)
-        dropped = carried_entries(self.checkpoint, names, self.model.dtype, layers)
-        unexpected = sorted({*self.checkpoint.names()} - names_of(in_folder, ties) - {*names})
+        unexpected = sorted({*self.checkpoint.names()} - names_of(in_folder, ties) - {*self._beside})
         if unexpected:
             raise FormatError(
                 f"{self.folder} holds {len(unexpected)} tensors that the class of its config.json has no place for: "
                 f"{', '.join(unexpected[:5])}. Possible: keep_unexpected (--keep-unexpected), which copies them."
             )
-        return Contents(
-            made,
-            dropped,
-            names_in_file(
-                self.model, specs={**self.plan.layers, **self.plan.beside}, as_they_are=names, forms=self.forms
-            ),
-            sources,
-            ties,
-            self._copied(),
+        there = source_names(self.model, self.checkpoint.names()) if writer.forms else {}
+        copied = {form.members[0]: {file: there[n] for file, n in form.files.items()} for form in writer.forms}
+        return Contents(writer, made, sources, ties, copied)
+
+    def _quantized(self) -> Quantized:
+        """The model for its writer, which stores what is not quantized in its stored type."""
+        named = source_names(self.model, self.checkpoint.stored_names())
+        types = StoredTypes(self.checkpoint, named, self.model.dtype, narrow=not self.config.algo_config)
+        published = partial(forms_of_source, self.model, self.checkpoint)
+        return Quantized(
+            self.model, self.config, self.plan, self.folder, types.entry, published, self._carried_as, solved=False
         )
 
-    def _copied(self) -> dict[str, dict[str, str]]:
-        """See `Contents`."""
-        there = source_names(self.model, self.checkpoint.names()) if self.forms else {}
-        return {form.members[0]: {file: there[name] for file, name in form.files.items()} for form in self.forms}
-
-    def entries(self, only: Container[str] | None = None) -> Iterator[Entry]:
-        """The tensors of the quantized model, or those of these names; what is not quantized in its stored type."""
-        return entries(self.model, self.pack_method, self.real, only=only, plain=self.types.entry, forms=self.forms)
-
-    def _layout(self, spec: TensorSpec, layer: LayerSpec, dtype: torch.dtype) -> Layout:
-        return FORMATS["quark"].make_layout(spec, layer, dtype, self.pack_method, self.real)
-
-    def beside(self) -> list[str]:
-        """Names of the tensors of the old folder that are carried: the class of the model has no place for them."""
-        return self._beside
+    def _carried_as(self, form: Format, pack_method: str, real: bool) -> Carried:
+        """What the old folder holds and the class of the model has no place for, as a format stores it."""
+        specs = self.plan.beside
+        modules = as_modules({name: self._carried[name] for name in specs}, self.model.dtype)
+        refuse_carried(form, modules, specs)
+        groups = sibling_groups(self.model, self.config.shared_scale_groups) if specs else ()
+        layers = CarriedLayers(specs, partial(form.make_layout, pack_method=pack_method, real=real), groups)
+        made = carried_entries(self.checkpoint, self._beside, self.model.dtype, layers)
+        return Carried(made, self.plan, modules)
 
     def _check_ties(self, in_folder: Mapping[str, Origin], ties: Mapping[str, list[str]]) -> None:
         """Raise NotSupportedError where the model shares one tensor, and the folder has different ones under its names.
@@ -209,26 +179,10 @@ class CheckpointJob:
                     "Possible: tie_word_embeddings false in config.json, or quantize_model, with the model in memory."
                 )
 
-    def create_shards(self, output: Path, contents: Contents, begun: bool = False) -> dict[str, ByteRange]:
-        """Make the files of the new folder; return where each tensor is to be written, by its name there.
 
-        With `begun` the files are there already, partly filled. Raises OutputError where the disk is too small.
-        """
-        shapes = stored_shapes([*contents.entries, *contents.dropped], contents.names)
-        if not begun:
-            check_disk(output, sum(tensor.nbytes for tensor in shapes.values()))
-        return first_then_all(
-            lambda first: create_shards(output, shapes, self.max_shard_size, begun or not first, stem_of(self.model))
-        )
-
-    def write_rest(self, output: Path) -> None:
-        """Write what a checkpoint has beside its tensors: config.json, tokenizer, generation config."""
-        quantization = quantization_config(
-            self.model, self.config, self.plan, self.weight_format, self.pack_method, self.beside()
-        )
-        write_config(self.model, quantization, self.folder, output)
-        write_companions(self.model, self.folder, None, output)
-        write_card(self.model, self.plan.layers, self.config, self.folder, output, self.goal)
+def create_files(writer: Writer, output: Path, begun: bool = False) -> dict[str, ByteRange]:
+    """What `Writer.create` gives; of several processes the first one makes the files."""
+    return first_then_all(lambda first: writer.create(output, begun or not first))
 
 
 def _take_apart(config: QConfig, model: nn.Module) -> None:

@@ -27,20 +27,20 @@ from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, QuarkError
 from quark.torch.calibration.calibrate import FROM_OWN_RANGE, qparams_under, sharing_scales, tensor_qparams
 from quark.torch.calibration.distributed import check_alive, rank, shared_folder, world
-from quark.torch.checkpoint.loading import REAL_QUANTIZED, stored_on_meta
+from quark.torch.checkpoint.loading import stored_on_meta
 from quark.torch.checkpoint.safetensors_file import ByteRange, write_tensor
 from quark.torch.checkpoint.shards import Entry
 from quark.torch.checkpoint.sources.origins import Origin
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
-from quark.torch.flows.checkpoint_job import CheckpointJob, Contents
+from quark.torch.flows.checkpoint_job import CheckpointJob, Contents, create_files
 from quark.torch.flows.replaced import replaced
 from quark.torch.formats.fused_groups import sibling_groups
-from quark.torch.formats.layout import Tensors
-from quark.torch.formats.quark.layout import QuarkLayout, rows_alone
+from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.layers import QuantLayer
 from quark.torch.plan import Plan
-from quark.torch.writers.safetensors import write_attachments
+from quark.torch.writers.folder import QUARK
+from quark.torch.writers.writer import OutputTarget, Writer
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class TensorJob:
         dtype, shape: Of the float tensor in the model.
         spec: How it is quantized; None: it is stored as it is.
         places: Where its stored tensors go, by their suffixes.
+        layout: How these are stored, where it is quantized.
     """
 
     name: str
@@ -61,6 +62,7 @@ class TensorJob:
     shape: tuple[int, ...]
     spec: TensorSpec | None
     places: dict[str, ByteRange]
+    layout: Layout | None = None
 
 
 MOST_WORKERS = 4
@@ -74,12 +76,10 @@ Family = tuple[TensorJob, ...]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What every worker needs: where tensors come from and how they are stored."""
+    """What every worker needs: where tensors come from."""
 
     files: list[Path]
     quantization: dict[str, Any] | None
-    pack_method: str
-    real: bool
 
 
 def quantize_files(
@@ -89,13 +89,9 @@ def quantize_files(
     *,
     devices: list[str],
     workers: int | None = None,
-    weight_format: str = REAL_QUANTIZED,
-    pack_method: str = "reorder",
-    max_shard_size: str = "5GB",
     overwrite: bool = False,
-    attachments: Mapping[str, str] | None = None,
     keep_unexpected: bool = False,
-    goal: str | None = None,
+    target: OutputTarget = QUARK,
 ) -> None:
     """Quantize a checkpoint folder into another.
 
@@ -106,9 +102,9 @@ def quantize_files(
         devices: Where the arithmetic runs; each gets `workers` threads.
         workers: Threads per device, each of which holds a tensor or two; None: one, and for the CPU as many as torch
             has threads, at most MOST_WORKERS.
-        weight_format, pack_method, max_shard_size, overwrite, attachments, goal: As for
-            `export_safetensors`.
+        overwrite: As for `export_safetensors`.
         keep_unexpected: As for `load_float_model`.
+        target: What it becomes.
 
     Raises:
         OutputExistsError: `output` is, holds or lies in the source; or see `quark.base.files.check_folder`.
@@ -117,20 +113,19 @@ def quantize_files(
         NonFiniteError, ShapeError: See there; each names the tensor.
     """
     check_apart(output, source, whole=True)
-    options = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
-    job = CheckpointJob(config, source, **options, keep_unexpected=keep_unexpected, goal=goal)
+    job = CheckpointJob(config, source, target, keep_unexpected)
     _refuse_data(config, job.plan)
-    conversion = Conversion(job.files, job.quantization, pack_method, job.real)
+    conversion = Conversion(job.files, job.quantization)
     with shared_folder(output, overwrite) as folder, replaced(job.model, job.plan) as layers:
         contents = job.contents()
-        places = job.create_shards(folder, contents)
+        writer = contents.writer
+        places = create_files(writer, folder)
         items = [item for entry in contents.entries for item in _tensor_jobs(entry, contents, layers, places)]
-        items += [_carried_job(entry, contents, job, places) for entry in contents.dropped]
+        items += [_carried_job(entry, writer, job, places) for entry in writer.carried]
         groups = sibling_groups(job.model, config.shared_scale_groups)
         _run(conversion, _share(_families(items, groups), job.checkpoint, rank(), world()), devices, workers)
         if rank() == 0:
-            job.write_rest(folder)
-            write_attachments(attachments, folder)
+            writer.write_rest(folder)
     logger.info("Quantized %s to %s.", source, output)
 
 
@@ -160,23 +155,27 @@ def _tensor_jobs(
             for file, source in contents.copied[name].items()
         ]
     parent, _, leaf = name.rpartition(".")
-    source = contents.sources.get(name, Origin((name,)))
-    stored = {suffix: places[contents.names(name, suffix)] for suffix in shapes}
+    source, writer = contents.sources.get(name, Origin((name,))), contents.writer
+    stored = {suffix: places[writer.names(name, suffix)] for suffix in shapes}
     layer = layers.get(parent)
     if layer is None:
         return [TensorJob(name, source, shapes[""].dtype, tuple(shapes[""].shape), None, stored)]
     x: torch.Tensor = getattr(layer, leaf)
-    return [TensorJob(name, source, x.dtype, tuple(x.shape), getattr(layer.spec, leaf, None), stored)]
+    spec: TensorSpec | None = getattr(layer.spec, leaf, None)
+    layout = None if spec is None else writer.layout(spec, layer.spec, x.dtype)
+    return [TensorJob(name, source, x.dtype, tuple(x.shape), spec, stored, layout)]
 
 
-def _carried_job(entry: Entry, contents: Contents, job: CheckpointJob, places: Mapping[str, ByteRange]) -> TensorJob:
+def _carried_job(entry: Entry, writer: Writer, job: CheckpointJob, places: Mapping[str, ByteRange]) -> TensorJob:
     """The job of a tensor that the class of the model does not build."""
     name, _, shapes = entry
-    stored = {suffix: places[contents.names(name, suffix)] for suffix in shapes}
+    stored = {suffix: places[writer.names(name, suffix)] for suffix in shapes}
     parent, _, leaf = name.rpartition(".")
-    spec = job.plan.beside[parent].weight if leaf == "weight" and parent in job.plan.beside else None
-    dtype = shapes[""].dtype if spec is None else job.model.dtype
-    return TensorJob(name, Origin((name,)), dtype, job.checkpoint.shape(name), spec, stored)
+    layer = job.plan.beside.get(parent) if leaf == "weight" else None
+    if layer is None or layer.weight is None:
+        return TensorJob(name, Origin((name,)), shapes[""].dtype, job.checkpoint.shape(name), None, stored)
+    layout, dtype = writer.layout(layer.weight, layer, job.model.dtype), job.model.dtype
+    return TensorJob(name, Origin((name,)), dtype, job.checkpoint.shape(name), layer.weight, stored, layout)
 
 
 def _families(items: list[TensorJob], groups: Sequence[Sequence[str]]) -> list[Family]:
@@ -283,13 +282,16 @@ class Converter:
             Whether it was done. Where a scale spans all rows, where there are few, or where some rows on their own are
             refused, the tensor has to be seen as a whole.
         """
-        unit = rows_alone(spec, item.shape) if self.device.type == "cpu" and _of_own_range(spec) else None
+        layout = item.layout
+        assert layout is not None
+        unit = layout.rows_alone(item.shape) if self.device.type == "cpu" and _of_own_range(spec) else None
         row = max(1, math.prod(item.shape[1:]) * item.dtype.itemsize)
         step = unit and max(1, PIECE // row // unit) * unit
         if not step or step >= item.shape[0]:
             return False
-        layout, x = self._layout(item, spec), self._read(item)
-        stored = _StoredRows(stored_on_meta(layout, spec, item.shape, item.dtype), item.places)
+        x, constants = self._read(item), layout.constants(item.shape)
+        whole = stored_on_meta(layout, spec, item.shape, item.dtype)
+        stored = _StoredRows({suffix: x for suffix, x in whole.items() if suffix not in constants}, item.places)
         try:
             for rows in torch.split(x, step):
                 stored.add(layout.store(rows, tensor_qparams(rows, spec)))
@@ -297,14 +299,13 @@ class Converter:
         except QuarkError:
             return False  # what is said of the whole says where, and how much
         stored.write()
+        for suffix, tensor in constants.items():
+            write_tensor(tensor, item.places[suffix])
         return True
 
-    def _layout(self, item: TensorJob, spec: TensorSpec) -> QuarkLayout:
-        return QuarkLayout(spec, item.dtype, self.conversion.pack_method, self.conversion.real)
-
     def _convert(self, item: TensorJob, spec: TensorSpec, largest: torch.Tensor | None) -> Tensors:
-        x = self._read(item)
-        layout = self._layout(item, spec)
+        x, layout = self._read(item), item.layout
+        assert layout is not None
         with naming(item.name):
             if spec.is_cast:
                 return layout.store(x, None)
@@ -347,8 +348,8 @@ class _StoredRows:
 
     def add(self, pieces: Tensors) -> None:
         """The tensors of the next rows."""
-        for suffix, piece in pieces.items():
-            like = self._whole[suffix]
+        for suffix, like in self._whole.items():
+            piece = pieces[suffix]
             axis = next(axis for axis in range(like.ndim) if piece.shape[axis] != like.shape[axis])
             if axis == 0:
                 place, length = self._places[suffix], piece.nbytes

@@ -28,12 +28,11 @@ from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import first_then_all, rank, wait, world
 from quark.torch.calibration.reached import check_reached
-from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.checkpoint.shards import write_entry
 from quark.torch.checkpoint.sources.origins import Origin
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
-from quark.torch.flows.checkpoint_job import CheckpointJob
+from quark.torch.flows.checkpoint_job import CheckpointJob, Contents, create_files
 from quark.torch.flows.per_block import blocks_without_weights, observed_tensors, quantize_blocks, refuse_whole
 from quark.torch.flows.preflight import estimate, preflight
 from quark.torch.flows.replaced import attention_quantized, replaced
@@ -42,7 +41,8 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention.probabilities import forget_ranges
 from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.meta_model import fill_buffers
-from quark.torch.writers.safetensors import write_attachments
+from quark.torch.writers.folder import QUARK
+from quark.torch.writers.writer import OutputTarget
 
 HOW_IT_RAN = ("shared_scale_groups", "sync_moe_expert_input_amax", "calibrate_all_experts")
 """Fields of a config that change the result and are no part of its record."""
@@ -55,14 +55,10 @@ def stream(
     data: Iterable[Any] | None = None,
     *,
     device: str = "cpu",
-    weight_format: str = REAL_QUANTIZED,
-    pack_method: str = "reorder",
-    max_shard_size: str = "5GB",
     overwrite: bool = False,
     work: Path | None = None,
-    attachments: Mapping[str, str] | None = None,
     keep_unexpected: bool = False,
-    goal: str | None = None,
+    target: OutputTarget = QUARK,
 ) -> None:
     """Quantize a checkpoint folder into another.
 
@@ -72,10 +68,10 @@ def stream(
         output: Folder to make; it appears when all of it is written.
         data: Calibration batches, where activations are static or an algorithm needs them.
         device: Where blocks run.
-        weight_format, pack_method, max_shard_size, overwrite: As for `export_safetensors`.
+        overwrite: As for `export_safetensors`.
         work: Folder of the unfinished run, which goes on; default: `output` with ".partial" behind its name.
-        attachments, goal: As for `export_safetensors`.
         keep_unexpected: As for `load_float_model`.
+        target: What it becomes.
 
     Raises:
         OutputExistsError: `output` is, holds or lies in the source; or see `quark.base.files.check_folder`.
@@ -85,10 +81,9 @@ def stream(
     """
     check_apart(output, source, whole=True)
     check_folder(output, overwrite)
-    options = {"weight_format": weight_format, "pack_method": pack_method, "max_shard_size": max_shard_size}
-    job = CheckpointJob(config, source, keep_unexpected=keep_unexpected, goal=goal, **options)
+    job = CheckpointJob(config, source, target, keep_unexpected)
     batches = None if data is None else list(calibration_data(job.model, data) or ())
-    settings = _settings(config, options, [source / "config.json", *job.files], batches)
+    settings = _settings(config, target, [source / "config.json", *job.files], batches)
     refuse_whole(algorithms_of(config.algo_config or []))
     work = check_place(output.with_name(f"{output.name}.partial"), overwrite=True) if work is None else work.resolve()
     check_apart(work, source, whole=True)
@@ -98,15 +93,15 @@ def stream(
         in_use(work),
         severity(config.log_severity_level if config.log_severity_level != 1 else None),
     ):
+        contents = job.contents()
         check_reached(job.model, layers, batches)
         manifest = first_then_all(lambda first: Manifest.open(work, settings))
         with _kept_if_begun(manifest):
-            run = _Run(job, layers, manifest, torch.device(device))
+            run = _Run(job, contents, layers, manifest, torch.device(device))
             run.quantize(algorithms_of(config.algo_config or []), batches)
         wait()
         if rank() == 0:
-            job.write_rest(run.folder)
-            write_attachments(attachments, run.folder)
+            contents.writer.write_rest(run.folder)
             move_folder(run.folder, output)
             manifest.remove()
         wait()
@@ -127,12 +122,12 @@ def _kept_if_begun(manifest: Manifest) -> Iterator[None]:
 
 
 def _settings(
-    config: QConfig, options: Mapping[str, str], files: Sequence[Path], batches: list[Any] | None
+    config: QConfig, target: OutputTarget, files: Sequence[Path], batches: list[Any] | None
 ) -> dict[str, Any]:
     """What a run that goes on must share with the one that began."""
     return {
         "config": {**config.to_dict(), **{name: getattr(config, name) for name in HOW_IT_RAN}},
-        **options,
+        **target.settings,
         "model": fingerprint_of_files(files),
         "calibration data": fingerprint_of_data(batches),
         "processes": world(),
@@ -143,18 +138,23 @@ class _Run:
     """One run of a job: its manifest, and where its tensors come from and go."""
 
     def __init__(
-        self, job: CheckpointJob, layers: Mapping[str, QuantLayer], manifest: Manifest, device: torch.device
+        self,
+        job: CheckpointJob,
+        contents: Contents,
+        layers: Mapping[str, QuantLayer],
+        manifest: Manifest,
+        device: torch.device,
     ) -> None:
         self.job, self.model, self.layers, self.manifest = job, job.model, layers, manifest
         self.folder = manifest.folder / "model"
-        contents = job.contents()
-        self.names = contents.names
+        writer = contents.writer
+        self.writer, self.names = writer, writer.names
         self.weights = FromDisk(job.model, job.checkpoint, contents.sources, contents.ties, device)
-        self.places = job.create_shards(self.folder, contents, manifest.begun)
-        self.dropped = {name: make for name, make, _ in contents.dropped}
+        self.places = create_files(writer, self.folder, manifest.begun)
+        self.dropped = {name: make for name, make, _ in writer.carried}
         self.planned = {
             name: [self.names(name, suffix) for suffix in shapes]
-            for name, _, shapes in [*contents.entries, *contents.dropped]
+            for name, _, shapes in [*contents.entries, *writer.carried]
         }
         if rank() == 0:
             manifest.verify(self.places)
@@ -188,7 +188,7 @@ class _Run:
             if not (own := own - self.dropped.keys()):
                 continue
             # What files hold in one tensor may lie in several modules.
-            members = (name for form in self.job.forms if form.members[0] in own for name in form.members)
+            members = (name for form in self.writer.forms if form.members[0] in own for name in form.members)
             parents = dict.fromkeys((parent, *(name.rpartition(".")[0] for name in members)))
             for each in parents:
                 self.weights.bring(each, recurse=False)
@@ -207,7 +207,7 @@ class _Run:
     def _write(self, names: set[str]) -> None:
         if rank() > 0:
             return
-        for name, make, _ in self.job.entries(names):
+        for name, make, _ in self.writer.entries(names):
             write_entry(name, make(), self.places, self.names)
 
 

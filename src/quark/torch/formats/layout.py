@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
+from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.packing import pack_bits, unpack_bits
 from quark.core.quantize import quantize, recover_codes
 from quark.core.scales import QParams
@@ -27,7 +29,12 @@ class Layout(ABC):
         model_dtype: dtype of the float tensor.
         pack_method: Order of 4-bit codes in a word: "reorder" (AWQ kernels) or "order".
         real: Store codes; False stores float values that were quantized.
+
+    Attributes:
+        word_rows: So many rows fill words, where codes or zero points of one column lie in words.
     """
+
+    word_rows: ClassVar[int] = WORD
 
     def __init__(
         self, spec: TensorSpec, model_dtype: torch.dtype, pack_method: str = "reorder", real: bool = True
@@ -70,6 +77,21 @@ class Layout(ABC):
         """
         return None
 
+    def rows_alone(self, shape: tuple[int, ...]) -> int | None:
+        """A number of rows of which, or of a multiple of it, all that is stored follows from their values alone, but
+        for the `constants`. None where a scale is that of all rows.
+
+        The range of each scale is taken to be that of the values under it.
+        """
+        spec = self.spec
+        if spec.scale_spec is not None or spec.code_spec is not None or isinstance(spec.split, PerTensor):
+            return None
+        return rows_together(spec, shape, self.word_rows)
+
+    def constants(self, shape: tuple[int, ...]) -> Tensors:
+        """What is stored of a weight of this shape, whatever its values are."""
+        return {}
+
     def store_second(self, scale: torch.Tensor) -> Tensors:
         """The tensors of live activations whose scales have the static scale `scale`."""
         return {"scale_2": scale.float()}
@@ -107,3 +129,18 @@ def float_scale_dtype(kind: ScaleType, model_dtype: torch.dtype) -> torch.dtype:
     """Of a stored scale that is a plain float, and not the only one of its tensor."""
     named = {ScaleType.float: model_dtype, ScaleType.float16: torch.float16, ScaleType.bfloat16: torch.bfloat16}
     return named.get(kind, torch.float32)
+
+
+def rows_together(spec: TensorSpec, shape: tuple[int, ...], words: int) -> int | None:
+    """How many rows share words or a tile; None where a scale spans rows in another way."""
+    levels = [spec.split, *(level.split for level in (spec.scale_spec, spec.code_spec) if level)]
+    if len(shape) < 2 or not all(_by_rows(level, len(shape)) for level in levels):
+        return None
+    return math.lcm(words, *(level.size[0] for level in levels if isinstance(level, PerBlock)))
+
+
+def _by_rows(split: Granularity, ndim: int) -> bool:
+    """Whether the scales of some rows of a matrix are known from these rows' place alone."""
+    along_rows = isinstance(split, PerGroup) and split.axis % ndim == 0
+    across = isinstance(split, PerChannel) and split.axis % ndim != 0
+    return not along_rows and not across and not (isinstance(split, PerBlock) and ndim != 2)

@@ -21,11 +21,11 @@ from quark.torch.checkpoint.importer import load_stored, read_quantization_confi
 from quark.torch.checkpoint.loading import stored_like
 from quark.torch.checkpoint.safetensors_file import TensorFile
 from quark.torch.checkpoint.shards import Entry, entries
-from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_modules, carried_of
+from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_modules, carried_of, refuse_carried
 from quark.torch.checkpoint.sources.methods import readable_quantization
 from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.config.config import QConfig
-from quark.torch.formats import FORMATS, FolderFormat, Format, Stored
+from quark.torch.formats import FORMATS, Format, Stored
 from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.formats.gptq.auto_round import AUTO_ROUND
 from quark.torch.formats.layout import Layout
@@ -52,7 +52,7 @@ class Carried:
 
 
 def carried_beside_model(
-    model: Any, config: QConfig, plan: Plan, form: FolderFormat, pack_method: str, real: bool
+    model: Any, config: QConfig, plan: Plan, form: Format, pack_method: str, real: bool
 ) -> Carried:
     """What the folder that a model was loaded from holds and the model's class does not build.
 
@@ -78,6 +78,7 @@ def carried_beside_model(
     groups = sibling_groups(model, config.shared_scale_groups) if rounded else ()
     layers = CarriedLayers(rounded, partial(form.make_layout, pack_method=pack_method, real=real), groups)
     modules: dict[str, nn.Module] = carried_modules(model, folder, rounded)
+    refuse_carried(form, modules, rounded)
     if coded is not None:
         modules |= {name: coded.get_submodule(name) for name in apart}
     return Carried([*made, *carried_of(model, folder, layers, apart)], plan, modules)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,27 +13,22 @@ from torch import fx, nn
 from quark.base.files import check_apart, final_place
 from quark.base.libraries.diffusers import is_network
 from quark.base.log import logger
-from quark.errors import ConfigError, NotSupportedError, did_you_mean
-from quark.goals import GOALS
+from quark.errors import ConfigError, NotSupportedError
 from quark.torch.calibration.distributed import rank, shared_folder
-from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
+from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.checkpoint.quantization_config import folder_of
-from quark.torch.checkpoint.shards import entries, names_in_file, stem_of, write_shards
-from quark.torch.checkpoint.stored_types import forms_of, source_folder, stored_plain
+from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
-from quark.torch.formats.quark.layout import PACK_METHODS
-from quark.torch.formats.readers import READERS, TRANSFORMERS, check_readers, read_forms
+from quark.torch.formats.readers import TRANSFORMERS
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks.offloading import with_weights
-from quark.torch.model.folder_files import check_files, side_files
+from quark.torch.model.folder_files import check_files
 from quark.torch.plan import Plan
-from quark.torch.writers.carried import carried_beside_model
-from quark.torch.writers.config_files import write_config, write_generation_config
+from quark.torch.writers.folder import FolderTarget, of_model
 from quark.torch.writers.gguf.format import GgufFormat
 from quark.torch.writers.gguf.further_tokens import check_further
 from quark.torch.writers.gguf.tensors import write_gguf
-from quark.torch.writers.model_card import CARD, write_card
 from quark.torch.writers.onnx.export import export_onnx
 
 
@@ -80,36 +73,22 @@ def export_safetensors(
         ShapeError: A weight that the layout cannot pack; names it.
     """
     config, plan = _quantized_as(model)
-    weight_format = weight_format or REAL_QUANTIZED
-    check_options(custom_mode, weight_format, pack_method, max_shard_size, goal)
+    target = FolderTarget(
+        custom_mode, weight_format or REAL_QUANTIZED, pack_method, max_shard_size, reader, goal, attachments or {},
+        tokenizer,
+    )  # fmt: skip
     _require_transformers(model, "export_safetensors")
     if is_network(model) and custom_mode != "quark":
         raise NotSupportedError(f"diffusers loads no {custom_mode} folder of quark's. Possible: custom_mode='quark'.")
-    source = source_folder(model)
-    form, real = FORMATS[custom_mode], weight_format == REAL_QUANTIZED
-    carried = carried_beside_model(model, config, plan, form, pack_method, real)
-    plan, beside = carried.plan, [name for name, _, _ in carried.entries]
-    content = folder_of(model, config, plan, weight_format, pack_method, beside, everywhere=not form.own_loader)
-    form.check({**dict(model.named_modules()), **carried.modules}, content)
-    plain = stored_plain(model, source, narrow=not config.algo_config)
-    _check_choice("reader", reader, READERS)
-    published = forms_of(model, source, content.specs)
-    forms = read_forms(published, form, reader)
-    items = list(entries(model, pack_method, real, form, plain=plain, forms=forms))
-    names = names_in_file(model, form, content.specs, as_they_are=beside, forms=forms)
-    undecoded = check_readers(model, form, content, (name for name, _, _ in items), reader, published)
-    if undecoded is not None:
+    writer = target.writer(of_model(model, config, plan))
+    if (undecoded := writer.check()) is not None:
         logger.warning("%s", undecoded)
-    if source is not None:
+    if (source := source_folder(model)) is not None:
         check_apart(output_dir, source, whole=True)
         check_files(source)  # what is copied at the end is refused at the beginning
     with shared_folder(output_dir, overwrite) as folder:
         if rank() == 0:
-            write_shards(folder, [*items, *carried.entries], names, max_shard_size, stem_of(model))
-            write_config(model, form.describe(content), source, folder)
-            write_companions(model, source, tokenizer, folder)
-            write_card(model, plan.layers, config, source, folder, goal)
-            write_attachments(attachments, folder)
+            writer.write(folder)
     logger.info("Exported to %s.", final_place(output_dir))
     return Path(output_dir)
 
@@ -137,24 +116,6 @@ def save_quantized(model: Any, save_directory: str | os.PathLike[str], **options
             "export_safetensors."
         )
     export_safetensors(model, save_directory, model.quant_format, max_shard_size=str(size))
-
-
-def check_options(
-    custom_mode: str, weight_format: str, pack_method: str, max_shard_size: str, goal: str | None = None
-) -> None:
-    """Raise ConfigError for an option of `export_safetensors` that does not exist, or not in this format."""
-    if goal is not None:
-        _check_choice("goal", goal, GOALS)
-    _check_choice("weight_format", weight_format, WEIGHT_FORMATS)
-    _check_choice("custom_mode", custom_mode, FORMATS)
-    _check_choice("pack_method", pack_method, tuple(PACK_METHODS))
-    if not FORMATS[custom_mode].options and (weight_format, pack_method) != (REAL_QUANTIZED, "reorder"):
-        raise ConfigError(
-            f"weight_format={weight_format!r}, pack_method={pack_method!r}: the {custom_mode} format has one form "
-            "only. Possible: 'real_quantized' and 'reorder', or the quark format."
-        )
-    if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", max_shard_size):
-        raise ConfigError(f"max_shard_size={max_shard_size!r} is no size; for one: '5GB', '500MB'.")
 
 
 @with_weights
@@ -288,26 +249,3 @@ def _require_transformers(model: nn.Module, function: str) -> None:
             f"{function} writes transformers models; {type(model).__name__} has no transformers config. "
             "Possible: quark.torch.save_params, which stores any module."
         )
-
-
-def _check_choice(option: str, value: str, choices: Iterable[str]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{option}={value!r} is unknown. {did_you_mean(value, choices)}")
-
-
-def write_attachments(attachments: Mapping[str, str] | None, folder: Path) -> None:
-    """Write files of text beside the weights: name -> text."""
-    for name, text in (attachments or {}).items():
-        (folder / name).write_text(text, encoding="utf-8")
-
-
-def write_companions(model: Any, source: Path | None, tokenizer: Any, folder: Path) -> None:
-    """Write what a checkpoint has beside tensors and config: generation config, tokenizer, processors, code."""
-    write_generation_config(model, source, folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-        return
-    for file in side_files(source) if source else []:
-        if source and file.name != CARD and not (folder / file).exists():
-            (folder / file).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source / file, folder / file)

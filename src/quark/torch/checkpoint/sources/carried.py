@@ -28,6 +28,7 @@ from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import lower_layer
 from quark.torch.config.selectors import output_head, routers
+from quark.torch.formats import Format
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.layers import layer_class
 from quark.torch.layers.shapes import check_shapes
@@ -81,9 +82,21 @@ def carried_modules(model: Any, folder: Path | None, names: Collection[str]) -> 
     found = carried_beside(model, folder) if names else {}
     if gone := sorted({*names} - found.keys()):
         raise FormatError(f"{gone[0]} is to be quantized, and is not in the folder that the model was loaded from.")
+    return as_modules({name: found[name] for name in names}, model.dtype)
+
+
+def as_modules(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Layers without weights, by the shapes that these have."""
     return {
-        name: nn.Linear(found[name][1], found[name][0], bias=False, device="meta", dtype=model.dtype) for name in names
+        name: nn.Linear(columns, rows, bias=False, device="meta", dtype=dtype)
+        for name, (rows, columns) in shapes.items()
     }
+
+
+def refuse_carried(form: Format, modules: Mapping[str, nn.Module], specs: Mapping[str, LayerSpec]) -> None:
+    """Raise NotSupportedError, naming the layer, for a carried one that a format cannot hold."""
+    for name, spec in specs.items():
+        form.refuse_layer(name, modules[name], spec)
 
 
 def carried_layers(model: nn.Module, source: Source, names: Iterable[str]) -> dict[str, tuple[int, ...]]:

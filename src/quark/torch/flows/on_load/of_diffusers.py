@@ -16,7 +16,6 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from quark.errors import NotSupportedError
 from quark.torch.checkpoint.float_model import check_network
 from quark.torch.checkpoint.hooks.of_diffusers import QuantizationMethod, align_tensors, keep_codes_apart
-from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.checkpoint.quantization_config import quantization_config
 from quark.torch.diffusion.network import common_dtype, set_types
 from quark.torch.flows.on_load.arrivals import Arrivals, float_metas
@@ -84,7 +83,7 @@ class QuarkOnLoadNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         arrivals = self._arrivals
         arrivals.finish()
         align_tensors(model)
-        stored = quantization_config(model, arrivals.config, arrivals.plan, REAL_QUANTIZED, "reorder")
+        stored = quantization_config(model, arrivals.config, arrivals.plan)
         dtype = str(model.dtype).removeprefix("torch.")
         model.register_to_config(quantization_config={**stored, "torch_dtype": dtype})
         model.quantization_method = QuantizationMethod.QUARK

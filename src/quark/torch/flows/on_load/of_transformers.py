@@ -19,7 +19,6 @@ from transformers.utils.quantization_config import QuantizationMethod, QuarkConf
 from quark.base.libraries.transformers import has_values
 from quark.errors import NotSupportedError
 from quark.torch.checkpoint.hooks.of_transformers import keep_from_drawing
-from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.checkpoint.quantization_config import quantization_config
 from quark.torch.flows.on_load.arrivals import Arrivals
 from quark.torch.flows.on_load.mapped_files import MappedFiles
@@ -79,7 +78,7 @@ class QuarkOnLoadQuantizer(HfQuantizer):  # type: ignore[misc]
         arrivals = self._arrivals
         arrivals.finish()
         # The model is one of a quark folder from here on, for transformers and for those that ask what it is.
-        stored = quantization_config(model, arrivals.config, arrivals.plan, REAL_QUANTIZED, "reorder")
+        stored = quantization_config(model, arrivals.config, arrivals.plan)
         model.config.quantization_config = WrittenQuarkConfig(stored)
         model.quantization_method = QuantizationMethod.QUARK
 

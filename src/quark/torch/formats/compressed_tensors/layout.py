@@ -61,7 +61,11 @@ class CompressedTensorsLayout(CodedLayout):
             assert params.zero_point is not None
             zeros = params.zero_point.reshape(x.shape[0], -1)
             out["zero_point"] = self._pack_words(zeros.t()).t().contiguous()
-        return {**out, "shape": torch.tensor(tuple(x.shape), dtype=torch.int64, device=x.device)}
+        return {**out, **{suffix: size.to(x.device) for suffix, size in self.constants(tuple(x.shape)).items()}}
+
+    def constants(self, shape: tuple[int, ...]) -> Tensors:
+        in_words = self.packed and not self.spec.dtype.is_float
+        return {"shape": torch.tensor(shape, dtype=torch.int64)} if in_words else {}
 
     def load(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
         codes = self.load_codes(tensors[""], shape)

@@ -75,9 +75,12 @@ class GptqLayout(CodedLayout):
         spec, bits = self.spec, self.spec.dtype.bits
         codes = (self.codes(x, params, frozen) - spec.dtype.min).to(torch.uint8)
         out = {"": pack_words(codes, bits).t().contiguous(), **self.store_params(params)}
-        if self.indexed:
-            out["g_idx"] = torch.arange(x.shape[1], dtype=torch.int32, device=x.device) // self._columns(x.shape[1])
-        return out
+        return {**out, **{suffix: index.to(x.device) for suffix, index in self.constants(tuple(x.shape)).items()}}
+
+    def constants(self, shape: tuple[int, ...]) -> Tensors:
+        if not self.indexed:
+            return {}
+        return {"g_idx": torch.arange(shape[1], dtype=torch.int32) // self._columns(shape[1])}
 
     def store_params(self, params: QParams) -> Tensors:
         scale = params.scale.reshape(params.scale.shape[0], -1)

@@ -24,7 +24,7 @@ import torch
 
 from quark.core.array import astype
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
-from quark.core.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
+from quark.core.granularity import PerBlock, PerGroup, PerTensor
 from quark.core.kernels.runs import packed_codes
 from quark.core.names.registry import Registry
 from quark.core.packing import (
@@ -42,7 +42,7 @@ from quark.core.quantize import dequantize, effective, fake_quantize
 from quark.core.scales import QParams, exp2, exponent, flaw
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import ShapeError
-from quark.torch.formats.layout import CodedLayout, Tensors, float_scale_dtype
+from quark.torch.formats.layout import CodedLayout, Tensors, float_scale_dtype, rows_together
 
 PACK_METHODS: Registry[Sequence[int]] = Registry("pack_method")
 PACK_METHODS.register("reorder", AWQ_ORDER)
@@ -56,10 +56,14 @@ NO_EXPONENT = 255
 """The code of an E8M0 scale that is NaN."""
 PIECE = 1 << 20
 """Bytes of float32 that are turned into codes at once."""
+NIBBLES = 8
+"""4-bit codes in a word; narrower and wider ones lie in bytes or words of their own."""
 
 
 class QuarkLayout(CodedLayout):
     """The `quark` layout of one tensor."""
+
+    word_rows = NIBBLES
 
     def __init__(
         self, spec: TensorSpec, model_dtype: torch.dtype, pack_method: str = "reorder", real: bool = True
@@ -299,34 +303,10 @@ _E5M3 = DTYPES["fp8_e5m3"]
 
 def _rows_at_once(spec: TensorSpec, shape: tuple[int, ...]) -> int:
     """How many rows are packed at once: whole words and whole tiles; all of them where a scale spans rows."""
-    unit = _rows_together(spec, shape)
+    unit = rows_together(spec, shape, NIBBLES)
     if unit is None:
         return shape[0] if shape else 1
     return max(unit, PIECE // (4 * max(1, math.prod(shape[1:]))) // unit * unit)
-
-
-def _rows_together(spec: TensorSpec, shape: tuple[int, ...]) -> int | None:
-    """How many rows share a word or a tile; None where a scale spans rows in another way."""
-    levels = [spec.split, *(level.split for level in (spec.scale_spec, spec.code_spec) if level)]
-    if len(shape) < 2 or not all(_by_rows(level, len(shape)) for level in levels):
-        return None
-    return math.lcm(8, *(level.size[0] for level in levels if isinstance(level, PerBlock)))
-
-
-def rows_alone(spec: TensorSpec, shape: tuple[int, ...]) -> int | None:
-    """A number of rows of which, or of a multiple of it, all that is stored follows from their values alone.
-
-    None where a scale is that of all rows. The range of each scale is taken to be that of the values under it.
-    """
-    levels = spec.scale_spec is None and spec.code_spec is None and not isinstance(spec.split, PerTensor)
-    return _rows_together(spec, shape) if levels else None
-
-
-def _by_rows(split: Granularity, ndim: int) -> bool:
-    """Whether the scales of some rows of a matrix are known from these rows' place alone."""
-    along_rows = isinstance(split, PerGroup) and split.axis % ndim == 0
-    across = isinstance(split, PerChannel) and split.axis % ndim != 0
-    return not along_rows and not across and not (isinstance(split, PerBlock) and ndim != 2)
 
 
 def params_of_rows(params: QParams, spec: TensorSpec, rows: slice, shape: tuple[int, ...]) -> QParams:

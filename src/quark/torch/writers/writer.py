@@ -1,0 +1,119 @@
+"""What a quantized model is written into: told its tensors by name, one at a time, in any order.
+
+A model in memory, one that comes block by block and files that become files are written by the same writers, so that
+what they write is the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quark.base.progress import progress
+from quark.core.spec import LayerSpec, TensorSpec
+from quark.torch.checkpoint.safetensors_file import ByteRange
+from quark.torch.checkpoint.shards import Entry, Naming, Plain, write_entry
+from quark.torch.config.config import QConfig
+from quark.torch.formats import Format
+from quark.torch.formats.layout import Layout
+from quark.torch.model.names import OtherForm
+from quark.torch.plan import Plan
+from quark.torch.writers.carried import Carried
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A model whose layers are replaced, and where it came from.
+
+    Attributes:
+        model: With weights, or as a skeleton whose weights come and go.
+        config, plan: Under which it is quantized.
+        source: The folder of the float model, where that is known.
+        plain: Makes the entries of tensors that are not quantized.
+        published: Names of the layers in codes -> what published files hold in other tensors than the model.
+        carried: A format, pack_method and whether codes are stored -> what the source folder holds beside the model.
+        solved: Whether the algorithms of the config have run; else what they add is not there yet.
+    """
+
+    model: Any
+    config: QConfig
+    plan: Plan
+    source: Path | None
+    plain: Plain
+    published: Callable[[Iterable[str]], list[OtherForm]]
+    carried: Callable[[Format, str, bool], Carried]
+    solved: bool = True
+
+
+class Writer(ABC):
+    """Writes one quantized model.
+
+    Attributes:
+        names: Name of a tensor of the model, and suffix of what is stored of it -> its key among the places.
+        carried: Entries of what the source folder holds and the class of the model does not build.
+        forms: What is stored in other tensors than those of the model.
+    """
+
+    names: Naming
+    carried: Sequence[Entry]
+    forms: Sequence[OtherForm] = ()
+
+    @abstractmethod
+    def check(self) -> str | None:
+        """Raise for what the format or its readers cannot hold of the plan; before any forward, and without weights.
+
+        Returns:
+            What some reader would decode wrongly, a sentence; None where there is nothing.
+
+        Raises:
+            NotSupportedError, ShapeError: Names the layer, and what is possible.
+        """
+
+    @abstractmethod
+    def entries(self, only: Container[str] | None = None) -> Iterator[Entry]:
+        """The tensors of the model as it is now, or those of these names."""
+
+    @abstractmethod
+    def layout(self, spec: TensorSpec, layer: LayerSpec, dtype: torch.dtype) -> Layout:
+        """How a tensor of a layer is stored, in a model of this dtype."""
+
+    @abstractmethod
+    def create(self, folder: Path, begun: bool = False) -> dict[str, ByteRange]:
+        """Make the files at their full size, their headers written; with `begun` they are there already.
+
+        Returns:
+            Where each tensor goes, by its key.
+
+        Raises:
+            OutputError: The disk is too small.
+        """
+
+    @abstractmethod
+    def write_rest(self, folder: Path) -> None:
+        """Write what lies beside the tensors, which are all written."""
+
+    def write(self, folder: Path) -> None:
+        """Write all of a model in memory."""
+        places = self.create(folder)
+        items = [*self.entries(), *self.carried]
+        for name, make, _ in progress(items, "write", total=len(items)):
+            write_entry(name, make(), places, self.names)
+        self.write_rest(folder)
+
+
+class OutputTarget(ABC):
+    """What a model is to be written as, known before there is a model."""
+
+    @property
+    @abstractmethod
+    def settings(self) -> Mapping[str, Any]:
+        """What decides over the bytes of its tensors, as JSON holds it."""
+
+    @abstractmethod
+    def writer(self, quantized: Quantized) -> Writer:
+        """The writer of one model."""
