@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quark.base.libraries.transformers import is_conv1d
 from quark.base.log import logger
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.calibration.distributed import first_then_all
@@ -83,13 +82,13 @@ class CheckpointJob:
         files: The safetensors files of the folder.
         quantization: What its config.json says of how they are quantized, or None.
         checkpoint: Its tensors, as the float model has them.
-        model: The skeleton, with fused experts taken apart.
+        model: The skeleton, with Conv1D and fused experts as linear layers.
         plan: How its layers are quantized.
 
     Raises:
         ConfigError: An option that does not exist, or a config that does not fit the model.
         FormatError: The folder is incomplete or corrupt.
-        NotSupportedError: A Conv1D is to be quantized, or a cache in a way that runtimes have no scale for.
+        NotSupportedError: A cache is to be quantized in a way that runtimes have no scale for.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class CheckpointJob:
         if keep_unexpected:
             placed = names_of(self.origins.of(self.model), self.model.state_dict())
             self._beside = [name for name in self.checkpoint.names() if name in {*self._beside} or name not in placed]
-        _take_apart(config, self.model)
+        prepare(self.model, chooser(config, self.model).wanted)
         self._carried = carried_layers(self.model, self.checkpoint, self._beside)
         plan = make_plan(config, self.model, read_elsewhere=weights_read_elsewhere(self.model), beside=self._carried)
         self.plan = plan_carried(config, self.model, plan, self._carried)
@@ -183,19 +182,6 @@ class CheckpointJob:
 def create_files(writer: Writer, output: Path, begun: bool = False) -> dict[str, ByteRange]:
     """What `Writer.create` gives; of several processes the first one makes the files."""
     return first_then_all(lambda first: writer.create(output, begun or not first))
-
-
-def _take_apart(config: QConfig, model: nn.Module) -> None:
-    """Take fused experts of a skeleton apart: checkpoints hold one tensor for each projection of each expert.
-
-    Raises NotSupportedError for Conv1D, whose weights a checkpoint holds transposed.
-    """
-    for name, module in prepare(model, chooser(config, model).wanted).items():
-        if is_conv1d(module):
-            raise NotSupportedError(
-                f"{name} (Conv1D) holds its weight transposed, which needs the model in memory. "
-                "Possible: quantize_model, or exclude it."
-            )
 
 
 def _sources(names: Iterable[str], in_folder: Mapping[str, Origin], ties: Mapping[str, list[str]]) -> dict[str, Origin]:

@@ -37,11 +37,6 @@ class Origin:
     index: int | None = None
     take: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is one tensor of the folder, whole."""
-        return self.merge is None and self.index is None
-
     def read(self, source: Source, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor, of this dtype and shape. Raises as `Source.read`."""
         if self.merge is None:
@@ -79,6 +74,8 @@ class Origins:
         """
         found = dict(self._origins)
         for block, module in model.named_modules():
+            if hasattr(module, "stands_for") and (name := f"{block}.weight") in found:
+                found[name] = replace(found[name], shape=self.whole[name], take=torch.t)  # files have it of a Conv1D
             if not isinstance(module, UnfusedExperts):
                 continue
             for name in module.state_dict():
