@@ -113,7 +113,7 @@ def _from_file_to_file(flow: FolderFlow) -> bool:
 
     request, config, export = flow.request, flow.config, flow.export
     inside = config.algo_config or config.kv_cache_quant_config or config.softmax_quant_spec
-    if export.form in FILES or request.trust_remote_code or inside or not is_read(request.model):
+    if export.form in FILES or inside or not is_read(request.model):
         return False
     check_loading(request.load)
     if request.dtype != "auto":
@@ -122,6 +122,7 @@ def _from_file_to_file(flow: FolderFlow) -> bool:
         quantize_files(
             config, request.model, export.output, devices=[request.device], overwrite=export.force,
             keep_unexpected=request.keep_unexpected, target=export.target(),
+            trust_remote_code=request.trust_remote_code,
         )  # fmt: skip
     except (FormatError, NotSupportedError) as error:
         logger.debug("Not from file to file: %s", error)
@@ -139,10 +140,10 @@ def _streamed(flow: FolderFlow) -> int:
         raise ConfigError(
             f"--dtype {request.dtype}: streaming computes in the dtype of the model. Possible: --dtype auto."
         )
-    data = flow.calibration.read(inputs_of(model, load_meta_model(model)))
+    data = flow.calibration.read(inputs_of(model, load_meta_model(model, request.trust_remote_code)))
     stream(
         flow.config, model, export.output, data, device=request.device, overwrite=export.force,
-        keep_unexpected=request.keep_unexpected, target=export.target(),
+        keep_unexpected=request.keep_unexpected, target=export.target(), trust_remote_code=request.trust_remote_code,
     )  # fmt: skip
     return folder_bytes(export.output)
 
@@ -152,19 +153,16 @@ def _streams(flow: FolderFlow, stream: bool | None) -> bool:
     from quark.jobs.folders.models import float_bytes
     from quark.torch.calibration.distributed import from_first
 
-    form, trusted = flow.export.form, flow.request.trust_remote_code
+    form = flow.export.form
     if form in FILES and stream:
         raise ConfigError(
             f"--stream with --export-format {form}: block by block only folders are written. Possible: another "
             "--export-format, or no --stream."
         )
-    if stream and trusted:
-        raise ConfigError("--trust-remote-code with --stream: block by block, a class of transformers is needed.")
-    if trusted:
-        return False
     if stream is None:
         # What is free of the memory differs between processes.
-        stream = not from_first(fits_memory(float_bytes(flow.request.model)))
+        size = float_bytes(flow.request.model, flow.request.trust_remote_code)
+        stream = not from_first(fits_memory(size))
     return form not in FILES and stream
 
 

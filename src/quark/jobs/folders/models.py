@@ -118,11 +118,11 @@ def load_meta_model(folder: Path, trust_remote_code: bool = False) -> Any:
     return model
 
 
-def float_bytes(folder: Path) -> int:
+def float_bytes(folder: Path, trust_remote_code: bool = False) -> int:
     """Bytes of the weights of a folder as float: those of its files, where these are float."""
     if not read_config(folder).get("quantization_config") or not is_read(folder):
         return folder_bytes(folder)
-    return predicted_bytes(load_meta_model(folder), None)
+    return predicted_bytes(load_meta_model(folder, trust_remote_code), None)
 
 
 def folder_bytes(folder: Path) -> int:

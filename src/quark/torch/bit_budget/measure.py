@@ -184,7 +184,7 @@ def _on_disk(
     rules: BudgetRules,
     budget: AskedBudget | None,
 ) -> SensitivityTable:
-    job = CheckpointJob(config, Path(source), QUARK)
+    job = CheckpointJob(config, Path(source), QUARK, data=data)
     data = list(calibration_data(job.model, data) or ())
 
     def weights() -> BlockWeights:

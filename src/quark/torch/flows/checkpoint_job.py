@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
 from quark.base.log import logger
 from quark.errors import FormatError, NotSupportedError
@@ -77,6 +77,8 @@ class CheckpointJob:
         folder: Of a checkpoint, float or one that is read as float.
         target: What it becomes.
         keep_unexpected: As for `load_float_model`.
+        data: Calibration batches, where there are some.
+        trust_remote_code: Whether the class of the model may be code of the folder.
 
     Attributes:
         files: The safetensors files of the folder.
@@ -97,6 +99,8 @@ class CheckpointJob:
         folder: Path,
         target: OutputTarget,
         keep_unexpected: bool = False,
+        data: Iterable[Any] | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         check_cache_config(config)
         self.config, self.folder, self.target = config, folder, target
@@ -106,7 +110,7 @@ class CheckpointJob:
         self.quantization = quantization_of(stored, folder)
         self.checkpoint = Source(self.files, self.quantization)
         tensors = self.checkpoint.metas()
-        self.model = build_skeleton(folder, self.checkpoint.dtype(), shapes_of(tensors))
+        self.model = build_skeleton(folder, self.checkpoint.dtype(), shapes_of(tensors), trust_remote_code)
         if self.quantization is None:
             check_metas(folder, self.model, tensors)
         self.origins = Origins(self.model, self.checkpoint.names())
@@ -116,7 +120,8 @@ class CheckpointJob:
             self._beside = [name for name in self.checkpoint.names() if name in {*self._beside} or name not in placed]
         prepare(self.model, chooser(config, self.model).wanted)
         self._carried = carried_layers(self.model, self.checkpoint, self._beside)
-        plan = make_plan(config, self.model, read_elsewhere=weights_read_elsewhere(self.model), beside=self._carried)
+        elsewhere = weights_read_elsewhere(self.model, data)
+        plan = make_plan(config, self.model, read_elsewhere=elsewhere, beside=self._carried)
         self.plan = plan_carried(config, self.model, plan, self._carried)
 
     def contents(self) -> Contents:

@@ -92,6 +92,7 @@ def quantize_files(
     overwrite: bool = False,
     keep_unexpected: bool = False,
     target: OutputTarget = QUARK,
+    trust_remote_code: bool = False,
 ) -> None:
     """Quantize a checkpoint folder into another.
 
@@ -105,6 +106,7 @@ def quantize_files(
         overwrite: As for `export_safetensors`.
         keep_unexpected: As for `load_float_model`.
         target: What it becomes.
+        trust_remote_code: As for `CheckpointJob`.
 
     Raises:
         OutputExistsError: `output` is, holds or lies in the source; or see `quark.base.files.check_folder`.
@@ -113,7 +115,7 @@ def quantize_files(
         NonFiniteError, ShapeError: See there; each names the tensor.
     """
     check_apart(output, source, whole=True)
-    job = CheckpointJob(config, source, target, keep_unexpected)
+    job = CheckpointJob(config, source, target, keep_unexpected, trust_remote_code=trust_remote_code)
     _refuse_data(config, job.plan)
     conversion = Conversion(job.files, job.quantization)
     with shared_folder(output, overwrite) as folder, replaced(job.model, job.plan) as layers:

@@ -59,6 +59,7 @@ def stream(
     work: Path | None = None,
     keep_unexpected: bool = False,
     target: OutputTarget = QUARK,
+    trust_remote_code: bool = False,
 ) -> None:
     """Quantize a checkpoint folder into another.
 
@@ -72,6 +73,7 @@ def stream(
         work: Folder of the unfinished run, which goes on; default: `output` with ".partial" behind its name.
         keep_unexpected: As for `load_float_model`.
         target: What it becomes.
+        trust_remote_code: As for `CheckpointJob`.
 
     Raises:
         OutputExistsError: `output` is, holds or lies in the source; or see `quark.base.files.check_folder`.
@@ -81,7 +83,7 @@ def stream(
     """
     check_apart(output, source, whole=True)
     check_folder(output, overwrite)
-    job = CheckpointJob(config, source, target, keep_unexpected)
+    job = CheckpointJob(config, source, target, keep_unexpected, data, trust_remote_code)
     batches = None if data is None else list(calibration_data(job.model, data) or ())
     settings = _settings(config, target, [source / "config.json", *job.files], batches)
     refuse_whole(algorithms_of(config.algo_config or []))

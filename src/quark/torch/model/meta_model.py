@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,32 @@ def meta_copy(model: Any) -> Any:
     config = copy.deepcopy(model.config)
     config.__dict__.pop("quantization_config", None)
     return empty_model(type(model), config, model.dtype)
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy of a model, as it is now, on the meta device and without hooks; itself where it has no values or cannot
+    be copied.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                empty = value.detach().to("meta")
+                memo[id(value)] = nn.Parameter(empty, value.requires_grad) if type(value) is nn.Parameter else empty
+    if not memo:
+        return model
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name.endswith("_hooks"):
+                memo[id(value)] = OrderedDict()
+            elif not isinstance(value, (torch.Tensor, nn.Module, list, tuple, dict, set)):
+                memo[id(value)] = value  # configs, and what holds the weights of an offloaded part
+    with suppress(Exception):
+        made = copy.deepcopy(model, memo)
+        for module in made.modules():
+            vars(module).pop("forward", None)  # of the module that is copied
+        return made
+    return model
 
 
 def empty_model(chosen: Any, config: Any, dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Container, Iterable, Sized
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -21,8 +21,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
+from quark.base.libraries.diffusers import is_network
 from quark.errors import NotSupportedError
 from quark.torch.model.batches import evaluating, forward_batch, main_inputs, text_config
+from quark.torch.model.meta_model import without_values
 
 HARMLESS = frozenset(
     f"torch.Tensor.{name}"
@@ -46,18 +48,22 @@ def weights_read_elsewhere(model: nn.Module, data: Iterable[Any] | None = None) 
     """Names of the modules whose `weight` is used while none of the modules that hold it is running.
 
     Args:
-        model: A float model, on any device; on the meta device as far as it runs there.
+        model: A float model, on any device. Of transformers and diffusers a copy without values runs, as far as it
+            can, so that a model in memory and a skeleton have the same layers.
         data: Calibration batches, of which the first is run where the model is none of transformers; one-shot
             iterators are left alone.
 
     Returns:
         The names, and those of the layers at the same place in modules of the same class: an expert that got no token
-        is as the others. Where the forward fails, those that the code of their module's forward names.
+        is as the others. Where the forward fails, for classes that it did not come through also those that the code of
+        their forward names.
 
     Raises:
         NotSupportedError: The forward changes a weight there, which is then as it was.
     """
     with torch.random.fork_rng(devices=[]):  # a shuffled loader draws when it is begun
+        if hasattr(model, "main_input_name") or is_network(model):
+            model = without_values(model)
         batch = example(model, data)
     if batch is None:
         return set()
@@ -77,7 +83,7 @@ def weights_read_elsewhere(model: nn.Module, data: Iterable[Any] | None = None) 
             "running: it would change the weights of the quantized model once more. Possible: a setting of its config "
             "that leaves them alone, or a class that does not."
         )
-    return _with_siblings(model, watch.found if finished else watch.found | _named_in_code(model))
+    return _with_siblings(model, watch.found if finished else watch.found | _named_in_code(model, watch.passed))
 
 
 def _with_siblings(model: nn.Module, found: set[str]) -> set[str]:
@@ -93,16 +99,28 @@ def _with_siblings(model: nn.Module, found: set[str]) -> set[str]:
     }
 
 
-def _named_in_code(model: nn.Module) -> set[str]:
-    """Names of children whose weight the forward of their parent's class takes for more than its place or shape."""
-    reads = {
-        kind: set(WEIGHT_READ.findall(_code_of_forward(kind))) for kind in {type(module) for module in model.modules()}
-    }
+def _named_in_code(model: nn.Module, passed: Container[Kind]) -> set[str]:
+    """Names of children whose weight the forward of their parent's class takes for more than its place or shape.
+
+    Args:
+        model: The model.
+        passed: The modules that are left out, by their kinds: what their forward reads was seen.
+    """
+    parents = {name: module for name, module in model.named_modules() if _kind(module) not in passed}
+    reads = {kind: set(WEIGHT_READ.findall(_code_of_forward(kind))) for kind in set(map(type, parents.values()))}
     return {
         f"{name}.{leaf}".lstrip(".")
-        for name, module in model.named_modules()
+        for name, module in parents.items()
         for leaf in reads[type(module)] & module._modules.keys()
     }
+
+
+Kind = tuple[type[nn.Module], frozenset[str]]
+"""Class of a module, and the names of its children: with others, the class may take another way."""
+
+
+def _kind(module: nn.Module) -> Kind:
+    return type(module), frozenset(name for name, child in module._modules.items() if child is not None)
 
 
 def _code_of_forward(kind: type[nn.Module]) -> str:
@@ -162,6 +180,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.found: set[str] = set()
+        self.passed: set[Kind] = set()
         self.changed: str | None = None
         self.by = ""
         self._names: dict[int, list[str]] = {}
@@ -169,6 +188,7 @@ class _Watch(TorchFunctionMode):
         self._running: list[nn.Module] = []
         self._handles: list[Any] = []
         for name, module in model.named_modules():
+            self._handles.append(module.register_forward_hook(lambda m, *_: self.passed.add(_kind(m))))
             weight = module._parameters.get("weight")
             if weight is not None:
                 self._names.setdefault(id(weight), []).append(name)
