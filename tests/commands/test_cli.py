@@ -24,7 +24,6 @@ from quark.core.schemes import SCHEMES
 from quark.gguf import MIXES
 from tests.commands.program import Done, quark
 from tests.models.denoisers import denoiser
-from tests.models.families import family
 from tests.models.onnx_zoo import cnn, images
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama, tiny_opt, token_batches
 
