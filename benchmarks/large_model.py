@@ -2,6 +2,7 @@
 
     python -m benchmarks.large_model FOLDER --layers 32         file to file: 14.5 GB are written to FOLDER, then 4 more
     python -m benchmarks.large_model FOLDER --layers 3 --gptq   streamed: seconds of each part, and the peak of memory
+    python -m benchmarks.large_model FOLDER --format awq        either of them into a folder of another format
 
 The weights are random, in bfloat16, a file for each block. From file to file, what `quark quantize` takes stands beside
 reading all files and writing as many bytes as the result has, to the disk; both in turns, RUNS times, each after the
@@ -102,12 +103,13 @@ def storage_seconds(source: Path, output: Path, size: int) -> float:
     return seconds
 
 
-def command_seconds(source: Path, output: Path) -> tuple[dict[str, float], int]:
+def command_seconds(source: Path, output: Path, form: str) -> tuple[dict[str, float], int]:
     """What the command takes, imports and all, and the size of the result."""
     forget(source)
     shutil.rmtree(output, ignore_errors=True)
     start = time.perf_counter()
     command = [sys.executable, "-m", "quark", "quantize", str(source), "--scheme", SCHEME, "-o", str(output)]
+    command += ["--export-format", form]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
     wall = time.perf_counter() - start
@@ -120,11 +122,11 @@ def command_seconds(source: Path, output: Path) -> tuple[dict[str, float], int]:
     return {**taken, "peak_gb": used.ru_maxrss * 1024 / 1e9}, size
 
 
-def file_to_file(source: Path, output: Path) -> None:
+def file_to_file(source: Path, output: Path, form: str) -> None:
     """Print what each run takes, beside the storage."""
-    size = command_seconds(source, output)[1]  # the first one compiles
+    size = command_seconds(source, output, form)[1]  # the first one compiles
     for _ in range(RUNS):
-        storage, (taken, _) = storage_seconds(source, output, size), command_seconds(source, output)
+        storage, (taken, _) = storage_seconds(source, output, size), command_seconds(source, output, form)
         row = {"storage": storage, **taken, "ratio": taken["wall"] / storage}
         sys.stdout.write("  ".join(f"{name} {value:.2f}" for name, value in row.items()) + "\n")
 
@@ -160,7 +162,7 @@ class Parts:
         setattr(owner, function, outer)
 
 
-def streamed(source: Path, output: Path) -> None:
+def streamed(source: Path, output: Path, form: str) -> None:
     """Print what the parts of streaming with GPTQ take, and the peak."""
     import torch
 
@@ -168,6 +170,7 @@ def streamed(source: Path, output: Path) -> None:
     from quark.torch.algorithms import block_sweep
     from quark.torch.algorithms.rounding import gptq
     from quark.torch.flows import from_disk, per_block, resume
+    from quark.torch.writers.folder import FolderTarget
 
     parts = Parts()
     for owner, function, part in (
@@ -191,7 +194,7 @@ def streamed(source: Path, output: Path) -> None:
     config = LLMTemplate.get("auto").get_config(SCHEME, algorithm="gptq")
     forget(source)
     with parts.counted("all else"):
-        from_disk.stream(config, source, output, data, overwrite=True)
+        from_disk.stream(config, source, output, data, overwrite=True, target=FolderTarget(form))
     shutil.rmtree(output)
     for part, seconds in sorted(parts.seconds.items(), key=lambda item: -item[1]):
         sys.stdout.write(f"{part:30s} {seconds:8.1f} s\n")
@@ -204,6 +207,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where the model is written, and what is made of it for a while")
     parser.add_argument("--layers", type=int, default=32, help="blocks of the model")
     parser.add_argument("--gptq", action="store_true", help="stream it with GPTQ instead")
+    parser.add_argument("--format", default="quark", help="what is written, of --export-format")
     given = parser.parse_args()
     source = given.folder / f"model-{given.layers}"
     # In a process of its own: the peak of a process begins at the size of the one that starts it.
@@ -212,7 +216,7 @@ def main() -> None:
     maker.join()
     if maker.exitcode:
         raise SystemExit(maker.exitcode)
-    (streamed if given.gptq else file_to_file)(source, given.folder / "out")
+    (streamed if given.gptq else file_to_file)(source, given.folder / "out", given.format)
 
 
 if __name__ == "__main__":
