@@ -23,7 +23,7 @@ ELSEWHERE = {
     "torch/flows/on_load/of_diffusers.py": "derives a class from one of diffusers",
     "torch/flows/on_load/of_transformers.py": "derives classes from those of transformers, and speaks of their tables",
     "torch/llm/chat_worker.py": "is a script that must not import quark, which would take memory that it bounds",
-    "torch/writers/folder.py": "knows `_name_or_path` as a field of config.json",
+    "torch/writers/config_files.py": "knows `_name_or_path` as a field of config.json",
 }
 """Files that take such names themselves, each with its reason."""
 

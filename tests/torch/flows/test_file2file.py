@@ -163,6 +163,26 @@ def test_weights_are_converted_some_rows_at_a_time(name: str, tmp_path: Path, mo
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("awq", "uint4_wo_32"), ("compressed-tensors", "uint4_wo_32"), ("gptq", "int4_wo_32"), ("gptq", "int2_wo_64")],
+)
+def test_other_formats_are_converted_some_rows_at_a_time(
+    form: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, rows = save_float(tmp_path / "float"), []
+    expected = in_memory(scheme(name), source, tmp_path / "memory", custom_mode=form)
+
+    def qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
+        rows.append(len(x))
+        return tensor_qparams(x, spec)
+
+    monkeypatch.setattr(file2file, "PIECE", 64)
+    monkeypatch.setattr(file2file, "tensor_qparams", qparams)
+    assert file_to_file(scheme(name), source, tmp_path / "pieces", custom_mode=form) == expected
+    assert {*rows} == {8 if form == "awq" else 32}
+
+
 @pytest.mark.parametrize("exclude", [["lm_head"], []])
 def test_tied_embeddings(exclude: list[str], tmp_path: Path) -> None:
     source = save_float(tmp_path / "float", tie_word_embeddings=True)
