@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from quark.__version__ import __version__ as __version__
 from quark.errors import did_you_mean, require_packages
-from quark.onnx.graph.lazy_sympy import let_sympy_wait
 
 require_packages("The ONNX flow", "onnx", "onnx", "onnx_ir", "onnxruntime")
-let_sympy_wait()
 
 if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.onnx.calibration.data.path_reader import *
