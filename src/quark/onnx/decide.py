@@ -6,16 +6,14 @@ Between the two nothing of the graph has changed, so what was decided can be loo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import onnx_ir as ir
 
 from quark.core.scales import QParams
-from quark.onnx.calibration.besides import Besides
 from quark.onnx.calibration.calibrate import activation_params
 from quark.onnx.calibration.overrides import override_params, override_specs
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.calibration.qparams import ModelQParams, fit_int32_biases, weight_params, widen_softmax
-from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.reserved_names import free_reserved_names
 from quark.onnx.npu.rules import adjust
@@ -43,29 +41,18 @@ class Decision:
     qparams: ModelQParams
 
 
-def decide(
-    model: ir.Model,
-    settings: Settings,
-    reader: Any,
-    identity: str = "",
-    statistics: Statistics | None = None,
-    fold: bool = True,
-    besides: Besides | None = None,
-) -> Decision:
+def decide(prepared: Prepared, settings: Settings, fold: bool = True) -> Decision:
     """Placement and qparams of a float model, which is not changed but for Relus that the range makes needless.
 
     Args:
-        model: The float model, passes and simulation done.
-        settings: What to quantize, and how.
-        reader: Calibration data; None where nothing needs any.
-        identity: Fingerprint of the model, for the statistics file of the settings.
-        statistics: Statistics in memory, read and completed instead of a file.
-        fold: Whether needless Relus are dropped; without it the model still computes in float what it did.
-        besides: What else calibration takes where it runs the model.
+        prepared: The float model, simulation done; its data may be None where nothing needs any.
+        settings: Layers and specs.
+        fold: Drop needless Relus; without it the model still computes in float what it did.
     """
+    model, statistics = prepared.model, prepared.own_statistics
     placement = place(model, settings)
     override_specs(placement, settings)
-    activations = activation_params(model, placement, settings, reader, identity, statistics, besides)
+    activations = activation_params(prepared, placement, settings)
     widen_softmax(placement, activations)
     qparams = ModelQParams(activations, weight_params(placement, settings, statistics))
     if settings.specs.weights_apart and settings.specs.refine_weight_scales:

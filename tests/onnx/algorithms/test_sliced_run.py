@@ -16,6 +16,7 @@ from quark.onnx.algorithms.layer_sweep import sweep
 from quark.onnx.algorithms.quantized_layers import QuantizedLayers
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples, Store, required
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
 from quark.onnx.decide import decide
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
@@ -44,7 +45,7 @@ def started(proto: Any, feeds: list[Any], settings: Settings = S8) -> QuantizedL
     data = Samples(feeds, model_inputs(model))
     reference = model.clone()
     twins = dict(zip(model.graph, reference.graph, strict=True))
-    quantized = QuantizedLayers(decide(model, settings, data), reference, data)
+    quantized = QuantizedLayers(decide(Prepared(model, data), settings), reference, data)
     quantized.write(twins)
     return quantized
 

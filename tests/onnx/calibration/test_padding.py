@@ -22,6 +22,7 @@ from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.padding import Padding, mask_inputs, without_padding
 from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.algo_configs import ALGO_CONFIGS, AutoMixprecisionConfig
 from quark.onnx.config.config import Config
 from quark.onnx.config.lowering.lower import lower
@@ -114,7 +115,7 @@ def ranges(model: bytes, data: Any) -> dict[str, float]:
     graph = ir.from_proto(onnx.load_from_string(model))
     nodes = [node for node in graph.graph if node.op_type in ("MatMul", "Gemm", "Relu", "Softmax")]
     seen = {node.outputs[0].name or "": Extremes() for node in nodes}
-    collect(graph, seen, data, lower(Config(get_default_config("XINT8"))))
+    collect(Prepared(graph, data), seen, lower(Config(get_default_config("XINT8"))))
     return {f"{node.op_type} {i}": seen[node.outputs[0].name or ""].largest for i, node in enumerate(nodes)}
 
 

@@ -12,7 +12,7 @@ from quark.core.array import NumpyArray
 from quark.core.quantize import compute_qparams, dequantize, quantize
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
-from quark.onnx.calibration.besides import Besides
+from quark.onnx.calibration.byproducts import Byproducts
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.qparams import CAST, rescaled, scale_for_bias
 from quark.onnx.decide import Decision, write
@@ -105,14 +105,14 @@ class QuantizedLayers:
         decision: The quantized model, and what was decided.
         reference: The float model.
         data: Calibration data; None where there is none.
-        besides: What calibration took of the float model.
+        byproducts: Those of the calibration of the float model.
         layers: The layers in the order of the graph.
     """
 
     decision: Decision
     reference: ir.Model
     data: Samples | None
-    besides: Besides | None = None
+    byproducts: Byproducts = field(default_factory=Byproducts)
     layers: list[QuantizedLayer] = field(default_factory=list)
     _replaced: dict[ir.Node, ir.Node] = field(default_factory=dict)
 

@@ -27,7 +27,7 @@ from quark.core.observers.real_rows import rows_at
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, QuarkError
-from quark.onnx.calibration.besides import Besides, Collector, beside
+from quark.onnx.calibration.byproducts import Collector, with_byproducts
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.padding import Padding, mask_values
 from quark.onnx.calibration.data.random_reader import RandomDataReader
@@ -35,6 +35,7 @@ from quark.onnx.calibration.data.readers import samples, usable
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.histogram_figures import FOLDER, check_figures, save_figures
 from quark.onnx.calibration.left_in_float import final_range, leave_masks_in_float, with_values
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.calibration.qparams import largest, make_observer, refuse_subnormal
 from quark.onnx.calibration.sliced_session import SlicedSession
 from quark.onnx.calibration.statistics import (
@@ -56,25 +57,13 @@ from quark.onnx.placement.placement import Placement
 from quark.onnx_ops.custom_libraries import session_options
 
 
-def activation_params(
-    model: ir.Model,
-    placement: Placement,
-    settings: Settings,
-    reader: Any,
-    fingerprint: str = "",
-    statistics: Statistics | None = None,
-    besides: Besides | None = None,
-) -> dict[ir.Value, QParams]:
+def activation_params(prepared: Prepared, placement: Placement, settings: Settings) -> dict[ir.Value, QParams]:
     """Scale and zero point of each class of activations.
 
     Args:
-        model: The float model, not changed.
-        placement: Which tensors, with which spec.
+        prepared: The float model, which is not changed; its data may be None where the statistics have everything.
+        placement: Tensors with their specs.
         settings: Limits, providers, the statistics file.
-        reader: Anything with `get_next()`, or an iterable of samples; None where the statistics file has everything.
-        fingerprint: Of the float model; for the statistics file.
-        statistics: Statistics in memory: read, and completed, instead of a file.
-        besides: What else is taken where the model runs, or known before.
 
     Raises:
         CalibrationError: No data, or a sample that does not fit the inputs: says what was expected and what came.
@@ -84,17 +73,17 @@ def activation_params(
     if not classes:
         return {}
     # A search that has its statistics in memory compares schemes, of which each has ranges of its own.
-    range_file = settings.calibration.range_file if statistics is None else None
+    range_file = settings.calibration.range_file if prepared.statistics is None else None
     restored = _restored(_given_ranges(settings, range_file), classes, placement)
     observers = {root: restored.get(root) or make_observer(placement.activations[root], settings) for root in classes}
     open_classes = {root: names for root, names in classes.items() if root not in restored}
     if settings.calibration.figures:
         check_figures(_by_name({root: observers[root] for root in open_classes}))
-    statistics = _look(model, open_classes, observers, reader, settings, fingerprint, statistics, besides)
+    statistics = _observe(prepared, open_classes, observers, settings)
     for root, free in _from_zero(observers, placement, settings).items():
         observers[root] = _again(observers[root], free, settings, open_classes.get(root, []), statistics)
     observers = with_values(observers, placement)
-    masks = leave_masks_in_float(model.graph, observers, placement, mask_values(model))
+    masks = leave_masks_in_float(prepared.model.graph, observers, placement, mask_values(prepared.model))
     params = {root: _solved(root.name, observer) for root, observer in observers.items() if root not in masks}
     _keep(observers, masks, range_file, settings)
     return params
@@ -116,34 +105,29 @@ def _by_name(observers: Mapping[ir.Value, Observer]) -> dict[str, Observer]:
     return {root.name or "": observer for root, observer in observers.items()}
 
 
-def _look(
-    model: ir.Model,
-    classes: Mapping[ir.Value, list[str]],
-    observers: dict[ir.Value, Observer],
-    reader: Any,
-    settings: Settings,
-    fingerprint: str,
-    statistics: Statistics | None,
-    besides: Besides | None,
+def _observe(
+    prepared: Prepared, classes: Mapping[ir.Value, list[str]], observers: dict[ir.Value, Observer], settings: Settings
 ) -> Statistics | None:
     """Let the observers of these classes see the data, or replace them by what statistics say.
 
     Returns the statistics: those given, those of the file, or such of a tensor that is quantized twice, which is looked
     at once; None where each observer saw its tensors by itself.
     """
+    statistics = prepared.own_statistics
     path = settings.calibration.statistics if statistics is None else None
     tensors = [(name, root) for root, names in classes.items() for name in names]
     if not classes:
         return statistics
     if statistics is None and path is None and len(dict(tensors)) == len(tensors):
-        own, besides = {root: observers[root] for root in classes}, besides or Besides()
-        if not besides.knows(own):
-            watchers = besides.watchers(classes, own, lambda spec: make_observer(spec, settings))
-            collect(model, watchers, reader, settings, besides)
+        own = {root: observers[root] for root in classes}
+        if not prepared.byproducts.fill(own):
+            make = partial(make_observer, settings=settings)
+            collect(prepared, prepared.byproducts.collectors(classes, own, make), settings)
         return None
     if statistics is None:
-        statistics = Statistics(fingerprint) if path is None else load_or_start(path, fingerprint)
-    _complete(statistics, path, model, list(dict(tensors)), reader, settings, besides)
+        identity = prepared.identity
+        statistics = Statistics(identity) if path is None else load_or_start(path, identity)
+    _complete(statistics, path, prepared, list(dict(tensors)), settings)
     for root, names in classes.items():
         observers[root] = solved_observer(names, observers[root].spec, settings, statistics)
     return statistics
@@ -252,25 +236,23 @@ def range_classes(placement: Placement) -> dict[ir.Value, list[str]]:
 def _complete(
     statistics: Statistics,
     path: str | None,
-    model: ir.Model,
+    prepared: Prepared,
     tensors: list[str],
-    reader: Any,
     settings: Settings,
-    besides: Besides | None,
 ) -> None:
     """Collect what statistics lack of these tensors, and keep it in their file, if they have one."""
     missing = [name for name in tensors if name not in statistics.states]
     if not missing:
         return
-    if statistics.states and reader is None and not settings.calibration.random_data:
+    if statistics.states and prepared.data is None and not settings.calibration.random_data:
         raise CalibrationError(
             f"{path or 'The statistics'} lacks {len(missing)} tensors that this scheme needs "
             f"({missing[0]}, ...): other passes or targets have other tensors. "
             "Possible: pass the calibration data once more."
         )
-    others = [name for name in _all_tensors(model) if name not in statistics.states]
+    others = [name for name in _all_tensors(prepared.model) if name not in statistics.states]
     found = {name: EverythingObserver() for name in dict.fromkeys([*missing, *others])}
-    collect(model, found, reader, settings, besides)
+    collect(prepared, found, settings)
     statistics.add(found)
     if path is not None:
         statistics.save(path)
@@ -321,22 +303,15 @@ def run_random(model: ir.Model, names: list[str], settings: Settings) -> dict[st
         return dict(zip(names, run_sample(session, names, feed), strict=True))
 
 
-def collect(
-    model: ir.Model,
-    observers: Mapping[str, Collector],
-    reader: Any,
-    settings: Settings,
-    besides: Besides | None = None,
-) -> None:
+def collect(prepared: Prepared, observers: Mapping[str, Collector], settings: Settings) -> None:
     """Run the data through the float model once; each tensor's observer (several may share one) sees its values.
 
     Args:
-        model: The model.
+        prepared: The model and its data; its byproducts are completed.
         observers: Of tensors, by name.
-        reader: The data.
         settings: Limits, providers.
-        besides: What else is taken.
     """
+    model, reader = prepared.model, prepared.data
     if reader is None and settings.calibration.random_data:
         reader = _random(model, settings)
     if reader is None:
@@ -345,7 +320,7 @@ def collect(
             "data reader. Possible: pass one (--calib on the command line), or weight-only quantization."
         )
     inputs, padding = model_inputs(model), Padding.of(model)
-    model, observers = beside(besides, model, observers, padding)
+    model, observers = with_byproducts(prepared.byproducts, model, observers, padding)
     wanted = [name for name in observers if name not in inputs]
     count = 0
     seen: dict[str, Any] = {}
@@ -367,8 +342,7 @@ def collect(
                 seen = _at(made, real)
             count += 1
         _update(observers, seen)
-    if besides is not None:
-        besides.complete()
+    prepared.byproducts.complete()
     if count == 0:
         raise CalibrationError("The calibration reader yields nothing: static quantization needs at least one sample.")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -24,6 +23,7 @@ from quark.errors import NothingToQuantizeError
 from quark.onnx.calibration.calibrate import model_session, repeatable
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.padding import Padding
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, is_constant, live_inputs
@@ -54,22 +54,23 @@ class JoinedEnd:
     codes: int
 
 
-def leave_joined_ends(model: ir.Model, settings: Settings, reader: Any) -> tuple[Settings, Any]:
-    """The settings without the nodes that join parts of other ranges, and the data to go on with.
+def leave_joined_ends(prepared: Prepared, settings: Settings) -> tuple[Prepared, Settings]:
+    """The model with data to go on with, and the settings without the nodes that join parts of other ranges.
 
     Args:
-        model: The float model, prepared; not changed.
+        prepared: The float model, not changed. The first few samples of its data are run, and are stored where the
+            graph ends in such a node.
         settings: With static activations; others have no scales to share.
-        reader: Calibration data, of which the first few samples are run; they are kept where there is such an end.
     """
     if not settings.joined_ends:
-        return settings, reader
-    settings = replace(settings, joined_ends=False)
+        return prepared, settings
+    settings, model = replace(settings, joined_ends=False), prepared.model
     ends = list(joined_ends(model, settings))
-    data = repeatable(reader, model, settings) if ends else None
+    data = repeatable(prepared.data, model, settings) if ends else None
     if data is None:
-        return settings, reader
-    return _without_mixed(model, ends, list(itertools.islice(data, SAMPLES)), settings), data
+        return prepared, settings
+    first = list(itertools.islice(data, SAMPLES))
+    return replace(prepared, data=data), _without_mixed(model, ends, first, settings)
 
 
 def _without_mixed(model: ir.Model, ends: Sequence[JoinedEnd], feeds: Sequence[Feed], settings: Settings) -> Settings:

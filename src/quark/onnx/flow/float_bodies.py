@@ -25,8 +25,8 @@ from quark.errors import CalibrationError, NothingToQuantizeError, QuarkError
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.readers import is_alive
-from quark.onnx.calibration.data.samples import Samples
-from quark.onnx.calibration.statistics import Statistics, fingerprint
+from quark.onnx.calibration.prepared import Prepared
+from quark.onnx.calibration.statistics import fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.flow.body_model import Body, as_model, bodies_of, put_back
 from quark.onnx.flow.prepare import prepare_body
@@ -34,8 +34,8 @@ from quark.onnx.graph.model_file import constant
 from quark.onnx.graph.scopes import nodes_of
 from quark.onnx.graph.sessions import run_sample
 
-Convert = Callable[[ir.Model, Settings, Any, str, dict[str, Statistics] | None], ir.Model]
-"""Quantizes a prepared model: `flow.convert`, which calls this."""
+Convert = Callable[[Prepared, Settings], ir.Model]
+"""Quantizes a prepared model: `search/settle.py`, which calls this."""
 
 
 class FloatBodies:
@@ -50,54 +50,38 @@ class FloatBodies:
         bodies = bodies_of(model.graph)
         excluded = nodes_of(settings.specs.exclude, model, "exclude", bodies=True) if bodies else set[ir.Node]()
         self._float = model.clone() if bodies else model
-        twins = bodies_of(self._float.graph)
-        self._pairs = [(body, twin) for body, twin in zip(bodies, twins, strict=True) if body.node not in excluded]
+        pairs = zip(bodies, bodies_of(self._float.graph), strict=True)
+        self._pairs = [(body, original) for body, original in pairs if body.node not in excluded]
 
     def __len__(self) -> int:
         return len(self._pairs)
 
-    def quantize(
-        self,
-        model: ir.Model,
-        settings: Settings,
-        data: Samples | None,
-        known: dict[str, Statistics] | None,
-        convert: Convert,
-    ) -> int:
+    def quantize(self, around: Prepared, settings: Settings, convert: Convert) -> int:
         """Quantize them within a model.
 
         Args:
-            model: What became of the model; changed in place.
+            around: The model, by now quantized, which is changed in place, with its calibration data.
             settings: Those of the model.
-            data: Calibration data of the model; None where there are none.
-            known: Statistics in memory; see `flow.convert`.
             convert: Quantizes a body as a model.
 
         Returns:
             How many were quantized.
         """
         count = 0
-        for body, twin in self._pairs:
+        for body, original in self._pairs:
             if body.node.graph is None:
                 continue  # nothing reads what the node gives
-            copied = as_model(twin, self._float)
-            feeds = None if data is None else BodyFeeds(self._float, twin, data, settings)
-            if _quantized(copied.model, twin, feeds, settings, known, convert):
-                put_back(body, twin, copied, model)
+            copied = as_model(original, self._float)
+            feeds = None if around.data is None else BodyFeeds(self._float, original, around.data, settings)
+            if _quantized(Prepared(copied.model, feeds, "", around.statistics), original, settings, convert):
+                put_back(body, original, copied, around.model)
                 count += 1
         return count
 
 
-def _quantized(
-    model: ir.Model,
-    body: Body,
-    feeds: BodyFeeds | None,
-    settings: Settings,
-    known: dict[str, Statistics] | None,
-    convert: Convert,
-) -> bool:
-    """Quantize a body as a model, in place; return whether there was anything, and data for it."""
-    own = _settings(settings, body)
+def _quantized(prepared: Prepared, body: Body, settings: Settings, convert: Convert) -> bool:
+    """Quantize a body as a model, in place; False where there is nothing to quantize, or no data for it."""
+    model, feeds, own = prepared.model, prepared.data, _settings(settings, body)
     first = None if feeds is None else next(iter(feeds), None)
     for value in model.graph.inputs:
         if value.type is None and first is not None:
@@ -105,7 +89,7 @@ def _quantized(
     identity = fingerprint(model) if own.calibration.statistics else ""
     try:
         prepare_body(model, own)
-        convert(model, own, None if first is None else feeds, identity, known)
+        convert(replace(prepared, data=None if first is None else feeds, identity=identity), own)
     except NothingToQuantizeError:
         return False
     except QuarkError as error:

@@ -8,16 +8,13 @@ An `Evaluator` says what a model by the changed settings gives and takes; what i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import onnx_ir as ir
-
 from quark.core.metrics import Metric
-from quark.onnx.calibration.data.samples import Samples
-from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.settings import Settings
-from quark.onnx.search.evaluator import Judge
+from quark.onnx.search.evaluator import PartValues
 from quark.onnx.search.noise.choices import Measured
 
 NOISY = 2.0
@@ -49,13 +46,10 @@ class Situation:
         plain: The settings that recovery began with.
         share: Of the layers, for which there is time.
         goal: What is to be reached.
-        model: The float model, after its passes.
-        identity: Its fingerprint.
-        data: The samples to calibrate with.
-        known: Statistics on these by the fingerprint of the model that they are of; read, and completed.
+        prepared: The float model, with the samples to calibrate with and statistics in memory.
         lost: Whether the best model so far lost so much that the task suffers.
         noises: What nodes in float were chosen by before; read, and completed.
-        judge: Gives what outputs are compared by, as models are; None for the outputs themselves.
+        measure: Gives the values by which a part of an output is compared; None for the part itself.
         forward: Seconds of a forward of the float model.
         seconds: For what a change runs itself.
     """
@@ -63,13 +57,10 @@ class Situation:
     plain: Settings
     share: float = 1.0
     goal: Goal = field(default_factory=Goal)
-    model: ir.Model | None = None
-    identity: str = ""
-    data: Samples | None = None
-    known: Mapping[str, Statistics] = field(default_factory=dict)
+    prepared: Prepared | None = None
     lost: bool = False
     noises: Measured = field(default_factory=list)
-    judge: Judge | None = None
+    measure: PartValues | None = None
     forward: float = 0.0
     seconds: float = math.inf
 

@@ -12,44 +12,31 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import onnx_ir as ir
-
 from quark.base.log import logger, severity
 from quark.core.array import NumpyArray
 from quark.core.metrics import Metric
 from quark.errors import NotSupportedError
 from quark.onnx.algorithms.rescaling.cle import Pair, equalized_pairs
-from quark.onnx.calibration.besides import Besides, Channels, SampleOutputs
-from quark.onnx.calibration.data.samples import Samples
-from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.calibration.byproducts import Byproducts, Channels
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.algo_configs import CLEConfig
 from quark.onnx.config.settings import Settings
 from quark.onnx.flow.flow import Written
 from quark.onnx.search.evaluator import PartScorer, float_outputs
 
-Start = Callable[..., Written]
-"""`quark.onnx.flow.flow.start`, its choice decided."""
+Start = Callable[[Prepared, Settings], Written]
+"""Writes the codes of a model, which is changed."""
 SAMPLES = 32
-"""Most samples that the two models are judged by, spread over all."""
+"""Most samples that the outputs of the two models are compared on, spread over all."""
 
 
-def equalize_if_better(
-    model: ir.Model,
-    settings: Settings,
-    data: Samples | None,
-    start: Start,
-    known: dict[str, Statistics] | None = None,
-    outputs: SampleOutputs | None = None,
-) -> tuple[Settings, Written | None]:
+def equalize_if_better(prepared: Prepared, settings: Settings, start: Start) -> tuple[Settings, Written | None]:
     """Decide whether a model is equalized.
 
     Args:
-        model: The float model, after `prepare`; not changed.
+        prepared: The float model, not changed. Its data are `Samples`; without any the model is left as it is.
         settings: Those that `prepare` gave, `equalize_if_better` set.
-        data: Calibration data; without any the model is left as it is.
-        start: What writes the codes of a model, in place.
-        known: Statistics in memory by fingerprint, used and completed.
-        outputs: What takes those of the model as it is.
+        start: Writes the codes of a copy.
 
     Returns:
         The settings, decided; and the codes written by them, where no other algorithm was to run before.
@@ -57,62 +44,57 @@ def equalize_if_better(
     decided = replace(settings, equalize_if_better=False)
     plain = replace(decided, equalization=None)
     assert isinstance(settings.equalization, CLEConfig)
-    pairs = equalized_pairs(model.clone(), settings.equalization, settings)
+    pairs = equalized_pairs(prepared.model.clone(), settings.equalization, settings)
     # Ranges that a file has, or gets, are those of the model as it is.
-    if data is None or settings.calibration.files or not pairs:
+    if prepared.data is None or settings.calibration.files or not pairs:
         return plain, None
     candidates = {equalized: replace(each, algorithms=()) for equalized, each in ((False, plain), (True, decided))}
     try:
-        written, (before, after) = _compare(
-            model, data, candidates, pairs, start, known, bool(settings.algorithms), outputs
-        )
+        written, (before, after) = _compare(prepared, candidates, pairs, start, muted=bool(settings.algorithms))
     except NotSupportedError as error:
         logger.info("Not equalized, as the outputs cannot be compared: %s", error)
         return plain, None
     kept = after >= before and not math.isnan(after)
-    what = "kept" if kept else "left out"
-    logger.info("Cross-layer equalization of %d pairs: SQNR %.2f -> %.2f dB: %s.", len(pairs), before, after, what)
+    verb = "kept" if kept else "left out"
+    logger.info("Cross-layer equalization of %d pairs: SQNR %.2f -> %.2f dB: %s.", len(pairs), before, after, verb)
     return decided if kept else plain, None if settings.algorithms else written[kept]
 
 
 def _compare(
-    model: ir.Model,
-    data: Samples,
+    prepared: Prepared,
     candidates: dict[bool, Settings],
     pairs: Sequence[tuple[Pair, NumpyArray]],
     start: Start,
-    known: dict[str, Statistics] | None,
     muted: bool,
-    outputs: SampleOutputs | None,
 ) -> tuple[dict[bool, Written], list[float]]:
     """Write the codes of both candidates, with one pass of the float model over the data; score both.
 
     Args:
-        model, data, start, known, outputs: As above.
+        prepared: The float model.
         candidates: Whether equalized -> the settings.
-        pairs: What the equalization does.
-        muted: Whether nothing is said of layers.
+        pairs: The pairs of layers that are equalized, with their scales.
+        start: Writes the codes of a copy.
+        muted: Log nothing about layers.
 
     Raises:
         NotSupportedError: The outputs cannot be compared.
     """
-    positions, settings = _spread(data), candidates[False]
+    model, data, count = prepared.model, prepared.data, min(len(prepared.data), SAMPLES)
+    positions = [i * len(data) // count for i in range(count)]
     rescaled = {
         value.name or "": Channels(axis, scale) for pair, scale in pairs for value, axis in pair.between if axis
     }
-    besides = Besides(samples=positions, outputs=float_outputs(model), spread=outputs, rescaled=rescaled)
+    byproducts = Byproducts(
+        samples=positions, output_names=float_outputs(model),
+        all_outputs=prepared.byproducts.all_outputs, rescaled=rescaled,
+    )  # fmt: skip
     written = {}
-    for equalized, each in candidates.items():
-        # What is said of the layers of one model is true of the other.
+    for equalized, settings in candidates.items():
+        # The log of the layers of one model holds for the other.
         with severity(2 if equalized or muted else None):
-            taken = besides.of_equalized() if equalized else besides
-            written[equalized] = start(model.clone(), each, data, "", known, taken)
-    given = besides.kept if besides.has_outputs else None
-    scorer = PartScorer(model, data.part(positions), Metric("sqnr"), settings, given=given)
-    return written, [scorer.score(made.model)[0] for made in written.values()]
-
-
-def _spread(data: Samples) -> list[int]:
-    """The positions of at most SAMPLES of the samples, evenly spread."""
-    count = min(len(data), SAMPLES)
-    return [i * len(data) // count for i in range(count)]
+            own = byproducts.of_equalized() if equalized else byproducts
+            copy = replace(prepared, model=model.clone(), identity="", byproducts=own)
+            written[equalized] = start(copy, settings)
+    given = byproducts.outputs if byproducts.has_outputs else None
+    scorer = PartScorer(model, data.part(positions), Metric("sqnr"), candidates[False], given=given)
+    return written, [scorer.score(each.prepared.model)[0] for each in written.values()]

@@ -25,7 +25,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from quark.errors import ConfigError, NonFiniteError, NotSupportedError, did_you
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.samples import Samples, Store
 from quark.onnx.calibration.float_outputs import FloatOutputs
-from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.output_parts import SILENT, OutputPart, output_parts
 
@@ -55,8 +55,8 @@ DECIDED, KEPT = 0.5, 0.999
 """The probability above which it is a yes; and the share of decisions as in float with which nothing is felt."""
 
 
-Judge = Callable[[OutputPart, NumpyArray, NumpyArray], tuple[NumpyArray, NumpyArray]]
-"""A part of the float output and the same of another model -> what both are compared by."""
+PartValues = Callable[[OutputPart, NumpyArray, NumpyArray], tuple[NumpyArray, NumpyArray]]
+"""(part, values of the float model, values of another) -> the values by which both are compared."""
 
 
 def float_outputs(model: ir.Model) -> list[str]:
@@ -112,11 +112,8 @@ class PartScorer(Scorer):
         data: The samples.
         metric: Of each part of a float output (`graph/output_parts.py`) over all samples; the worst counts.
         settings: The execution providers.
-        by_scores: Judge a part that is a distribution, or of probabilities, by its scores: see `core/metrics.py`.
+        by_scores: Compare a part that is a distribution, or of probabilities, by its scores: see `core/metrics.py`.
         given: (sample, name) -> its float outputs; None to run the float model for them.
-
-    Attributes:
-        scored: Parts that were judged so.
 
     Raises:
         NotSupportedError: The model has no float output.
@@ -131,7 +128,7 @@ class PartScorer(Scorer):
         by_scores: bool = False,
         given: Store | None = None,
     ) -> None:
-        self.metric, self._by_scores, self.scored = metric, by_scores, set[OutputPart]()
+        self.metric, self._by_scores = metric, by_scores
         names, parts = float_outputs(reference), output_parts(reference)
         self._parts = [parts[name] for name in names]
         self.expected = FloatOutputs(
@@ -151,7 +148,7 @@ class PartScorer(Scorer):
                 same_shape(parts[0].tensor, expected, array)
                 for part in parts:
                     with np.errstate(invalid="ignore", over="ignore"):
-                        comparisons[part].update(*self.judged(part, part.of(expected), part.of(array)))
+                        comparisons[part].update(*self.values(part, part.of(expected), part.of(array)))
         values = {part: self.metric.of(comparison) for part, comparison in comparisons.items()}
         worst = self.metric.worst_of(values)
         return values[worst], worst
@@ -167,7 +164,7 @@ class PartScorer(Scorer):
         return score >= self._lost(part) + SPARE or (part in self.scored and self._decisions_kept(model) >= KEPT)
 
     def _decisions_kept(self, model: ir.Model) -> float:
-        """The least share, over the parts that are judged by scores, of classes or of sides of a half as in float."""
+        """The least share, over the parts that are compared by scores, of classes or of sides of a half as in float."""
         same, count = Counter[OutputPart](), Counter[OutputPart]()
         for pairs in self.expected.beside(model):
             for parts, (expected, array) in zip(self._parts, pairs, strict=True):
@@ -183,18 +180,31 @@ class PartScorer(Scorer):
 
     @cached_property
     def silent(self) -> bool:
-        """Whether a part that is judged as probabilities holds no event: what ranges do to one is then not known."""
+        """True where a part that is compared as probabilities holds no event, so that nothing shows the loss of one."""
         parts = [part for parts in self._parts for part in parts if part.bounded]
         return self._by_scores and self.metric.name == "sqnr" and any(self._peak(part) < SILENT for part in parts)
 
     def _peak(self, part: OutputPart) -> float:
         return max((float(part.of(array).max(initial=0)) for array in self.expected.arrays(part.tensor)), default=0.0)
 
-    def judged(self, part: OutputPart, expected: NumpyArray, array: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
-        """What a part of the float output and that of another model are compared by: themselves, or their scores."""
+    @cached_property
+    def scored(self) -> frozenset[OutputPart]:
+        """Parts that are compared by their scores, for one sample or more."""
+        if not self._by_scores:
+            return frozenset()
+        samples = self.expected.paired(zip(*map(self.expected.arrays, self.expected.names), strict=True))
+        return frozenset(
+            part
+            for pairs in samples
+            for parts, (expected, _) in zip(self._parts, pairs, strict=True)
+            for part in parts
+            if part.bounded or is_distribution(part.of(expected))
+        )
+
+    def values(self, part: OutputPart, expected: NumpyArray, array: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
+        """The values by which a part of the float output and that of another model are compared: they, or scores."""
         if not self._by_scores or not (part.bounded or is_distribution(expected)):
             return expected, array
-        self.scored.add(part)
         if is_distribution(expected):
             return scores_of(expected, array)
         center = self._center(part)
@@ -241,21 +251,16 @@ class Evaluator:
     """Quantizes one float model by any settings, on statistics of one pass over the data, and scores what that gives.
 
     Attributes:
-        model: The float model, after `prepare`; not changed.
-        data: What is calibrated with, None where settings need none; its clock counts.
-        scorer: What is scored by.
-        convert: `quark.onnx.search.settle.convert`, or what takes its arguments, too.
-        identity: Fingerprint of the model, or "".
-        known: Statistics in memory by fingerprint, used and completed; None for those of each pass.
-        shortcut: What gives the outputs of some models without making these.
+        prepared: The float model, after `prepare`; not changed. Its data are `Samples`, whose clock counts, or None
+            where settings need none.
+        scorer: Scores what a model gives.
+        convert: `quark.onnx.search.settle.convert`, or another function of the same arguments.
+        shortcut: Gives the outputs of some models without making these.
     """
 
-    model: ir.Model
-    data: Samples | None
+    prepared: Prepared
     scorer: Scorer
-    convert: Callable[..., ir.Model]
-    identity: str = ""
-    known: dict[str, Statistics] | None = field(default_factory=dict)
+    convert: Callable[[Prepared, Settings], ir.Model]
     shortcut: Shortcut | None = None
 
     def evaluate(self, settings: Settings, told: bool = False) -> ScoredModel:
@@ -269,10 +274,10 @@ class Evaluator:
             TimeUpError: The time of the data ends before the weights are decided.
             QuarkError: The settings do not fit the model.
         """
-        clock = time.monotonic if self.data is None else self.data.clock
+        clock = time.monotonic if self.prepared.data is None else self.prepared.data.clock
         start = clock()
         with severity(None if told else 2):
-            model = self._quantized(settings)
+            model = self.convert(self.prepared.copy(), settings)
         return ScoredModel(settings, model, *self.scorer.score(model), clock() - start)
 
     def score(self, settings: Settings, count: int | None = None) -> float:
@@ -281,11 +286,8 @@ class Evaluator:
         count = len(expected) if count is None else min(count, len(expected))
         outputs = None if self.shortcut is None else self.shortcut(settings, count)
         if outputs is None:
-            return self.scorer.score(self._quantized(settings), count)[0]
+            return self.scorer.score(self.convert(self.prepared.copy(), settings), count)[0]
         return self.scorer.of(expected.paired(outputs))[0]
-
-    def _quantized(self, settings: Settings) -> ir.Model:
-        return self.convert(self.model.clone(), settings, self.data, self.identity, self.known)
 
 
 # EvalMetrics ---------------------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ from quark.errors import CalibrationError, ConfigError, FormatError, OutputError
 from quark.onnx import Config, ModelQuantizer, QuantType
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.config import QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.settings import MeasurementSettings
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load, to_proto
-from quark.onnx.search.change import Situation
 from quark.onnx.search.latency.kernels import ProfiledModel, same_kernels, typical
 from quark.onnx.search.latency.measure import Measured, leave_slower_in_float, measure
 from quark.onnx.search.latency.node_groups import group_nodes, side_of
@@ -121,8 +121,8 @@ def test_measured_weights_are_uint8_where_sums_with_int8_saturate(exact: bool, m
     source = model_of_convolutions()
     model = load(source)
     settings, data = prepare(model, lower(config())), Samples([FEED], model_inputs(model))
-    chosen = leave_slower_in_float(settings, Situation(settings, model=model, data=data), Clock(_fast_integers))
-    made = to_proto(convert(model, chosen, [FEED]))
+    chosen = leave_slower_in_float(Prepared(model, data), settings, Clock(_fast_integers))
+    made = to_proto(convert(Prepared(model, [FEED]), chosen))
     weights = {i.data_type for i in made.graph.initializer if i.name.endswith("weight_quantized")}
     assert weights == {TensorProto.INT8 if exact else TensorProto.UINT8}
     if not exact:
@@ -139,7 +139,7 @@ def test_times_of_another_machine_leave_the_weights_as_they_are(
     model = load(model_of_convolutions())
     settings = prepare(model, lower(config(MeasurePlacement=str(tmp_path / "server.json"))))
     data = Samples([FEED], model_inputs(model))
-    chosen = leave_slower_in_float(settings, Situation(settings, model=model, data=data), Clock(_fast_integers))
+    chosen = leave_slower_in_float(Prepared(model, data), settings, Clock(_fast_integers))
     assert str(chosen.specs.layer.weight.dtype) == "int8"
 
 
@@ -160,7 +160,7 @@ def test_where_integers_gain_nothing_nothing_is_quantized(clock: Callable[[str],
     settings = prepare(model, lower(config()))
     data = Samples([FEED], model_inputs(model))
     with pytest.raises(SlowerThanFloatError, match="No choice of integer kernels is faster than float"):
-        leave_slower_in_float(settings, Situation(settings, model=model, data=data), Clock(clock))
+        leave_slower_in_float(Prepared(model, data), settings, Clock(clock))
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from quark.errors import SlowerThanFloatError
 from quark.onnx import ModelQuantizer
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.decide import decide, write
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load, to_proto
-from quark.onnx.search.change import Situation
 from quark.onnx.search.latency.kernels import ProfiledModel, Timer
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.latency.noise_sample import noise_sample
@@ -59,8 +59,8 @@ def kernels(seconds: Callable[[str], float]) -> Counter[str]:
     """The op types of what is made of the model where kernels take these times."""
     model = load(model_of_words())
     settings = prepare(model, ModelQuantizer("INT8_CPU_DYNAMIC").settings)
-    settings = leave_slower_in_float(settings, Situation(settings, model=model), clock(seconds))
-    write(decide(model, settings, None))
+    settings = leave_slower_in_float(Prepared(model), settings, clock(seconds))
+    write(decide(Prepared(model), settings))
     return Counter(node.op_type for node in to_proto(model).graph.node)
 
 
@@ -111,7 +111,7 @@ def test_where_all_is_slower_nothing_is_written() -> None:
     model = load(model_of_words(columns=()))
     settings = prepare(model, ModelQuantizer("INT8_CPU_DYNAMIC").settings)
     with pytest.raises(SlowerThanFloatError, match=r"No integers are as fast as float .* noise of words \[1, 128\]"):
-        leave_slower_in_float(settings, Situation(settings, model=model), clock(lambda _: 1e-6))
+        leave_slower_in_float(Prepared(model), settings, clock(lambda _: 1e-6))
 
 
 def test_noise_has_the_first_size_that_a_model_runs_with() -> None:

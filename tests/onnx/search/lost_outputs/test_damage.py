@@ -13,7 +13,7 @@ import pytest
 
 from quark.errors import DamageError, FormatError, NothingToQuantizeError
 from quark.onnx import ModelQuantizer, QConfig, QLayerConfig
-from quark.onnx.calibration.besides import SampleOutputs
+from quark.onnx.calibration.byproducts import SampleOutputs
 from quark.onnx.config.tensor_specs import Int8Spec
 from quark.onnx.evaluation.compare_models import damaged_layers
 from quark.onnx.graph.model_file import load

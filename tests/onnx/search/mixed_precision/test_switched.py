@@ -14,6 +14,7 @@ import pytest
 from quark.onnx import Int4Spec, Int8Spec, Int16Spec, QConfig, QLayerConfig, UInt8Spec, UInt16Spec
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide, write
@@ -41,19 +42,19 @@ def shared(model: onnx.ModelProto, data: Any, wanted: Sequence[Settings]) -> tup
     graph = load(model)
     prepared = [prepare(graph, one) for one in wanted]
     samples = Samples(data, model_inputs(model))
-    trials = SwitchedOutputs(graph, samples, graph.graph.outputs[0].name or "")
+    trials = SwitchedOutputs(Prepared(graph, samples, statistics={}), graph.graph.outputs[0].name or "")
     trials.share([prepared[0], prepared[-1]])
     return trials, prepared
 
 
 def written(trials: SwitchedOutputs, settings: Settings) -> list[Any]:
     """The output of the quantized model for each sample, each node computed as it stands."""
-    model = trials.model.clone()
-    write(decide(model, settings, trials.data))
+    model, data = trials.prepared.model.clone(), trials.prepared.data
+    write(decide(Prepared(model, data), settings))
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(to_proto(model).SerializeToString(), options)
-    return [session.run([trials.output], feed)[0] for feed in trials.data]
+    return [session.run([trials.output], feed)[0] for feed in data]
 
 
 @pytest.mark.slow
@@ -131,14 +132,14 @@ def test_where_more_than_numbers_differ_a_trial_quantizes_a_model() -> None:
     wanted = [lower(QConfig(INT8)), lower(QConfig(INT8, exclude=["two"])), settings_of(INT8, INT16, ["one"])]
     trials, settings = shared(chain(), batches(), wanted)
     assert trials.switched is not None
-    before = to_proto(trials.model)
+    before = to_proto(trials.prepared.model)
     for one in settings:
         outputs = trials(one, 3)
         assert (outputs is None) is (one is settings[1])
         for x, (y,) in zip(written(trials, one), outputs or (), strict=outputs is not None):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * float(np.abs(x).max()))
-    assert to_proto(trials.model) == before
-    apart = SwitchedOutputs(trials.model, trials.data, trials.output)
+    assert to_proto(trials.prepared.model) == before
+    apart = SwitchedOutputs(replace(trials.prepared, statistics={}), trials.output)
     apart.share([replace(one, qdq=replace(one.qdq, dual_pairs=True)) for one in settings])
     scores = [each.evaluator(mean_by_metric("l2")).score(settings[0]) for each in (apart, trials)]
     assert apart.switched is None and scores[0] == pytest.approx(scores[1], rel=1e-3)

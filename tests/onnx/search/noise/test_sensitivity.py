@@ -18,6 +18,7 @@ from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.readers import TimeUpError
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
@@ -37,7 +38,7 @@ def measured(proto: onnx.ModelProto, feeds: list[Any], settings: Settings = SETT
     """The sensitivity of a model of the zoo."""
     model = load(proto)
     infer_shapes(model)
-    return sensitivity(model, settings, Samples(feeds, model_inputs(model)), **options)
+    return sensitivity(Prepared(model, Samples(feeds, model_inputs(model))), settings, **options)
 
 
 def with_pair(proto: onnx.ModelProto, tensor: str, low: float, high: float) -> onnx.ModelProto:
@@ -99,7 +100,7 @@ def test_the_noise_of_probabilities_is_that_of_their_scores_where_these_are_judg
     ir_model = load(model)
     infer_shapes(ir_model)
     scorer = PartScorer(ir_model, Samples([feed], model_inputs(ir_model)), Metric("sqnr"), SETTINGS, by_scores=True)
-    found = measured(model, [feed], judge=scorer.judged).powers
+    found = measured(model, [feed], measure=scorer.values).powers
     before = outputs(scores, feed)[0].astype(np.float64)
     names = [source.name for source in found if not source.node and source.name not in ("y", "p")]
     assert len(names) > 2
@@ -199,12 +200,12 @@ def test_more_nodes_in_float_are_chosen_by_what_was_measured_for_the_first(monke
     one = FloatNodes(share=0.01)
     settings = SETTINGS
     for _ in range(3):
-        settings = leave_in_float(model, one, settings, data, measured=measured)
+        settings = leave_in_float(Prepared(model, data), one, settings, measured=measured)
     assert len(calls) == 1 and len(set(settings.specs.exclude)) == 3
     noise = measured[0][1]
     assert list(settings.specs.exclude) == noise.worst_nodes(3)
     other = replace(settings, calibration=replace(settings.calibration, percentile=90.0))
-    leave_in_float(model, one, other, data, measured=measured)
+    leave_in_float(Prepared(model, data), one, other, measured=measured)
     assert calls[1:] == [other]
 
 
@@ -228,7 +229,7 @@ def test_no_run_begins_after_the_time_of_the_samples(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(NoiseRun, "outputs", counted)
     with pytest.raises(TimeUpError):
-        sensitivity(model, SETTINGS, data)
+        sensitivity(Prepared(model, data), SETTINGS)
     assert len(runs) == 3
 
 
@@ -242,12 +243,12 @@ def test_the_worst_node_in_float_loses_less_than_any_other() -> None:
     model = load(proto)
     infer_shapes(model)
     data = Samples(feeds, model_inputs(model))
-    settings = leave_in_float(model, FloatNodes(share=0.01), SETTINGS, data)
+    settings = leave_in_float(Prepared(model, data), FloatNodes(share=0.01), SETTINGS)
     assert len(settings.specs.exclude) == 1
 
     def error(exclude: tuple[Any, ...]) -> float:
         specs = replace(SETTINGS.specs, exclude=exclude)
-        quantized = to_proto(convert(model.clone(), replace(SETTINGS, specs=specs), data))
+        quantized = to_proto(convert(Prepared(model.clone(), data), replace(SETTINGS, specs=specs)))
         return sum(float(np.square(outputs(quantized, feed)[0] - outputs(proto, feed)[0]).sum()) for feed in feeds)
 
     others = [node.name for node in model.graph if node.name not in settings.specs.exclude]

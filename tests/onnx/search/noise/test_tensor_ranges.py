@@ -14,7 +14,7 @@ from quark.errors import NothingQualifiesError
 from quark.onnx import CLEConfig
 from quark.onnx.algorithms.rescaling.cle import equalize
 from quark.onnx.calibration.calibrate import repeatable
-from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.settings import CalibrationSettings, Settings, SpecSettings
 from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.search.noise.choices import TensorRanges, choose_ranges
@@ -53,7 +53,7 @@ def test_ranges_are_those_of_the_model_that_scales_are_decided_on(algorithms: tu
     proto, feeds = badly_scaled(chain(), CHAIN), images(4)
     model, settings = load(proto), replace(CUT, algorithms=algorithms)
     data = repeatable(feeds, model, settings)
-    changed = tensor_ranges(MIN_MAX)(settings, Situation(settings, model=model, data=data))
+    changed = tensor_ranges(MIN_MAX)(settings, Situation(settings, prepared=Prepared(model, data)))
     assert isinstance(changed, Settings)
     chosen = dict(changed.calibration.ranges)
     expected = load(proto)
@@ -73,12 +73,12 @@ def test_what_is_the_same_under_two_statistics_is_run_once(monkeypatch: pytest.M
     runs = []
     power = Probe.power_of_all
     monkeypatch.setattr(Probe, "power_of_all", lambda self, group: runs.append(group) or power(self, group))
-    model, statistics = load(cnn()), Statistics("")
-    data = repeatable(images(4), model, CUT)
+    model = load(cnn())
+    prepared = Prepared(model, repeatable(images(4), model, CUT), statistics={})
     both = replace(MIN_MAX, candidates=(("percentile", 60.0), ("min_max", 0.0), ("percentile", 100.0)))
-    chosen = choose_ranges(model, both, CUT, data, statistics)
+    chosen = choose_ranges(prepared, both, CUT)
     # One as they are, and one of MinMax: Percentile 100 is the same, but for tensors whose last bin is wider.
     loud = len({tuple(group) for group in runs})
     assert len(runs) == 2 * loud and chosen.calibration.ranges
     with pytest.raises(NothingQualifiesError, match="none of the"):
-        choose_ranges(model, replace(both, candidates=(("percentile", 60.0),)), CUT, data, statistics)
+        choose_ranges(prepared, replace(both, candidates=(("percentile", 60.0),)), CUT)

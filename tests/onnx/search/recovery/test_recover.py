@@ -33,6 +33,7 @@ from quark.onnx import (
 from quark.onnx.algorithms import AFTER, BEFORE
 from quark.onnx.algorithms.rounding.worst_layers import WorstLayers
 from quark.onnx.calibration import calibrate as calibrate_module
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import CalibrationSettings, QDQSettings, Settings, SpecSettings
 from quark.onnx.flow.prepare import prepare
@@ -134,7 +135,7 @@ def test_the_result_is_what_its_settings_make_of_the_fitted_samples(steps: tuple
     plain = quantize(load(cnn()), S8, Reader(feeds[i] for i in FITTED))
     again = load(cnn())
     prepare(again, S8)
-    convert(again, result.settings, Reader(feeds[i] for i in FITTED))
+    convert(Prepared(again, Reader(feeds[i] for i in FITTED)), result.settings)
     made, other, best = to_proto(again), to_proto(plain), result.model
     assert made.graph.node == best.graph.node and (other != best) == bool(steps)
     # The runtime fuses other nodes where other tensors are looked at, which is a last digit of a range.
@@ -509,9 +510,9 @@ def test_a_step_to_more_bits_waits_to_be_allowed() -> None:
 
 def test_a_change_that_reads_samples_ends_with_the_budget() -> None:
     def change(settings: Settings, situation: Situation) -> Settings:
-        assert situation.data is not None
-        situation.data.until = -math.inf
-        return replace(settings, allow_noop=bool(len(situation.data[0])))
+        assert situation.prepared is not None and situation.prepared.data is not None
+        situation.prepared.data.until = -math.inf
+        return replace(settings, allow_noop=bool(len(situation.prepared.data[0])))
 
     trial = found(mlp(), vectors(8), Step("reads", change)).trials[-1]
     assert (trial.step, trial.after, trial.result) == ("reads", None, "stopped: the budget ended")
@@ -529,7 +530,7 @@ def test_nodes_in_float_are_found_in_fewer_runs_or_left_out_where_time_is_short(
         return replace(settings, least_sqnr=config.runs)
 
     monkeypatch.setattr("quark.onnx.search.recovery.steps.leave_in_float", runs_of)
-    situation = Situation(S8, goal=Goal(target=30.0), model=load(mlp()), forward=1.0, seconds=seconds)
+    situation = Situation(S8, goal=Goal(target=30.0), prepared=Prepared(load(mlp())), forward=1.0, seconds=seconds)
     got = floating(FloatNodes())(S8, situation)
     if isinstance(result, str):
         assert isinstance(got, str) and result in got
@@ -538,5 +539,5 @@ def test_nodes_in_float_are_found_in_fewer_runs_or_left_out_where_time_is_short(
 
 
 def test_ranges_of_each_tensor_are_left_out_where_time_is_short() -> None:
-    got = tensor_ranges(TensorRanges())(S8, Situation(S8, model=load(mlp()), forward=1.0, seconds=100.0))
+    got = tensor_ranges(TensorRanges())(S8, Situation(S8, prepared=Prepared(load(mlp())), forward=1.0, seconds=100.0))
     assert got == "skipped: about 224 s, and 100 s left"

@@ -12,6 +12,7 @@ from quark.core.metrics import Metric, sqnr
 from quark.onnx import ModelQuantizer
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
 from quark.onnx.search.evaluator import LOST, PartScorer
@@ -32,7 +33,7 @@ def made_with_samples(lost: bool = False) -> tuple[ScoredModel, PartScorer, Samp
     settings = prepare(model := load(cnn()), ModelQuantizer("INT8_CPU").settings)
     data = Samples(images(6), model_inputs(model))
     scorer = PartScorer(model, data, Metric("sqnr"), settings)
-    made = convert(model.clone(), settings, data)
+    made = convert(Prepared(model.clone(), data), settings)
     score, part = scorer.score(made)
     return ScoredModel(settings, made, LOST - 1 if lost else max(score, LOST + 1), part, 0.0), scorer, data
 

@@ -31,7 +31,7 @@ from quark.onnx.algorithms.layer_sweep import PRODUCTS, RealRows
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers, bias_of, decoded
 from quark.onnx.algorithms.rescaling.linear_means import LinearMeans, decoded_codes, is_plain_decoder
 from quark.onnx.algorithms.sliced_run import SlicedRun, has_plain_codes, holds_codes
-from quark.onnx.calibration.besides import SampleRows, position_means
+from quark.onnx.calibration.byproducts import SampleRows, position_means
 from quark.onnx.calibration.data.padding import Padding
 from quark.onnx.calibration.data.samples import Samples, Store, required
 from quark.onnx.calibration.sliced_session import SlicedSession
@@ -229,7 +229,7 @@ class _Means:
     """
 
     def __init__(self, quantized: QuantizedLayers, data: Samples) -> None:
-        self._quantized, self._data, self._known = quantized, data, quantized.besides
+        self._quantized, self._data, self._known = quantized, data, quantized.byproducts.means
         self._real = RealRows(Padding.of(quantized.reference), data)
 
     def of_quantized(self, layer: QuantizedLayer, read: _Read, run: SlicedRun) -> NumpyArray:
@@ -260,7 +260,7 @@ class _Means:
     def of_float(self, layers: Sequence[QuantizedLayer]) -> dict[QuantizedLayer, NumpyArray]:
         """Those of all samples in the float model: of calibration, or of a run in parts that hold no more outputs."""
         named = {layer.twin.outputs[0].name or "": layer for layer in layers}
-        known = {} if self._known is None else self._known.found
+        known = self._known
         if all(name in known and known[name].samples == len(self._data) for name in named):
             return {layer: known[name].array for name, layer in named.items()}
         found = {layer: SampleRows() for layer in layers}

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from quark.core.array import NumpyArray
 from quark.onnx.algorithms.layer_sweep import PRODUCTS
-from quark.onnx.calibration.besides import position_means
+from quark.onnx.calibration.byproducts import position_means
 from quark.onnx.graph.channels import matmul_bias
 from quark.onnx.graph.model_file import constant, is_constant
 

@@ -23,6 +23,7 @@ from quark.core.spec import TensorSpec, spec
 from quark.errors import ConfigError, NonFiniteError
 from quark.onnx.calibration.calibrate import collect
 from quark.onnx.calibration.data.samples import Samples, required
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.algo_configs import SmoothQuantConfig
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.channels import ChannelConstant, is_linear, output_constants, weight_by_input
@@ -98,7 +99,7 @@ def smooth(model: ir.Model, config: SmoothQuantConfig, settings: Settings, data:
     if not groups:
         return 0
     statistics = {group.value.name or "": ChannelStatistics() for group in groups}
-    collect(model, statistics, required(data, config), settings)
+    collect(Prepared(model, required(data, config)), statistics, settings)
     done = [group for group in groups if _smooth(group, statistics[group.value.name or ""], config.alpha)]
     multiplied = sum(group.constants is None for group in done)
     logger.info("SmoothQuant: %d of %d tensors gain; %d by a Mul.", len(done), len(groups), multiplied)

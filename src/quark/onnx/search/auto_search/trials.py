@@ -25,9 +25,11 @@ from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.padding import without_padding
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.float_outputs import FloatOutputs
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.config import Config, QuantizationConfig
 from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.settings import Settings
 from quark.onnx.flow.flow import finish
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
@@ -72,7 +74,7 @@ class SearchTrials:
         inputs, self._model = model_inputs(model), load(model)
         self._data = None if calibration is None else Samples(without_padding(calibration, self._model), inputs)
         judged = self._data if evaluation is None else Samples(without_padding(evaluation, self._model), inputs)
-        self._known: dict[Any, dict[str, Statistics]] = {}
+        self._statistics: dict[Any, dict[str, Statistics]] = {}
         if evaluator is not None:
             self._scorer: Callable[[Path], Scorer] = partial(_FileScorer, evaluator, float(evaluator(model)))
             return
@@ -116,17 +118,17 @@ class SearchTrials:
         data = self._data
         if data is not None and limit is not None:
             data = data.part(range(min(limit, len(data))))
-        known = self._known.setdefault(limit if data is not None else None, {})
+        statistics = self._statistics.setdefault(limit if data is not None else None, {})
 
-        def written(*given: Any) -> ir.Model:
-            quantized = convert(*given)
-            for identity in list(known)[:-MOST_STATISTICS]:
-                del known[identity]
+        def written(prepared: Prepared, settings: Settings) -> ir.Model:
+            quantized = convert(prepared, settings)
+            for identity in list(statistics)[:-MOST_STATISTICS]:
+                del statistics[identity]
             finish(quantized, settings)
             save(quantized, path, settings.external_data)
             return quantized
 
-        evaluator = Evaluator(graph, data, self._scorer(path), written, known=known)
+        evaluator = Evaluator(Prepared(graph, data, statistics=statistics), self._scorer(path), written)
         return evaluator.evaluate(settings, told=True).score
 
 

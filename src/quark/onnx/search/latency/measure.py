@@ -24,13 +24,13 @@ from quark.core.spec import LayerSpec
 from quark.errors import CalibrationError, ConfigError, NothingToQuantizeError, SlowerThanFloatError
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide, write
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.sessions import integer_kernels_are_exact
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.place import place
-from quark.onnx.search.change import Situation
 from quark.onnx.search.latency.choose_nodes import GAIN, choose_nodes, placement_choice
 from quark.onnx.search.latency.kernels import ProfiledModel, Timer, timed
 from quark.onnx.search.latency.node_groups import Side, group_nodes, side_of
@@ -61,13 +61,12 @@ class Measured:
     all_seconds: float
 
 
-def leave_slower_in_float(settings: Settings, situation: Situation, timer: Timer = timed) -> Settings:
-    """A change (`search/change.py`): the nodes are excluded that are faster in float, and nothing is to be measured.
+def leave_slower_in_float(prepared: Prepared, settings: Settings, timer: Timer = timed) -> Settings:
+    """Settings that exclude the nodes that are faster in float, and leave nothing to be measured.
 
     Args:
+        prepared: The float model, and its samples: the models run on the first. Needed for static integers.
         settings: With a target whose kernels are known.
-        situation: The float model, prepared, and its samples: the first is what the models run on. Needed for static
-            integers.
         timer: Instead of the clock.
 
     Raises:
@@ -75,8 +74,7 @@ def leave_slower_in_float(settings: Settings, situation: Situation, timer: Timer
         CalibrationError: There is no sample.
         SlowerThanFloatError: No choice is faster than float.
     """
-    model, data = situation.model, situation.data
-    assert model is not None
+    model, data = prepared.model, prepared.data
     settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
     if settings.specs.weights_apart:
         _check(settings)
@@ -167,7 +165,7 @@ def _quantized(model: ir.Model, settings: Settings, data: Samples) -> ir.Model:
     """The model with Q/DQ, of scales from one sample: their form has an effect on time, and their values have none."""
     calibration = replace(settings.calibration, samples=1, statistics=None, range_file=None, figures=False)
     quantized = model.clone()
-    write(decide(quantized, replace(settings, calibration=calibration), data))
+    write(decide(Prepared(quantized, data), replace(settings, calibration=calibration)))
     return quantized
 
 
@@ -270,7 +268,7 @@ def _slower(model: ir.Model, settings: Settings, feed: Feed, timer: Timer) -> Sl
     )
     if not in_kernels | tables:
         return Slower(frozenset(), frozenset(), len(names))
-    write(decide(quantized, settings, None))
+    write(decide(Prepared(quantized), settings))
     _name_last_nodes(quantized, model)
     sides, _ = _timed_sides((model, quantized), feed, settings, timer, SECONDS_APART, conversions=False)
     groups = group_nodes(model, names, sides[0], sides[1])

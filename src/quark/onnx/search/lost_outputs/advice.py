@@ -21,6 +21,7 @@ from quark.base.log import logger, severity
 from quark.errors import DamageError, QuarkError
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.compare_models import damaged_layers
@@ -210,7 +211,7 @@ class Retrying:
             settings, calibration=calibration, algorithms=(), equalization=None, equalize_if_better=False,
             correct_biases=False, measurement=replace(settings.measurement, enabled=False), prepared_file=None,
         )  # fmt: skip
-        self._known: dict[str, Statistics] = {}
+        self._statistics: dict[str, Statistics] = {}
 
     @cached_property
     def _prepared(self) -> tuple[ir.Model, Settings]:
@@ -222,7 +223,7 @@ class Retrying:
         model, settings = self._prepared
         specs = replace(settings.specs, exclude=(*settings.specs.exclude, names))
         data = Samples(self._feeds[:CALIBRATED], model_inputs(model))
-        quantized = convert(model.clone(), replace(settings, specs=specs), data, known=self._known)
+        quantized = convert(Prepared(model, data, statistics=self._statistics).copy(), replace(settings, specs=specs))
         finish(quantized, settings)
         proto = checked_proto(quantized)
         return proto, damage(load(self._source), proto, self._feeds, settings)

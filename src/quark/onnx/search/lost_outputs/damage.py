@@ -25,7 +25,7 @@ import onnx_ir as ir
 from quark.base.log import logger
 from quark.core.array import NumpyArray
 from quark.errors import FormatError, QuarkError
-from quark.onnx.calibration.besides import SampleOutputs
+from quark.onnx.calibration.byproducts import SampleOutputs
 from quark.onnx.calibration.calibrate import model_session
 from quark.onnx.calibration.data.inputs import Feed, model_inputs
 from quark.onnx.calibration.data.padding import Padding, without_padding

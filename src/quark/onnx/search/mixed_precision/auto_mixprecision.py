@@ -26,8 +26,8 @@ import onnx_ir as ir
 
 from quark.base.log import logger
 from quark.errors import ConfigError
-from quark.onnx.calibration.data.samples import Samples, required
-from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.calibration.data.samples import required
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.algo_configs import AutoMixprecisionConfig
 from quark.onnx.config.settings import Settings
 from quark.onnx.search.evaluator import distance_of
@@ -56,27 +56,19 @@ MEASURES = ("data_size", "metric_output_index", "metric_distance_fn", "metric_ev
 """Parameters that scores depend on, beside the settings."""
 
 
-def mix_precision(
-    model: ir.Model,
-    config: AutoMixprecisionConfig,
-    settings: Settings,
-    data: Samples | None,
-    statistics: Statistics,
-) -> Settings:
+def mix_precision(prepared: Prepared, config: AutoMixprecisionConfig, settings: Settings) -> Settings:
     """Settings with the layers that may change at their targets; those that came, where it is only measured.
 
     Args:
-        model: The float model.
-        config: What may change, and how far.
+        prepared: The float model; its statistics in memory are read, and completed.
+        config: Which layers may change, and how far.
         settings: Of the others.
-        data: Calibration data.
-        statistics: Of calibration; read, and completed.
 
     Raises:
         ConfigError: No layer qualifies, or the limit is out of reach: says by how much.
         CalibrationError: There are no samples.
     """
-    data = required(data, config)
+    model, data = prepared.model, required(prepared.data, config)
     qdq = replace(
         settings.qdq,
         dual_pairs=settings.qdq.dual_pairs or config.dual_quant_nodes,
@@ -86,7 +78,7 @@ def mix_precision(
     candidates = find_candidates(model, config, base)
     path, measures = config.sensitivity_cache_file, [getattr(config, name) for name in MEASURES]
     cache = Cache(path, cache_key(model, base, data, measures) if path is not None else "")
-    trials = SwitchedOutputs(model, data, _output(model, config), statistics)
+    trials = SwitchedOutputs(replace(prepared, data=data), _output(model, config))
     count = min(config.data_size or len(data), len(data))
     evaluator = trials.evaluator(
         distance_of(config.metric_distance_fn, config.metric_evaluate_fn, config.metric_default), count

@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import onnx
@@ -35,8 +34,8 @@ from quark.core.spec import TensorSpec
 from quark.onnx.algorithms.quantized_layers import decoded
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.float_outputs import FloatOutputs
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.calibration.sliced_session import cut, cut_proto, tensor_bytes
-from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import Decision, decide, write
 from quark.onnx.graph.edit import replace_output
@@ -404,17 +403,14 @@ class SwitchedOutputs:
     All share one pass of calibration and one run of the float model.
 
     Attributes:
-        model: The float model, never changed.
-        data: The samples; all are calibrated on.
+        prepared: The float model, never changed, and its samples; all are calibrated on. Its statistics in memory are
+            read, and completed.
         output: Name of the output that is compared.
-        statistics: Of calibration; read, and completed.
         threads: Threads of each trial.
     """
 
-    model: ir.Model
-    data: Samples
+    prepared: Prepared
     output: str
-    statistics: Statistics = field(default_factory=lambda: Statistics(""))
     threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     switched: SwitchedModel | None = None
 
@@ -424,14 +420,14 @@ class SwitchedOutputs:
         Args:
             settings: Of which the trials will take some tensors as the first has them, and the others as another has.
         """
-        if not all(switchable(self.model, each) for each in settings):
+        if not all(switchable(self.prepared.model, each) for each in settings):
             return
         first, *others = [self._decide(each) for each in settings]
         states = [state_of(other) for other in others]
         state = state_of(first)
         if state is not None and all(other is not None and other.keys() == state.keys() for other in states):
             found = [other for other in states if other is not None]
-            self.switched = SwitchedModel(first, state, found, self.output, self.data)
+            self.switched = SwitchedModel(first, state, found, self.output, self.prepared.data)
 
     def __call__(self, settings: Settings, count: int) -> Iterator[list[NumpyArray]] | None:
         """The output for each of the first samples; None where a model has to be quantized."""
@@ -444,15 +440,16 @@ class SwitchedOutputs:
 
     def evaluator(self, distance: OutputDistance, count: int | None = None) -> Evaluator:
         """What scores settings by a distance, over the first samples; None for all."""
-        expected = FloatOutputs(self.model, [self.output], self.data, self._open_session, count)
-        return Evaluator(self.model, self.data, Scorer(expected, one_number(distance)), self._quantized, shortcut=self)
+        expected = FloatOutputs(self.prepared.model, [self.output], self.prepared.data, self._open_session, count)
+        return Evaluator(self.prepared, Scorer(expected, one_number(distance)), _quantized, shortcut=self)
 
     def _decide(self, settings: Settings) -> Decision:
-        return decide(self.model, settings, self.data, statistics=self.statistics, fold=False)
-
-    def _quantized(self, model: ir.Model, settings: Settings, *_: Any) -> ir.Model:
-        write(decide(model, settings, self.data, statistics=self.statistics))
-        return model
+        return decide(self.prepared, settings, fold=False)
 
     def _open_session(self, model: ir.Model) -> AbstractContextManager[onnxruntime.InferenceSession]:
         return nullcontext(open_session(to_proto(model), threads=self.threads, in_float=True))
+
+
+def _quantized(prepared: Prepared, settings: Settings) -> ir.Model:
+    write(decide(prepared, settings))
+    return prepared.model

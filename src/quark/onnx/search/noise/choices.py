@@ -15,20 +15,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import onnx_ir as ir
 
 from quark.base.log import logger
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.errors import NothingQualifiesError
 from quark.onnx.calibration.calibrate import range_classes, solved_observer
-from quark.onnx.calibration.data.samples import Samples, required
+from quark.onnx.calibration.data.samples import required
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import Decision, decide
 from quark.onnx.graph.output_parts import output_parts
 from quark.onnx.placement.dual_pairs import source_name
-from quark.onnx.search.evaluator import Judge
+from quark.onnx.search.evaluator import PartValues
 from quark.onnx.search.noise.sensitivity import OutputNoise, Probe, halved, sensitivity
 from quark.onnx.search.noise.sources import NoiseModel, NoiseSource
 
@@ -70,24 +70,20 @@ def known_noise(settings: Settings, measured: Measured) -> tuple[OutputNoise, li
 
 
 def leave_in_float(
-    model: ir.Model,
+    prepared: Prepared,
     config: FloatNodes,
     settings: Settings,
-    data: Samples | None,
-    statistics: Statistics | None = None,
     measured: Measured | None = None,
-    judge: Judge | None = None,
+    measure: PartValues | None = None,
 ) -> Settings:
     """Settings that exclude these nodes.
 
     Args:
-        model: The float model, after `prepare`; not changed.
+        prepared: The float model and its samples; not changed.
         config: How many.
-        settings: What is quantized.
-        data: Calibration data.
-        statistics: Of the model on these; read, and completed.
-        measured: Of the model on these, too; read, and completed.
-        judge: Gives what outputs are compared by; None for the outputs themselves.
+        settings: Of the other nodes.
+        measured: Noises of the model on these samples; read, and completed.
+        measure: Gives the values by which a part of an output is compared; None for the part itself.
 
     Raises:
         NothingQualifiesError: No node alone, or with few others, takes noise away.
@@ -95,8 +91,8 @@ def leave_in_float(
     measured = [] if measured is None else measured
     known = known_noise(settings, measured)
     if known is None:
-        samples = required(data, config)
-        noise = sensitivity(model, settings, samples, runs=config.runs, statistics=statistics, judge=judge)
+        required(prepared.data, config)
+        noise = sensitivity(prepared, settings, runs=config.runs, measure=measure)
         measured.append((settings, noise))
         known = noise, []
     found, before = known
@@ -138,34 +134,28 @@ class TensorRanges:
 
 
 def choose_ranges(
-    model: ir.Model,
-    config: TensorRanges,
-    settings: Settings,
-    data: Samples | None,
-    statistics: Statistics | None = None,
-    judge: Judge | None = None,
+    prepared: Prepared, config: TensorRanges, settings: Settings, measure: PartValues | None = None
 ) -> Settings:
     """Settings with the ranges of the loudest tensors.
 
     Args:
-        model: The float model, after `prepare`; not changed.
-        config: What to try.
-        settings: What is quantized.
-        data: Calibration data.
-        statistics: Of the model on these; read, and completed.
-        judge: Gives what outputs are compared by; None for the outputs themselves.
+        prepared: The float model and its samples; not changed.
+        config: Statistics to try, and for how many tensors.
+        settings: Those that `prepare` gave.
+        measure: Gives the values by which a part of an output is compared; None for the part itself.
 
     Raises:
         NothingQualifiesError: No other range is better for any of them.
     """
-    samples = required(data, config)
-    statistics = Statistics("") if statistics is None else statistics
-    decision = decide(model.clone(), settings, samples, statistics=statistics, fold=False)
+    samples, prepared = required(prepared.data, config), prepared.in_memory()
+    statistics = prepared.own_statistics
+    assert statistics is not None
+    decision = decide(prepared.copy(), settings, fold=False)
     classes = _classes(decision)
     tensors = {source_name(v): decision.placement.root(v).name or "" for v in decision.placement.activations}
-    noise, parts = NoiseModel(decision), tuple(output_parts(model).values())
+    noise, parts = NoiseModel(decision), tuple(output_parts(prepared.model).values())
     with noise.open() as run:
-        probes = [Probe(run, samples, i, parts, judge) for i in range(min(config.samples, len(samples)))]
+        probes = [Probe(run, samples, i, parts, measure) for i in range(min(config.samples, len(samples)))]
         trial = _Trial(noise.sources, tensors, probes)
         loud = trial.loudest(config.runs, config.count)
         least = {root: GAIN * trial.power(root) for root in loud}

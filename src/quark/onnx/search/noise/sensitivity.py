@@ -24,17 +24,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import onnx_ir as ir
 
 from quark.core.array import NumpyArray
 from quark.core.scales import QParams
 from quark.errors import ConfigError
 from quark.onnx.calibration.data.samples import Samples
-from quark.onnx.calibration.statistics import Statistics
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide
 from quark.onnx.graph.output_parts import OutputPart, output_parts
-from quark.onnx.search.evaluator import Judge
+from quark.onnx.search.evaluator import PartValues
 from quark.onnx.search.noise.sources import Noise, NoiseModel, NoiseRun, NoiseSource
 
 SIGNS_SEED = 0
@@ -99,25 +98,21 @@ class OutputNoise:
 
 
 def sensitivity(
-    model: ir.Model,
+    prepared: Prepared,
     settings: Settings,
-    data: Samples,
     *,
     runs: int | None = None,
     count: int = 2,
-    statistics: Statistics | None = None,
-    judge: Judge | None = None,
+    measure: PartValues | None = None,
 ) -> OutputNoise:
     """The noise of each quantized tensor at the outputs of a model.
 
     Args:
-        model: The float model, after `prepare`; not changed.
-        settings: What is quantized; those that `prepare` gave. Algorithms are not run.
-        data: Calibration data.
+        prepared: The float model and its samples; not changed.
+        settings: Those that `prepare` gave. Algorithms are not run.
         runs: Most runs of the first sample, whose groups the others measure; None for one for each tensor, alone.
         count: How many of the samples are run, from the first.
-        statistics: Of calibration, in memory; read and completed.
-        judge: Gives what outputs are compared by; None for the outputs themselves.
+        measure: Gives the values by which a part of an output is compared; None for the part itself.
 
     Raises:
         ConfigError: Fewer than one run or sample.
@@ -126,10 +121,10 @@ def sensitivity(
     """
     if count < 1 or (runs is not None and runs < 1):
         raise ConfigError(f"sensitivity: runs={runs}, count={count}: possible: at least 1 of each.")
-    copy, parts = model.clone(), tuple(output_parts(model).values())
-    noise = NoiseModel(decide(copy, settings, data, statistics=statistics or Statistics(""), fold=False))
+    data, parts = prepared.data, tuple(output_parts(prepared.model).values())
+    noise = NoiseModel(decide(prepared.in_memory().copy(), settings, fold=False))
     with noise.open() as run:
-        probes = (Probe(run, data, sample, parts, judge) for sample in range(min(count, len(data))))
+        probes = (Probe(run, data, sample, parts, measure) for sample in range(min(count, len(data))))
         powers = halved(len(noise.sources), runs, probes)
     return OutputNoise(dict(zip(noise.sources, powers, strict=True)))
 
@@ -142,7 +137,7 @@ class Probe:
         data: Samples, whose time may end: then the next run raises TimeUpError.
         sample: Which of them.
         parts: Of each output of the model.
-        judge: As of `sensitivity`.
+        measure: As of `sensitivity`.
     """
 
     def __init__(
@@ -151,10 +146,10 @@ class Probe:
         data: Samples,
         sample: int,
         parts: Sequence[Sequence[OutputPart]],
-        judge: Judge | None = None,
+        measure: PartValues | None = None,
     ) -> None:
         self._run, self._data, self._feed, self._parts = run, data, data[sample], parts
-        self._judge = judge or _themselves
+        self._measure = measure or (lambda part, x, y: (x, y))
         self._noises = run.look(self._feed)
         self._signs = np.random.default_rng(SIGNS_SEED).choice((-1.0, 1.0), len(self._noises))
         self._expected = run.outputs(self._feed, [], [])
@@ -185,11 +180,7 @@ class Probe:
         """The sum of what each part of an output lost; infinite where the output has another shape."""
         if x.shape != y.shape:
             return math.inf
-        return sum(_relative(*self._judge(part, part.of(x), part.of(y))) for part in parts)
-
-
-def _themselves(part: OutputPart, x: NumpyArray, y: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
-    return x, y
+        return sum(_relative(*self._measure(part, part.of(x), part.of(y))) for part in parts)
 
 
 def _relative(x: NumpyArray, y: NumpyArray) -> float:

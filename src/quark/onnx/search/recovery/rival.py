@@ -25,11 +25,11 @@ from quark.errors import QuarkError
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.own_time import own_time
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.settings import Settings
 from quark.onnx.flow.flow import finish
 from quark.onnx.flow.prepare import prepare, same_passes
 from quark.onnx.graph.model_file import to_proto
-from quark.onnx.search.change import Situation
 from quark.onnx.search.evaluator import PartScorer, ScoredModel
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.latency.whole_file import time_ratio
@@ -118,9 +118,10 @@ class Rival:
             start = own_time()
             with severity(2):
                 model, settings = self._model, prepare(self._model, self._settings, self._passed)
+                prepared = Prepared(model, data)
                 if settings.measurement.enabled:
-                    settings = leave_slower_in_float(settings, Situation(settings, model=model, data=data))
-                model = convert(model, settings, data)
+                    settings = leave_slower_in_float(prepared, settings)
+                model = convert(prepared, settings)
             self._scored = ScoredModel(settings, model, *scorer.score(model), own_time() - start)
         return self._scored
 

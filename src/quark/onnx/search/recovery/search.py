@@ -31,6 +31,7 @@ from quark.onnx.calibration.data.own_time import own_time
 from quark.onnx.calibration.data.readers import TimeUpError
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.joined_ends import leave_joined_ends
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
 from quark.onnx.flow.prepare import prepare
@@ -70,7 +71,7 @@ class Recovery:
 
     Attributes:
         model: The best model; None where it was written to a file.
-        settings: What `quark.onnx.flow.flow.convert` makes it with, of the float model after its passes.
+        settings: With which `quark.onnx.search.settle.convert` makes it of the float model after its passes.
         metric: What was measured, on the held-out samples.
         target: The value that ends the search; None for none.
         plain, score: The metric of the plain config, and of the best model.
@@ -147,10 +148,11 @@ def recover(
         rival.begin_with(model, asked, settings)
     data = repeatable(reader, model, settings)
     fit, held_out = (data, data) if quick and data is not None and 0 < len(data) < EVERY else split(data)
-    settings = _settled(model, settings, fit)
+    prepared = Prepared(model, fit)
+    settings = _settled(prepared, settings)
     scorer = PartScorer(model, held_out, metric, settings, by_scores=quick and target is None)
     fit.clock = clock
-    evaluator = Evaluator(model, fit, scorer, convert, fingerprint(model))
+    evaluator = Evaluator(replace(prepared, identity=fingerprint(model), statistics={}), scorer, convert)
     search = _Search(evaluator, fit, scorer, target, time_left)
     plain = search.start(settings)
     logger.info("Recovery: %s as it is: %s.", search.measure, metric.text(plain.score))
@@ -182,14 +184,14 @@ def _check(settings: Settings, metric: Metric, target: float | None) -> None:
     check_algorithms(settings.algorithms)
 
 
-def _settled(model: ir.Model, settings: Settings, fit: Samples) -> Settings:
-    """What is decided once: steps have no effect on which kernels there are, nor on which layers are equalized."""
-    settings, _ = leave_joined_ends(model, settings, fit)
+def _settled(prepared: Prepared, settings: Settings) -> Settings:
+    """Settings in which kernels and equalized layers are chosen once: no step changes them."""
+    _, settings = leave_joined_ends(prepared, settings)
     if settings.measurement.enabled:
-        settings = leave_slower_in_float(settings, Situation(settings, model=model, data=fit))
+        settings = leave_slower_in_float(prepared, settings)
         give_back_memory()
     if settings.equalize_if_better:
-        settings, _ = equalize_if_better(model, settings, fit, start_as_chosen)
+        settings, _ = equalize_if_better(prepared, settings, start_as_chosen)
     return settings
 
 
@@ -213,7 +215,8 @@ class _Search:
     ) -> None:
         self.evaluator, self.target, self.budget = evaluator, target, budget
         self.fit, self.scorer, self.trials = fit, scorer, list[Trial]()
-        self._known: dict[str, Statistics] = {} if evaluator.known is None else evaluator.known
+        assert evaluator.prepared.statistics is not None
+        self._statistics: dict[str, Statistics] = evaluator.prepared.statistics
         self._extra: dict[str, float] = {}
         self._noises: Measured = []
 
@@ -341,7 +344,7 @@ class _Search:
 
     def _compared(self, step: Step, settings: Settings, share: float) -> tuple[float | None, str]:
         """Quantize; keep what is better. Returns the metric, and what became of it."""
-        present = set(self._known)
+        present = set(self._statistics)
         try:
             found = self.evaluator.evaluate(settings)
         except TimeUpError:
@@ -361,11 +364,11 @@ class _Search:
 
     def _forget(self, present: set[str], better: bool) -> None:
         """Drop the statistics that the best model does not need: they are half a megabyte for each tensor."""
-        new = set(self._known) - present
+        new = set(self._statistics) - present
         if not new:
             return
         for identity in present if better else new:
-            del self._known[identity]
+            del self._statistics[identity]
 
     def _work(self, step: Step) -> float:
         """Seconds that a step adds to all layers, by what the one like it added to the cheapest model; 0 if unknown."""
@@ -394,13 +397,13 @@ class _Search:
     def _situation(self, step: Step) -> Situation:
         work, left = self._work(step), max(0.0, MARGIN * (self.left(step) - self.best.seconds))
         share = 1.0 if work <= left else left / work
-        outputs, worst = [value.name for value in self.evaluator.model.graph.outputs], self.best.output
+        outputs, worst = [value.name for value in self.evaluator.prepared.model.graph.outputs], self.best.output
         output = 0 if worst is None else outputs.index(worst.tensor)
         goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), output)
         forward, seconds = self.scorer.expected.forward_seconds, self.left(step) - self.best.seconds
         return Situation(
-            self.plain.settings, share, goal, self.evaluator.model, self.evaluator.identity, self.fit, self._known,
-            self.lost, self._noises, self.scorer.judged, forward, seconds,
+            self.plain.settings, share, goal, self.evaluator.prepared, self.lost, self._noises, self.scorer.values,
+            forward, seconds,
         )  # fmt: skip
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import onnx_ir as ir
-
 from quark.core.array import NumpyArray
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerTensor
@@ -19,8 +17,9 @@ from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.onnx.algorithms import AFTER, BEFORE, run_before
 from quark.onnx.algorithms.rounding.checks import optimizer_device
 from quark.onnx.algorithms.rounding.worst_layers import WorstLayers
+from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.calibration.qparams import onnx_range
-from quark.onnx.calibration.statistics import Statistics, fingerprint
+from quark.onnx.calibration.statistics import fingerprint
 from quark.onnx.config.algo_configs import (
     AdaQuantConfig,
     AdaRoundConfig,
@@ -77,20 +76,21 @@ def tensor_ranges(config: TensorRanges) -> Change:
     def change(settings: Settings, situation: Situation) -> Settings | str | None:
         if skipped := situation.skipped(config.forwards):
             return skipped
-        model, statistics = _calibrated(settings, situation)
-        return choose_ranges(model, config, settings, situation.data, statistics, situation.judge)
+        prepared = _calibrated(settings, situation)
+        return choose_ranges(prepared, config, settings, situation.measure)
 
     return change
 
 
-def _calibrated(settings: Settings, situation: Situation) -> tuple[ir.Model, Statistics | None]:
-    """The float model that scales are decided on, with what is known of it: as algorithms of the settings change it."""
-    assert situation.model is not None
+def _calibrated(settings: Settings, situation: Situation) -> Prepared:
+    """The float model that scales are decided on: as algorithms of the settings change it."""
+    prepared = situation.prepared
+    assert prepared is not None
     if settings.equalization is None and not any(type(one) in BEFORE for one in settings.algorithms):
-        return situation.model, situation.known.get(situation.identity)
-    model = situation.model.clone()
-    run_before(model, settings, situation.data)
-    return model, situation.known.get(fingerprint(model))
+        return prepared
+    prepared = prepared.copy()
+    run_before(prepared.model, settings, prepared.data)
+    return replace(prepared, identity=fingerprint(prepared.model))
 
 
 def again(other: Change) -> Change:
@@ -130,8 +130,8 @@ def floating(config: FloatNodes, where_lost: bool = False) -> Change:
         fitting = next((one for one in _fewer_runs(config) if known or not situation.skipped(one.forwards)), None)
         if fitting is None:
             return situation.skipped(replace(config, runs=FEWEST_RUNS).forwards)
-        model, statistics = _calibrated(settings, situation)
-        return leave_in_float(model, fitting, settings, situation.data, statistics, situation.noises, situation.judge)
+        prepared = _calibrated(settings, situation)
+        return leave_in_float(prepared, fitting, settings, situation.noises, situation.measure)
 
     return change
 

@@ -1,9 +1,9 @@
-"""What one pass of calibration over the data gives besides ranges, so that the float model need not run again.
+"""Byproducts of calibration: values that the pass over the data gives in addition to ranges.
 
-means      of what layers give, for bias correction; of a linear layer they follow from what it reads, which is
-           observed in any case; where they do not, the model computes them, so that none waits
-outputs    of the model, which quantized ones are compared with; those of all samples, as far as memory holds them,
-           are for whoever looks at the file that was written
+means      of the outputs of layers, for bias correction; of a linear layer they follow from its input, which is
+           observed in any case; other means are computed by the model, so that no tensor is stored for them
+outputs    of the model, which those of quantized models are compared with; outputs of all samples, as far as memory
+           allows, are for the comparison with the file that was written
 equalized  ranges and means of the same model with rescaled channels: of x * s instead of x
 """
 
@@ -31,54 +31,54 @@ AXES_ARE_INPUTS = 18
 
 
 class Collector(Protocol):
-    """Whatever looks at the values of a tensor, sample by sample."""
+    """Sees the values of a tensor, sample by sample."""
 
     def update(self, x: Any) -> None:
         """See the values of one sample."""
 
 
 class SampleRows:
-    """Rows that come sample by sample, in one array: many small ones would lie between what a run takes and leaves.
+    """Rows that come sample by sample, in one array: many small ones would fragment the memory of a run.
 
     Attributes:
         samples: How many have come.
     """
 
     def __init__(self) -> None:
-        self.samples, self._count, self._held = 0, 0, np.empty((0, 0))
+        self.samples, self._count, self._rows = 0, 0, np.empty((0, 0))
 
     def add(self, rows: NumpyArray, samples: int = 1) -> None:
         """Add those of one sample or of several, shape (examples, channels)."""
         count = self._count + len(rows)
-        if count > len(self._held) or not self._held.shape[1]:  # the first sample may be empty
-            held = np.empty((max(16, 2 * count), rows.shape[1]))
+        if count > len(self._rows) or not self._rows.shape[1]:  # the first sample may be empty
+            larger = np.empty((max(16, 2 * count), rows.shape[1]))
             if self._count:
-                held[: self._count] = self._held[: self._count]
-            self._held = held
-        self._held[self._count : count] = rows
+                larger[: self._count] = self._rows[: self._count]
+            self._rows = larger
+        self._rows[self._count : count] = rows
         self.samples, self._count = self.samples + samples, count
 
     def times(self, factors: NumpyArray) -> SampleRows:
         """Rows whose channels are multiplied."""
         made = SampleRows()
-        made.samples, made._count, made._held = self.samples, self._count, self.array * factors
+        made.samples, made._count, made._rows = self.samples, self._count, self.array * factors
         return made
 
     @property
     def array(self) -> NumpyArray:
         """All of them."""
-        return self._held[: self._count]
+        return self._rows[: self._count]
 
 
 class Linear(Protocol):
-    """A layer whose means follow from what it reads: `linear_means.LinearMeans`."""
+    """A layer whose means follow from its input: `linear_means.LinearMeans`."""
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The same for layers whose `inputs` are the same of the same tensor."""
+        """Equal for layers whose `inputs` are equal for one tensor."""
 
     def inputs(self, x: NumpyArray) -> NumpyArray:
-        """What the means follow from, (examples, ...)."""
+        """The values that the means follow from, (examples, ...)."""
 
     def __call__(self, means: NumpyArray) -> NumpyArray:
         """The means, (examples, channels)."""
@@ -89,32 +89,32 @@ class SampleOutputs:
 
     Args:
         names: Of the outputs.
-        memory: Bytes that are kept.
+        memory: Bytes that are stored.
     """
 
     def __init__(self, names: Sequence[str], memory: int) -> None:
         self.names, self._memory, self._stride = list(names), memory, 1
-        self._held: dict[int, dict[str, NumpyArray]] = {}
+        self._outputs: dict[int, dict[str, NumpyArray]] = {}
         self._bytes = 0
         self._form: object = None
 
     def begin(self, model: ir.Model) -> None:
         """Forget all: this model is to run over the samples from the first on."""
-        self._held, self._bytes, self._stride, self._form = {}, 0, 1, _form(model)
+        self._outputs, self._bytes, self._stride, self._form = {}, 0, 1, _form(model)
 
     def add(self, sample: int, name: str, x: NumpyArray) -> None:
         """Take an output of a sample."""
         if sample % self._stride == 0:
-            self._held.setdefault(sample, {})[name] = x
+            self._outputs.setdefault(sample, {})[name] = x
             self._bytes += x.nbytes
-        while len(self._held) > 1 and self._bytes > self._memory:
+        while len(self._outputs) > 1 and self._bytes > self._memory:
             self._stride *= 2
-            self._held = {one: each for one, each in self._held.items() if one % self._stride == 0}
-            self._bytes = sum(x.nbytes for each in self._held.values() for x in each.values())
+            self._outputs = {one: each for one, each in self._outputs.items() if one % self._stride == 0}
+            self._bytes = sum(x.nbytes for each in self._outputs.values() for x in each.values())
 
     def of(self, sample: int) -> list[NumpyArray] | None:
         """All outputs of a sample, in the order of their names, if they were kept."""
-        found = self._held.get(sample, {})
+        found = self._outputs.get(sample, {})
         return [found[name] for name in self.names] if all(name in found for name in self.names) else None
 
     def are_of(self, model: ir.Model) -> bool:
@@ -123,7 +123,7 @@ class SampleOutputs:
 
 
 def _form(model: ir.Model) -> object:
-    """What a model computes; a weight is the tensor object, which whoever compares two models has kept alive."""
+    """Nodes and weights of a model, to be compared; a weight is the tensor object, which the caller keeps alive."""
     nodes = []
     for node in model.graph:
         attributes = sorted((name, _plain(one)) for name, one in node.attributes.items())
@@ -134,7 +134,7 @@ def _form(model: ir.Model) -> object:
 
 
 def _plain(attribute: ir.Attr) -> str | bytes:
-    """What an attribute says, by value."""
+    """An attribute by value."""
     objects = (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS, ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
     if attribute.is_ref() or attribute.type in objects:
         return ir.to_proto(attribute).SerializeToString()
@@ -143,7 +143,7 @@ def _plain(attribute: ir.Attr) -> str | bytes:
 
 @dataclass(frozen=True)
 class Channels:
-    """What the channels of a tensor are multiplied by.
+    """Factors of the channels of a tensor.
 
     Attributes:
         axis: Of the channels.
@@ -161,39 +161,39 @@ class Channels:
 
 
 @dataclass
-class Besides:
-    """What is asked of a pass over the data, and what it gave, if calibration ran.
+class Byproducts:
+    """Values that a pass over the data is to give in addition to ranges; after calibration has run, what it gave.
 
     Attributes:
         axes: Name of a tensor whose means are wanted -> axis of its channels.
-        linear: Name of such a tensor -> what it is read from, and the layer that gives it, if that is linear.
-        found: Name -> the means, shape (examples, channels).
-        samples: Positions of the samples of which the outputs are kept.
-        outputs: Names of outputs.
-        kept: (sample among these, name) -> an output.
-        spread: What takes outputs of all samples; of the model itself, so not of one with rescaled channels.
-        rescaled: Name of a tensor -> what it is multiplied by in the equalized model.
-        seen: Name of a tensor that has a range -> what observed it; in the equalized model.
-        waiting: (name of a tensor, `Linear.key` of what reads it) -> what is summed up of it, while the model runs.
+        linear: Name of such a tensor -> name of its input, and the layer that gives it, if that is linear.
+        means: Name -> the means, shape (examples, channels).
+        samples: Positions of the samples of which the outputs are stored.
+        output_names: Names of these outputs.
+        outputs: (sample among these, name) -> an output.
+        all_outputs: Takes outputs of all samples; of the model itself, so not of one with rescaled channels.
+        rescaled: Name of a tensor -> factors of its channels in the equalized model.
+        observers: Name of a tensor that has a range -> its observer in the equalized model.
+        waiting: (name of a tensor, `Linear.key` of its reader) -> sums over it, while the model runs.
     """
 
     axes: Mapping[str, int] = field(default_factory=dict)
     linear: dict[str, tuple[str, Linear]] = field(default_factory=dict)
-    found: dict[str, SampleRows] = field(default_factory=dict)
+    means: dict[str, SampleRows] = field(default_factory=dict)
     samples: Sequence[int] = ()
-    outputs: Sequence[str] = ()
-    kept: Store = field(default_factory=Store)
-    spread: SampleOutputs | None = None
+    output_names: Sequence[str] = ()
+    outputs: Store = field(default_factory=Store)
+    all_outputs: SampleOutputs | None = None
     rescaled: Mapping[str, Channels] = field(default_factory=dict)
-    seen: dict[str, Observer] = field(default_factory=dict)
+    observers: dict[str, Observer] = field(default_factory=dict)
     waiting: dict[tuple[Any, ...], _LinearCollector] = field(default_factory=dict)
 
     def want_means(self, nodes: Sequence[ir.Node], linear: Callable[[ir.Node], Linear | None]) -> None:
-        """Ask for those of what nodes give.
+        """Ask for the means of the outputs of nodes.
 
         Args:
             nodes: The nodes.
-            linear: The layer that a node is, if its means follow from what it reads.
+            linear: Node -> the layer that it is, if its means follow from its input.
         """
         axes = {node.outputs[0].name or "": result_axis(node) for node in nodes}
         self.axes = {name: axis for name, axis in axes.items() if axis is not None}
@@ -204,134 +204,136 @@ class Besides:
                 self.linear[node.outputs[0].name or ""] = source.name, layer
 
     def complete(self) -> None:
-        """Compute the means of what is still waiting; the samples have ended."""
+        """Compute the means of all sums that are left; the samples have ended."""
         for collector in self.waiting.values():
             collector.complete()
         self.waiting.clear()
 
     @property
     def has_outputs(self) -> bool:
-        """Whether all that were asked for came."""
-        return all((index, name) in self.kept for index in range(len(self.samples)) for name in self.outputs)
+        """True where all outputs that were asked for came."""
+        return all((index, name) in self.outputs for index in range(len(self.samples)) for name in self.output_names)
 
-    def of_equalized(self) -> Besides:
-        """What was seen, as the pass over the equalized model would have found it."""
-        found = {
+    def of_equalized(self) -> Byproducts:
+        """Means and ranges as a pass over the equalized model gives them."""
+        means = {
             name: rows.times(self.rescaled[name].factors) if name in self.rescaled else rows
-            for name, rows in self.found.items()
+            for name, rows in self.means.items()
         }
-        return Besides(found=found, seen=self.seen)
+        return Byproducts(means=means, observers=self.observers)
 
-    def knows(self, observers: Mapping[ir.Value, Observer]) -> bool:
-        """Whether these observers need not see the data: others of the same specs have, and are taken over."""
-        seen = {root: self.seen.get(root.name or "") for root in observers}
-        if not self.seen or any(other is None or other.spec != observers[root].spec for root, other in seen.items()):
+    def fill(self, observers: Mapping[ir.Value, Observer]) -> bool:
+        """Restore observers from those of a pass before; False, and nothing is changed, where one has another spec."""
+        before = {root: self.observers.get(root.name or "") for root in observers}
+        if not self.observers or any(one is None or one.spec != observers[root].spec for root, one in before.items()):
             return False
-        for root, other in seen.items():
-            assert other is not None
-            observers[root].restore(other.state())
+        for root, one in before.items():
+            assert one is not None
+            observers[root].restore(one.state())
         return True
 
-    def watchers(
+    def collectors(
         self,
         classes: Mapping[ir.Value, Sequence[str]],
         observers: Mapping[ir.Value, Observer],
         make: Callable[[TensorSpec], Observer],
     ) -> dict[str, Collector]:
-        """What looks at tensors: their observers, some of which let others see the equalized model.
+        """Name of a tensor -> its observer, which some share with an observer of the equalized model.
 
         Args:
             classes: The tensor that stands for a class -> names of its tensors.
             observers: Of each class.
-            make: An observer of a spec that has seen nothing.
+            make: Makes a new observer of a spec.
         """
         changed = [root for root, names in classes.items() if any(name in self.rescaled for name in names)]
-        twins = {root: make(observers[root].spec) for root in changed}
-        if twins:
-            self.seen = {root.name or "": twins.get(root, observers[root]) for root in classes}
+        equalized = {root: make(observers[root].spec) for root in changed}
+        if equalized:
+            self.observers = {root.name or "": equalized.get(root, observers[root]) for root in classes}
         return {
-            name: _Twins(observers[root], twins[root], self.rescaled.get(name)) if root in twins else observers[root]
+            name: _BothModels(observers[root], equalized[root], self.rescaled.get(name))
+            if root in equalized
+            else observers[root]
             for root, names in classes.items()
             for name in names
         }
 
 
 @dataclass
-class _Twins:
+class _BothModels:
     one: Collector
-    other: Observer
+    equalized: Observer
     channels: Channels | None
 
     def update(self, x: Any) -> None:
-        """See the values of one sample, and what they are in the equalized model."""
+        """Update both observers with the values of one sample, rescaled for the equalized model."""
         self.one.update(x)
-        self.other.update(x if self.channels is None else self.channels(x))
+        self.equalized.update(x if self.channels is None else self.channels(x))
 
 
 @dataclass
 class _OutputCollector:
     name: str
-    besides: Besides
+    byproducts: Byproducts
     other: Collector | None
     count: int = 0
 
     def update(self, x: Any) -> None:
         """See an output of one sample."""
-        if self.name in self.besides.outputs and self.count in self.besides.samples:
-            self.besides.kept[list(self.besides.samples).index(self.count), self.name] = x
-        if self.besides.spread is not None and self.name in self.besides.spread.names:
-            self.besides.spread.add(self.count, self.name, x)
+        if self.name in self.byproducts.output_names and self.count in self.byproducts.samples:
+            self.byproducts.outputs[list(self.byproducts.samples).index(self.count), self.name] = x
+        if self.byproducts.all_outputs is not None and self.name in self.byproducts.all_outputs.names:
+            self.byproducts.all_outputs.add(self.count, self.name, x)
         self.count += 1
         if self.other is not None:
             self.other.update(x)
 
 
-def beside(
-    besides: Besides | None, model: ir.Model, observers: Mapping[str, Collector], padding: Padding
+def with_byproducts(
+    byproducts: Byproducts, model: ir.Model, observers: Mapping[str, Collector], padding: Padding
 ) -> tuple[ir.Model, Mapping[str, Collector]]:
-    """A model that gives means too, and what looks at them and at outputs, beside observers of other tensors.
+    """A model that computes the means too, and the collectors of means and outputs together with the observers.
 
     Args:
-        besides: What is wanted, if anything is.
+        byproducts: The byproducts that are wanted.
         model: The model, not changed.
-        observers: Those of its tensors, by name.
-        padding: Of the model; of one that masks nothing is taken.
+        observers: Of tensors of the model, by name.
+        padding: Of the model; byproducts are taken of models without masks only.
     """
-    if besides is None or padding.masks:
+    if padding.masks:
         return model, observers
     both, given = dict(observers), model.clone()
     made = {value.name or "": value for node in given.graph for value in node.outputs}
-    _watch_means(besides, made, both)
-    outputs = dict.fromkeys(besides.outputs)
-    if besides.spread is not None:
-        besides.spread.begin(model)
-        outputs |= dict.fromkeys(besides.spread.names)
+    _watch_means(byproducts, made, both)
+    outputs = dict.fromkeys(byproducts.output_names)
+    if byproducts.all_outputs is not None:
+        byproducts.all_outputs.begin(model)
+        outputs |= dict.fromkeys(byproducts.all_outputs.names)
     # What is a sequence is no array.
     taken = [name for name in outputs if name in made and isinstance(made[name].type, ir.TensorType)]
-    both |= {name: _OutputCollector(name, besides, both.get(name)) for name in taken}
+    both |= {name: _OutputCollector(name, byproducts, both.get(name)) for name in taken}
     return given, both
 
 
-def _watch_means(besides: Besides, made: Mapping[str, ir.Value], collectors: dict[str, Collector]) -> None:
-    """Let collectors find the means that are wanted, some of which a model computes from now on.
+def _watch_means(byproducts: Byproducts, made: Mapping[str, ir.Value], collectors: dict[str, Collector]) -> None:
+    """Add collectors of the means that are wanted, and nodes that compute some of them.
 
     Args:
-        besides: What is wanted.
+        byproducts: The byproducts that are wanted.
         made: The tensors of the model by name.
         collectors: Of tensors, by name; changed in place.
     """
-    for name, axis in besides.axes.items():
-        besides.found[name] = SampleRows()
-        if name not in besides.linear:
+    for name, axis in byproducts.axes.items():
+        byproducts.means[name] = SampleRows()
+        if name not in byproducts.linear:
             reduced = _add_mean(made[name], axis)
             other = None if reduced else collectors.get(name)
-            collectors[reduced or name] = _MeanCollector(-1 if reduced else axis, besides.found[name], other)
-    besides.waiting.clear()
-    for name, (source, layer) in besides.linear.items():
-        if name in besides.axes:
-            collector = besides.waiting.setdefault((source, *layer.key), _LinearCollector())
-            collector.layers.append((layer, besides.found[name]))
-    for (source, *_), collector in besides.waiting.items():
+            collectors[reduced or name] = _MeanCollector(-1 if reduced else axis, byproducts.means[name], other)
+    byproducts.waiting.clear()
+    for name, (source, layer) in byproducts.linear.items():
+        if name in byproducts.axes:
+            collector = byproducts.waiting.setdefault((source, *layer.key), _LinearCollector())
+            collector.layers.append((layer, byproducts.means[name]))
+    for (source, *_), collector in byproducts.waiting.items():
         collector.other, collectors[source] = collectors.get(source), collector
 
 
@@ -350,27 +352,27 @@ class _MeanCollector:
 
 @dataclass
 class _LinearCollector:
-    """Sums up what linear layers read, and computes the means of what they give many at once: weights are long."""
+    """Sums up the inputs of linear layers, and computes the means of their outputs many at once: weights are long."""
 
     layers: list[tuple[Linear, SampleRows]] = field(default_factory=list)
     other: Collector | None = None
-    held: list[NumpyArray] = field(default_factory=list)
+    inputs: list[NumpyArray] = field(default_factory=list)
 
     def update(self, x: Any) -> None:
         """See the values of one sample."""
-        self.held.append(self.layers[0][0].inputs(x))
-        if len(self.held) >= AT_ONCE:
+        self.inputs.append(self.layers[0][0].inputs(x))
+        if len(self.inputs) >= AT_ONCE:
             self.complete()
         if self.other is not None:
             self.other.update(x)
 
     def complete(self) -> None:
-        """Compute the means of what waits."""
-        if self.held:
-            read = np.concatenate(self.held)
+        """Compute the means of the inputs that came."""
+        if self.inputs:
+            read = np.concatenate(self.inputs)
             for layer, found in self.layers:
-                found.add(layer(read), len(self.held))
-            self.held.clear()
+                found.add(layer(read), len(self.inputs))
+            self.inputs.clear()
 
 
 def _add_mean(value: ir.Value, axis: int) -> str | None:
