@@ -16,8 +16,9 @@ from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.converters.remove_qdq import remove_qdq
 from quark.onnx.graph.model_file import infer_shapes, read
+from quark.onnx.operators import QDQ
 from quark.onnx.search.latency.kernels import ProfiledModel, Timer, timed
-from quark.onnx.search.latency.node_groups import QDQ, group_nodes, side_of
+from quark.onnx.search.latency.node_groups import group_nodes, side_of
 
 SECONDS = 3.0
 

@@ -21,9 +21,7 @@ from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLaye
 from quark.onnx.algorithms.sliced_run import SlicedRun
 from quark.onnx.calibration.data.padding import Padding
 from quark.onnx.calibration.data.samples import MEMORY, Samples, Store
-
-PRODUCTS = ("MatMul", "Gemm")
-"""Op types of which each row is one of the input."""
+from quark.onnx.operators import PRODUCTS
 
 
 class RealRows:

@@ -21,6 +21,7 @@ from quark.onnx.calibration.data.samples import Samples, Store
 from quark.onnx.graph.edit import reads_of
 from quark.onnx.graph.proto_file import PLAIN
 from quark.onnx.graph.sessions import integer_kernels_are_exact, open_session, run_sample
+from quark.onnx.operators import QDQ
 from quark.onnx_ops.saving import SMALL, stand_in
 
 KEPT = ("FLOAT", "FLOAT16", "DOUBLE", "INT64", "INT32", "BOOL")
@@ -155,7 +156,7 @@ class SlicedRun:
 
     def _is_kept(self, value: ir.Value, producer: ir.Node) -> bool:
         """Whether a tensor may wait, or is computed again from what does."""
-        if self.in_codes and producer.op_type in ("QuantizeLinear", "DequantizeLinear"):
+        if self.in_codes and producer.op_type in QDQ:
             return holds_codes(value)
         return value.dtype is not None and value.dtype.name in KEPT
 

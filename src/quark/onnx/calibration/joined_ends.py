@@ -37,6 +37,7 @@ FEWEST_CODES = 64
 """Codes that a part needs of those of the joined tensor: with 6 bits of 8 it loses 12 dB."""
 PASSES_ON = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Concat")
 TAKES_PARTS = ("Slice", "Split", "Gather")
+"""Chosen among op types that move data: those that keep every value, and those that exporters part outputs with."""
 
 
 @dataclass(frozen=True)

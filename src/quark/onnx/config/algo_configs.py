@@ -16,6 +16,7 @@ from typing_extensions import dataclass_transform
 from quark.base.checked import as_dict, checked, known_keys
 from quark.core.names.registry import Registry
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
+from quark.onnx.operators import LAYERS
 
 __all__ = [
     "AdaQuantConfig",
@@ -34,7 +35,7 @@ A_ = TypeVar("A_", bound="AlgoConfig")
 
 ALGO_CONFIGS: Registry[type[AlgoConfig]] = Registry("algorithm")
 ACRONYMS = {"cle": "CLE", "gds": "GDS", "lr": "LR", "mse": "MSE", "qdq": "QDQ"}
-TUNED = ["Conv", "ConvTranspose", "Gemm", "MatMul", "InstanceNormalization", "LayerNormalization"]
+TUNED = [*LAYERS, "InstanceNormalization", "LayerNormalization"]
 
 
 _TARGET = "target_layer_config=QLayerConfig(input_tensors=Int16Spec(), weight=Int16Spec())"
@@ -285,7 +286,7 @@ class AutoMixprecisionConfig(AlgoConfig):
     name: ClassVar[str] = "auto_mixprecision"
     nest: ClassVar[str] = "AutoMixprecision"
     target_layer_config: Any
-    target_op_type: tuple[str, ...] = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+    target_op_type: tuple[str, ...] = LAYERS
     subgraph_json: str | None = None
     include_layers: list[str] | None = None
     exclude_layers: list[str] | None = None

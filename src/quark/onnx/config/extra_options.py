@@ -18,6 +18,7 @@ from typing import Any
 
 from quark.core.names.registry import Registry
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
+from quark.onnx.operators import ACTIVATIONS
 from quark.onnx.passes import PASSES
 
 Kind = tuple[type, ...]
@@ -130,7 +131,7 @@ _obeyed("EnableDualQuantNodePairs", BOOL, False, "two consecutive Q/DQ pairs on 
 _obeyed("OpTypesToExcludeOutputQuantization", LIST, [], "op types whose output is not quantized on their behalf")
 _obeyed("NodesToExcludeOutputQuantization", LIST, [], "nodes whose output is not quantized on their behalf")
 _obeyed("QDQOpTypePerChannelSupportToAxis", DICT, {}, "op type -> axis of the output channels of its weight")
-for _name in ("Clip", "Relu", "LeakyRelu", "PRelu"):
+for _name in ACTIVATIONS:
     _obeyed(f"RemoveQDQConv{_name}", BOOL, True, f"no Q/DQ between a node and the {_name} that runtimes fuse into it")
 _obeyed("RemoveQDQConvGelu", BOOL, False, "no Q/DQ between a node and its Gelu")
 _obeyed("RemoveQDQMulAdd", BOOL, False, "no Q/DQ between a Mul and its Add")

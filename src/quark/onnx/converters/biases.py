@@ -16,11 +16,11 @@ from quark.errors import NotSupportedError
 from quark.onnx.converters.remove_qdq import DEQUANTIZE
 from quark.onnx.graph.edit import is_op, remove_unused
 from quark.onnx.graph.model_file import constant, opset
+from quark.onnx.operators import BIASED
 from quark.onnx.passes.convert_opset_version import convert_opset_version
 from quark.onnx_ops.graph_writer import add_constant
 
-ACCUMULATING = ("Conv", "ConvTranspose", "Gemm")
-BIASED = (*ACCUMULATING, "LayerNormalization", "InstanceNormalization", "BatchNormalization")
+WITH_BIAS = (*BIASED, "LayerNormalization", "InstanceNormalization", "BatchNormalization")
 INT16_OPSET = 21
 """The first opset whose DequantizeLinear takes int16."""
 
@@ -30,12 +30,12 @@ def biases_to_int16(model: ir.Model) -> int:
 
     A model with such a bias is raised to opset 21, before which no runtime takes it.
     """
-    found = [(node, decoder) for node, decoder in _decoded_biases(model, BIASED) if _kind(decoder) == "int32"]
+    found = [(node, decoder) for node, decoder in _decoded_biases(model, WITH_BIAS) if _kind(decoder) == "int32"]
     if not found:
         return 0
     if opset(model) < INT16_OPSET:
         convert_opset_version(model, INT16_OPSET)
-        found = [(node, decoder) for node, decoder in _decoded_biases(model, BIASED) if _kind(decoder) == "int32"]
+        found = [(node, decoder) for node, decoder in _decoded_biases(model, WITH_BIAS) if _kind(decoder) == "int32"]
     done = set()
     for _, decoder in found:
         if decoder in done:
@@ -58,7 +58,7 @@ def biases_to_int32(model: ir.Model) -> int:
             bias that several nodes read needs more than one scale.
     """
     done: dict[ir.Node, NumpyArray] = {}
-    for node, decoder in _decoded_biases(model, ACCUMULATING):
+    for node, decoder in _decoded_biases(model, BIASED):
         wanted = _accumulator_scale(node)
         if wanted is None or _kind(decoder) == "int32":
             continue

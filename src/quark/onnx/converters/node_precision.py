@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from quark.onnx.converters.remove_qdq import DEQUANTIZE
 from quark.onnx.graph.model_file import constant, is_constant, read
+from quark.onnx.operators import LAYERS
 
-LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 WIDTHS: Mapping[str, str] = {"int8": "int8", "uint8": "int8", "int16": "int16", "uint16": "int16"}
 """Type of the codes -> the precision that it counts as."""
 

@@ -29,6 +29,7 @@ from quark.onnx.graph.model_file import read
 from quark.onnx.graph.output_parts import OutputPart, output_parts, parts_of
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import ask_for, integer_kernels_are_exact, open_session, run_sample
+from quark.onnx.operators import CLAMPS
 
 DECODED = "_DequantizeLinear_Output"
 OUTPUT = "_QuantizeLinear_Input"
@@ -271,7 +272,7 @@ def _dropped_activations(graph: onnx.GraphProto, present: Container[str]) -> dic
         for name in node.input:
             readers.setdefault(name, []).append(node)
     alone = {name: nodes[0] for name, nodes in readers.items() if len(nodes) == 1}
-    after = {name: node.output[0] for name, node in alone.items() if node.op_type in ("Relu", "Clip")}
+    after = {name: node.output[0] for name, node in alone.items() if node.op_type in CLAMPS}
     return {name: given for name, given in after.items() if given not in present and given + DECODED not in present}
 
 

@@ -21,8 +21,7 @@ import onnx_ir as ir
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.graph.sessions import integer_kernels_are_exact
-
-LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add")
+from quark.onnx.operators import CLAMPS, LAYERS
 
 
 def cpu_price(model: ir.Model, settings: Settings) -> str | None:
@@ -54,19 +53,17 @@ def cpu_price(model: ir.Model, settings: Settings) -> str | None:
 
 def _stays(node: ir.Node) -> bool:
     """Whether a node is a Relu or Clip directly behind a linear layer, and before a Q/DQ pair."""
-    if node.op_type not in ("Relu", "Clip") or node.inputs[0] is None:
+    if node.op_type not in CLAMPS or node.inputs[0] is None:
         return False
     producer = node.inputs[0].producer()
     coded = any(use.node.op_type == "QuantizeLinear" for use in node.outputs[0].uses())
-    return coded and producer is not None and producer.op_type in LINEAR
+    return coded and producer is not None and producer.op_type in (*LAYERS, "Add")
 
 
 # Layers that are left in float ----------------------------------------------------------------------------------------
 
 
 ABSORBED = ("Conv", "Gemm")
-CLIPPING = ("Relu", "Clip")
-"""Dropped by the runtime before a QuantizeLinear that clips by itself."""
 
 
 def in_integers_unasked(model: ir.Model, settings: Settings) -> str | None:
@@ -109,7 +106,7 @@ def _only_coded(value: ir.Value) -> bool:
     readers = [use.node for use in value.uses()]
     if len(readers) != 1 or value.is_graph_output():
         return False
-    return _is(readers[0], "QuantizeLinear") or (_is(readers[0], *CLIPPING) and _only_coded(readers[0].outputs[0]))
+    return _is(readers[0], "QuantizeLinear") or (_is(readers[0], *CLAMPS) and _only_coded(readers[0].outputs[0]))
 
 
 # Sums of integers that saturate --------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from quark.onnx.evaluation.ort_fusion_nodes import DECODERS, ENCODERS, Quantized
 from quark.onnx.evaluation.ort_fusion_rules import MOVES, explain
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import open_session
+from quark.onnx.operators import CLAMPS
 from quark.report.figures import DrawnNode
 
 __all__ = ["Fusion", "inspect_fusion"]
@@ -30,7 +31,7 @@ INTEGER_KERNELS = frozenset(
     | {"DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulNBits", "GatherBlockQuantized"}
 )
 """Beside those whose name starts with QLinear."""
-NO_EFFECT = frozenset({"Relu", "Clip", "Identity", "Dropout"}) | MOVES
+NO_EFFECT = frozenset({*CLAMPS, "Identity", "Dropout"}) | MOVES
 """What the runtime removes where it changes nothing; any other node that is gone was rewritten for float kernels."""
 FLOAT_DOMAIN = "com.microsoft.nchwc"
 LAYOUT = frozenset({"Reshape", "Transpose", "ReorderInput", "ReorderOutput"})

@@ -14,9 +14,11 @@ from onnx import TensorProto, numpy_helper
 
 from quark.errors import FormatError
 from quark.onnx.graph.model_file import CONSTANT_KINDS
+from quark.onnx.operators import PRODUCTS
 
 ENCODERS, DECODERS = frozenset({"QuantizeLinear"}), frozenset({"DequantizeLinear"})
-PRODUCTS = frozenset({"Conv", "MatMul", "Gemm"})
+INTEGER_LAYERS = frozenset({"Conv", *PRODUCTS})
+"""Layers with integer kernels in the runtime: it has none of ConvTranspose."""
 SMALLEST: dict[int, int] = {TensorProto.UINT8: 0, TensorProto.INT8: -128}
 BIAS_TOLERANCE = 0.01
 
@@ -88,7 +90,7 @@ class QuantizedNode:
     @cached_property
     def operands(self) -> list[int]:
         """Indices of the inputs that hold data: not shapes, indices, conditions or a bias."""
-        count = {**dict.fromkeys(PRODUCTS, 2), "Where": 3}.get(self.op, 1)
+        count = {**dict.fromkeys(INTEGER_LAYERS, 2), "Where": 3}.get(self.op, 1)
         every = range(len(self.node.input)) if self.op in ("Add", "Mul", "Concat") else range(count)
         return [i for i in every if i < len(self.node.input) and not (self.op == "Where" and i == 0)]
 
@@ -167,7 +169,9 @@ class QuantizedNode:
     @property
     def mixed(self) -> bool:
         """Whether operands of an elementwise op have different integer types."""
-        return self.op not in PRODUCTS and len(self.types | {self.graph.kind(d) for d in self.stored.values()}) > 1
+        return (
+            self.op not in INTEGER_LAYERS and len(self.types | {self.graph.kind(d) for d in self.stored.values()}) > 1
+        )
 
     @property
     def branch(self) -> str:

@@ -11,14 +11,16 @@ from typing import Any
 
 from onnx import TensorProto
 
-from quark.onnx.evaluation.ort_fusion_nodes import PRODUCTS, QuantizedNode
+from quark.onnx.evaluation.ort_fusion_nodes import INTEGER_LAYERS, QuantizedNode
+from quark.onnx.operators import CLAMPS, PRODUCTS
 
 BYTES = frozenset({"MaxPool", "Resize"})
 MOVES = BYTES | {"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Split", "Gather"}
 MOVES |= {"GatherElements", "Expand", "Tile"}
-FUSES = PRODUCTS | {"Add", "Mul", "Concat", "Where", "Softmax", "Sigmoid", "LeakyRelu", "ArgMax"} | MOVES
+FUSES = INTEGER_LAYERS | {"Add", "Mul", "Concat", "Where", "Softmax", "Sigmoid", "LeakyRelu", "ArgMax"} | MOVES
 FUSES |= {"AveragePool", "GlobalAveragePool"}
-FLOAT_OUTPUT = frozenset({"MatMul", "Gemm", "ArgMax"}) | MOVES
+FLOAT_OUTPUT = frozenset({*PRODUCTS, "ArgMax"}) | MOVES
+"""Op types by what QDQ transformers of ONNX Runtime fuse: facts of the runtime, not of the operators."""
 WIDE = {TensorProto.INT16, TensorProto.UINT16}
 NARROW = {TensorProto.INT4, TensorProto.UINT4}
 
@@ -58,17 +60,17 @@ REASONS: dict[str, Reason] = {
         lambda s: s.op == "Conv" and not s.decoders, "Only the weight of this Conv is quantized.", "Quantize its input."
     ),
     "weight_only_transposed": Reason(
-        lambda s: s.op in PRODUCTS and not s.decoders and s.transposed,
+        lambda s: s.op in INTEGER_LAYERS and not s.decoders and s.transposed,
         "Only the weight is quantized, and it is stored transposed (transB=1).",
         "Transpose the weight, so that transB=0.",
     ),
     "weight_only_shared": Reason(
-        lambda s: s.op in PRODUCTS and not s.decoders and s.shared_weight,
+        lambda s: s.op in INTEGER_LAYERS and not s.decoders and s.shared_weight,
         "Only the weight is quantized, and another node reads its DequantizeLinear, or a weight of the same scale.",
         "A DequantizeLinear for each node, and per-channel scales.",
     ),
     "weight_only": Reason(
-        lambda s: s.op in PRODUCTS and not s.decoders,
+        lambda s: s.op in INTEGER_LAYERS and not s.decoders,
         "Only the weight is quantized, and MatMulNBits takes matrices only.",
         "Quantize its input too, or leave it in float.",
     ),
@@ -92,12 +94,12 @@ REASONS: dict[str, Reason] = {
         lambda s: s.mixed, "Its inputs have different integer types.", "Quantize constants like the activations."
     ),
     "int8_constant": Reason(
-        lambda s: s.op not in PRODUCTS and TensorProto.INT8 in s.types and s.stored,
+        lambda s: s.op not in INTEGER_LAYERS and TensorProto.INT8 in s.types and s.stored,
         "It has an int8 constant; the runtime computes in uint8, and converts int8 activations only.",
         "Use uint8 activations.",
     ),
     "relu": Reason(
-        lambda s: s.activation in ("Relu", "Clip") and not s.clips_by_itself,
+        lambda s: s.activation in CLAMPS and not s.clips_by_itself,
         "A {node.activation} stands between it and a QuantizeLinear whose zero point is not the smallest code.",
         "Asymmetric activations with FoldRelu, or Q/DQ on both sides of it.",
     ),

@@ -15,9 +15,8 @@ import onnx_ir as ir
 from quark.onnx.graph.edit import is_op, own_values, prune, replace_output
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.graph.reserved_names import rename
+from quark.onnx.operators import HOLDERS
 from quark.onnx_ops.graph_writer import add_constant, free_name
-
-HOLDERS = ("If", "Loop", "Scan")
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,16 @@ import onnx_ir as ir
 from quark.core.array import NumpyArray, row_chunks
 from quark.onnx.graph.edit import is_op, read_once, set_initializer
 from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.operators import PRODUCTS
 from quark.onnx.operators.axes import input_axis, output_axis
 from quark.onnx_ops.graph_writer import add_constant
 
-LINEAR = ("Gemm", "MatMul")
 CHUNK_BYTES = 1 << 26
 
 
 def is_linear(node: ir.Node | None) -> bool:
     """Whether a node multiplies its input by a constant matrix."""
-    if node is None or not is_op(node, *LINEAR) or len(node.inputs) < 2:
+    if node is None or not is_op(node, *PRODUCTS) or len(node.inputs) < 2:
         return False
     weight = node.inputs[1]
     matrix = is_constant(weight) and weight is not None and weight.shape is not None and len(weight.shape) == 2

@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, is_constant
-from quark.onnx.operators import ON_REQUEST, RULES, SIMULATED, rule_of
+from quark.onnx.operators import LAYERS, ON_REQUEST, RECURRENT, RULES, SIMULATED, rule_of
 
 MASK = 1e30
 """Larger magnitudes are masks (the most negative float before a Softmax): they stay in float."""
@@ -44,7 +44,7 @@ LARGEST = {"ReduceMax", "ReduceMin", "ArgMax", "ArgMin", "TopK", "Hardmax"}
 ADDED_WITHIN = {("", "Attention"): 3, ("com.microsoft", "Attention"): 5, ("com.microsoft", "MultiHeadAttention"): 5,
                 ("com.microsoft", "GroupQueryAttention"): 10, ("com.microsoft", "BiasSoftmax"): 1}  # fmt: skip
 """Operators with a Softmax inside -> index of the input that they add before it."""
-LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum", "LSTM", "GRU", "RNN"}
+COMPUTES = {*LAYERS, "Einsum", *RECURRENT}
 
 Range = tuple[float, float]
 RangeOf = Callable[[ir.Value], Range | None]
@@ -161,7 +161,7 @@ def _computed_by_layers(graph: ir.Graph) -> set[ir.Value]:
     for node in graph:
         given = [value for value in node.inputs if value is not None]
         from_layers = any(value in computed for value in given)
-        if node.op_type in LAYERS:
+        if node.op_type in COMPUTES:
             from_layers |= any(value in floats or is_constant(value) for value in given)
         outputs = [value for value in node.outputs if _may_be_float(value)]
         if from_layers:

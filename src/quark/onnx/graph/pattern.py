@@ -24,6 +24,7 @@ from quark.onnx.graph.model_file import constant, is_constant
 
 COMMUTATIVE = ("Add", "Mul")
 BROADCASTING = (*COMMUTATIVE, "Sub", "Div", "Pow", "Max", "Min")
+"""Op types of which patterns are made, of those of two operands."""
 TOLERANCE = 5e-4
 """Relative: exporters round sqrt(2) and its like to half precision and to few digits."""
 

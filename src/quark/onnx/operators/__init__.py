@@ -11,11 +11,13 @@ from quark.onnx_ops.operators import DPU_INSTANCE_NORM, DPU_SOFTMAX
 
 ELEMENTWISE = Rule()
 ONE_INPUT = Rule(data=(0,))
+HOMOGENEOUS_INPUT = Rule(data=(0,), homogeneous=True)
 MOVES_DATA = Rule(data=(0,), shares_scale=True)
+MOVES_CHANNELS = Rule(data=(0,), shares_scale=True, homogeneous=True)
 
 RULES: dict[str, Rule] = {
-    "Conv": Rule(data=(0,), weight=1, output_axis=0, input_axis=1, data_axis=1, bias=2),
-    "ConvTranspose": Rule(data=(0,), weight=1, output_axis=1, input_axis=0, data_axis=1, bias=2),
+    "Conv": Rule(data=(0,), weight=1, output_axis=0, input_axis=1, data_axis=1, bias=2, window=True),
+    "ConvTranspose": Rule(data=(0,), weight=1, output_axis=1, input_axis=0, data_axis=1, bias=2, window=True),
     "Gemm": Rule(data=(0,), weight=1, output_axis=1, input_axis=0, data_axis=1, result_axis=-1, bias=2),
     "MatMul": Rule(data=(0, 1), weight=1, output_axis=-1, input_axis=-2, data_axis=-1),
     "InstanceNormalization": ONE_INPUT,
@@ -24,16 +26,15 @@ RULES: dict[str, Rule] = {
     "Gather": Rule(data=(0,), shares_scale=True, stored=(0,)),
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Min", "Max", "Concat", "PRelu"), ELEMENTWISE),
     "Where": Rule(data=(1, 2)),
-    **dict.fromkeys(("AveragePool", "GlobalAveragePool", "ReduceMean", "Sigmoid", "Tanh", "Gelu", "Erf"), ONE_INPUT),
+    **dict.fromkeys(("ReduceMean", "Sigmoid", "Tanh", "Gelu", "Erf", "Clip"), ONE_INPUT),
     **dict.fromkeys(("HardSigmoid", "HardSwish", "LpNormalization"), ONE_INPUT),
-    **dict.fromkeys(("Relu", "Clip", "LeakyRelu"), ONE_INPUT),
+    **dict.fromkeys(("AveragePool", "GlobalAveragePool", "Relu", "LeakyRelu"), HOMOGENEOUS_INPUT),
     **dict.fromkeys(
-        ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool", "GlobalMaxPool", "Slice", "Split"),
+        ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "DepthToSpace", "SpaceToDepth"),
         MOVES_DATA,
     ),
-    **dict.fromkeys(("DepthToSpace", "SpaceToDepth", "Expand", "Tile", "Identity"), MOVES_DATA),
-    "Pad": MOVES_DATA,
-    "Resize": MOVES_DATA,
+    **dict.fromkeys(("Expand", "Tile", "Pad", "Resize"), MOVES_DATA),
+    **dict.fromkeys(("MaxPool", "GlobalMaxPool", "Identity"), MOVES_CHANNELS),
     "ArgMax": ONE_INPUT,
 }
 ON_REQUEST: dict[str, Rule] = {
@@ -54,10 +55,13 @@ FUSED_LAYERS: dict[str, Rule] = {
     "EmbedLayerNormalization": Rule(constants=False, stored=(2, 3, 4)),
 }
 """Layers of com.microsoft that hold matrices, or tables of embeddings: these alone are quantized, beside floats."""
+HOLDERS = ("If", "Loop", "Scan")
+"""Op types that hold bodies."""
+QDQ = ("QuantizeLinear", "DequantizeLinear")
 NEVER = frozenset(
-    {"If", "Loop", "Scan", "Constant", "ConstantOfShape", "Shape", "Size", "Cast", "CastLike", "NonMaxSuppression"}
+    {*HOLDERS, "Constant", "ConstantOfShape", "Shape", "Size", "Cast", "CastLike", "NonMaxSuppression"}
     | {"Range", "RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"}
-    | {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", *RECURRENT}
+    | {*QDQ, "DynamicQuantizeLinear", *RECURRENT}
 )
 """Control flow, what makes shapes and constants, and recurrent layers where activations are to have Q/DQ."""
 
@@ -74,27 +78,43 @@ def rule_of(op_type: str) -> Rule:
     return RULES.get(op_type) or ON_REQUEST.get(op_type) or STORES.get(op_type) or Rule(constants=False)
 
 
-CONCAT, POOL, PAD, SLICE = ("Concat",), ("AveragePool", "GlobalAveragePool"), ("Pad",), ("Slice", "Split")
+LAYERS = tuple(name for name, rule in RULES.items() if rule.weight is not None)
+BIASED = tuple(name for name in LAYERS if RULES[name].bias is not None)
+CONVOLUTIONS = tuple(name for name in LAYERS if RULES[name].window)
+PRODUCTS = tuple(name for name in LAYERS if not RULES[name].window)
+"""Op types of which each row is one of the input."""
+HOMOGENEOUS = tuple(name for name, rule in RULES.items() if rule.homogeneous)
+
 ALIGN_GROUPS: dict[str, tuple[str, ...]] = {
-    "Concat": CONCAT,
-    "Pool": POOL,
-    "Pad": PAD,
-    "Slice": SLICE,
+    "Concat": ("Concat",),
+    "Pool": ("AveragePool", "GlobalAveragePool"),
+    "Pad": ("Pad",),
+    "Slice": ("Slice", "Split"),
     "Eltwise": ("Add", "Sub", "Mul", "Div", "Min", "Max"),
 }
 """Name of an alignment in Settings -> op types whose inputs and output then share one scale."""
 
-ACTIVATIONS = ("Relu", "Clip", "LeakyRelu", "PRelu")
-FUSE_ACTIVATIONS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add", "MaxPool", "AveragePool", "GlobalAveragePool")
+CLAMPS = ("Clip", "Relu")
+"""Op types that a QuantizeLinear behind them does by itself, where its codes end at their bounds."""
+ACTIVATIONS = (*CLAMPS, "LeakyRelu", "PRelu")
+FUSE_ACTIVATIONS = (*LAYERS, "Add", "MaxPool", "AveragePool", "GlobalAveragePool")
 """Op types into which runtimes fuse an activation: no scale stands between the two."""
 
 __all__ = [
     "ACTIVATIONS",
     "ALIGN_GROUPS",
+    "BIASED",
+    "CLAMPS",
+    "CONVOLUTIONS",
     "FUSED_LAYERS",
     "FUSE_ACTIVATIONS",
+    "HOLDERS",
+    "HOMOGENEOUS",
+    "LAYERS",
     "NEVER",
     "ON_REQUEST",
+    "PRODUCTS",
+    "QDQ",
     "RECURRENT",
     "RULES",
     "SIMULATED",

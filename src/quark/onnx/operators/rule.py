@@ -26,7 +26,9 @@ class Rule:
         constants: Whether constants among the inputs are quantized too.
         stored: Indices of constants that are kept as codes where activations stay in float or are quantized as they
             come: the matrices of a recurrent layer, a table whose rows are picked.
+        window: Each output is of several positions of the input, which lie along the axes behind that of the channels.
         shares_scale: The output holds values of the input only: both have one scale; see `moves`.
+        homogeneous: A positive factor of a channel of the input is one of the output.
     """
 
     data: tuple[int, ...] | None = None
@@ -36,7 +38,9 @@ class Rule:
     data_axis: int | None = None
     result_axis: int | None = None
     bias: int | None = None
+    window: bool = False
     shares_scale: bool = False
+    homogeneous: bool = False
     constants: bool = True
     stored: tuple[int, ...] = ()
 

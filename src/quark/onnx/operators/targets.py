@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quark.core.names.registry import Registry
+from quark.onnx.operators import CLAMPS, CONVOLUTIONS, LAYERS, PRODUCTS
 
 
 @dataclass(frozen=True)
@@ -51,20 +52,21 @@ class Target:
 
 _FOLLOWS = {"Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "Sigmoid", "LeakyRelu"}
 _MOVES = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "MaxPool", "Slice", "Split", "Resize"}
+# Facts of ONNX Runtime, not of the operators: those whose Q/DQ it fuses where the node before gives integers.
 TARGETS: Registry[Target] = Registry("target")
 TARGETS.register("generic", Target("generic"))
 TARGETS.register("npu", Target("npu"))
 _ORT_X64 = Target(
     "ort_x64",
-    fuses=frozenset({"Conv", "Gemm", "MatMul", "Relu", "Clip"} | _FOLLOWS | _MOVES),
-    follows=frozenset({"Relu", "Clip"} | _FOLLOWS | _MOVES),
+    fuses=frozenset({"Conv", *PRODUCTS, *CLAMPS} | _FOLLOWS | _MOVES),
+    follows=frozenset({*CLAMPS} | _FOLLOWS | _MOVES),
     activations=frozenset({"uint8"}),
-    float_output=frozenset({"Gemm", "MatMul"}),
+    float_output=frozenset(PRODUCTS),
     folds_relu=True,
     float_islands=True,
     bias_after_matmul=True,
     folds_casts=True,
-    stores=frozenset({"Conv", "ConvTranspose"}),
+    stores=frozenset(CONVOLUTIONS),
 )
 TARGETS.register("ort_x64", _ORT_X64)
 # ONNX Runtime on ARM64 runs the same graph transformers before the same operators, and MLAS has kernels for both types
@@ -72,7 +74,7 @@ TARGETS.register("ort_x64", _ORT_X64)
 # weights). QDQIsInt8Allowed (core/optimizer/qdq_transformer) leaves int8 as it is there, and makes it uint8 on x64.
 # From the source, not measured: no machine of the kind was at hand.
 TARGETS.register("ort_arm64", replace(_ORT_X64, name="ort_arm64", activations=frozenset({"int8", "uint8"})))
-_LINEAR = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_LINEAR = frozenset(LAYERS)
 # OpenVINO's low-precision transformations move what stands before a layer behind the one before it by themselves, so
 # only what linear layers read is quantized. Measured on 2026.4 with a YOLOv8n: a Q/DQ pair directly behind a
 # convolution takes 20 dB (33.1 to 13.6), and zero points within the range take half as much time again. Its CPU

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from quark.onnx.operators import BIASED
 from quark.onnx.passes.convert_bn_to_conv import convert_bn_to_conv
 from quark.onnx.passes.convert_clip_to_relu import convert_clip_to_relu, replace_clip6_relu
 from quark.onnx.passes.convert_float import convert_fp16_to_fp32
@@ -14,7 +15,7 @@ from quark.onnx.passes.convert_nchw_to_nhwc import convert_nchw_to_nhwc
 from quark.onnx.passes.convert_opset_version import convert_opset_version
 from quark.onnx.passes.convert_reduce_mean import convert_reduce_mean
 from quark.onnx.passes.convert_split_to_slice import convert_split_to_slice
-from quark.onnx.passes.copy_shared_init import BIASED, copy_bias_init, copy_shared_init
+from quark.onnx.passes.copy_shared_init import copy_bias_init, copy_shared_init
 from quark.onnx.passes.fix_shapes import fix_shapes
 from quark.onnx.passes.fold_batch_norm import fold_batch_norm
 from quark.onnx.passes.fold_factors import fold_factors

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from quark.onnx.graph.edit import is_op
+from quark.onnx.operators import BIASED
 from quark.onnx_ops.graph_writer import add_constant
-
-BIASED = ("Conv", "ConvTranspose", "Gemm")
 
 
 def copy_shared_init(model: ir.Model, op_types: Sequence[str] = ()) -> int:

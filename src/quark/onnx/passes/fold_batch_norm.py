@@ -23,17 +23,13 @@ from quark.core.array import NumpyArray
 from quark.onnx.graph.channels import output_channels, weight_by_output
 from quark.onnx.graph.edit import dims, insert, is_op, prune, read_once, set_initializer
 from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.operators import BIASED, HOMOGENEOUS
 from quark.onnx_ops.graph_writer import add_constant, redirect
 
 Affine = tuple[NumpyArray, NumpyArray]
 """Factor and shift of each channel, in float64."""
 
 ARITHMETIC = ("Mul", "Div", "Add", "Sub")
-FOLDS_INTO = ("Conv", "ConvTranspose", "Gemm")
-
-
-HOMOGENEOUS = ("Relu", "LeakyRelu", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool", "Identity")
-"""Op types that give a positive factor of each channel on."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +138,7 @@ def _write_member(graph: ir.Graph, member: Member) -> None:
 
 def _members(producer: ir.Node, affine: Affine) -> list[Member]:
     """The parts that a factor and a shift are of; none where a layer alone cannot take them."""
-    if is_op(producer, *FOLDS_INTO):
+    if is_op(producer, *BIASED):
         return [Member(producer, affine)] if _can_fold(producer) else []
     return _branches(producer, affine) if _joins_channels(producer) else []
 

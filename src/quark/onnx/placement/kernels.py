@@ -16,7 +16,7 @@ from quark.core.granularity import PerGroup
 from quark.core.spec import TensorSpec
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, is_constant, live_inputs
-from quark.onnx.operators import RULES
+from quark.onnx.operators import PRODUCTS, RULES
 from quark.onnx.operators.targets import Target
 from quark.onnx.placement.placement import Placement
 
@@ -60,7 +60,7 @@ def gains(node: ir.Node, target: Target, placement: Placement) -> bool:
     if placement.half and node.op_type == "Concat":
         # Nor does it read decoded tensors then: qdq/activations.py says why.
         return False
-    if node.op_type in ("Gemm", "MatMul") and target.float_output and not is_constant(node.inputs[1]):
+    if node.op_type in PRODUCTS and target.float_output and not is_constant(node.inputs[1]):
         return False
     if node.op_type not in target.follows:
         return True

@@ -13,13 +13,14 @@ import re
 import onnx_ir as ir
 
 from quark.onnx.graph.model_file import to_proto
+from quark.onnx.operators import QDQ
 from quark.onnx_ops.graph_writer import free_name
 from quark.onnx_ops.saving import weight_bytes
 
 ADDED = re.compile(r"(.+)_((?:De)?[Qq]uantizeLinear\w*|Clip|Mul|inverse_scale|scale|zero_point|quantized\w*)")
 """Tensor and role, of a name that `qdq_nodes.py` or `constants.py` gave."""
 OUTPUTS = {"QuantizeLinear_Output": "q", "DequantizeLinear_Output": "d"}
-ROLES = ("QuantizeLinear", "DequantizeLinear", "QuantizeDequantize")
+ROLES = (*QDQ, "QuantizeDequantize")
 MOST_LARGER, MOST_BYTES = 1.1, 1 << 24
 """Times the bytes of the float model; and bytes of a model in which names weigh nothing."""
 SHORT = 8

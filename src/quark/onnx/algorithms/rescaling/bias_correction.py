@@ -27,7 +27,7 @@ from quark.core.array import NumpyArray
 from quark.core.solvers.bias_correction import LEAST, LEAST_OF_WEIGHTS, certain_mean, require_examples
 from quark.core.spec import ScaleType
 from quark.errors import CalibrationError
-from quark.onnx.algorithms.layer_sweep import PRODUCTS, RealRows
+from quark.onnx.algorithms.layer_sweep import RealRows
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers, bias_of, decoded
 from quark.onnx.algorithms.rescaling.linear_means import LinearMeans, decoded_codes, is_plain_decoder
 from quark.onnx.algorithms.sliced_run import SlicedRun, has_plain_codes, holds_codes
@@ -41,16 +41,15 @@ from quark.onnx.graph.channels import matmul_bias, output_channels
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.graph.sessions import open_session
+from quark.onnx.operators import BIASED, PRODUCTS
 from quark.onnx.operators.axes import result_axis
 from quark.onnx.placement.select_nodes import select_nodes
 from quark.onnx_ops.graph_writer import add_constant
 
-WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
-
 
 def check_examples(model: ir.Model, config: BiasCorrectionConfig, settings: Settings, data: Samples) -> None:
     """Raise CalibrationError where no layer sees examples enough, before anything is calibrated."""
-    layers = [node for node in select_nodes(model, settings) if is_op(node, *WITH_BIAS)]
+    layers = [node for node in select_nodes(model, settings) if is_op(node, *BIASED)]
     required(data, config)
     known = [count for node in layers if (count := _examples(node, data)) is not None]
     least = _least(settings)
@@ -61,7 +60,7 @@ def add_biases(model: ir.Model, config: BiasCorrectionConfig, settings: Settings
     """Give layers without a bias one of zeros, where it is not quantized on a grid of its own, which has zeros only."""
     count = 0
     for node, layer in select_nodes(model, settings).items():
-        without = is_op(node, *WITH_BIAS) and (len(node.inputs) < 3 or node.inputs[2] is None)
+        without = is_op(node, *BIASED) and (len(node.inputs) < 3 or node.inputs[2] is None)
         own_grid = layer.bias is not None and (layer.bias.has_zero_point or not settings.specs.int32_bias)
         if without and is_constant(node.inputs[1]) and not own_grid:
             weight = constant(node.inputs[1])
@@ -112,7 +111,7 @@ def wanted_means(model: ir.Model, settings: Settings) -> list[ir.Node]:
     asked = settings.correct_biases or any(isinstance(one, BiasCorrectionConfig) for one in settings.algorithms)
     if not asked or any(node.op_type == "QuantizeLinear" for node in model.graph):
         return []
-    layers = (node for node in select_nodes(model, settings) if is_op(node, *WITH_BIAS) or matmul_bias(node))
+    layers = (node for node in select_nodes(model, settings) if is_op(node, *BIASED) or matmul_bias(node))
     return [node for node in layers if (bias := bias_of(node)) is not None and len(bias.uses()) == 1]
 
 

@@ -21,10 +21,9 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.channels import ChannelConstant, added_bias, output_channels, weight_by_input, weight_by_output
 from quark.onnx.graph.edit import axes_of, dims, is_op, read_once
 from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.operators import HOMOGENEOUS, LAYERS
 from quark.onnx.operators.axes import result_axis
 
-LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-SCALES_WITH_INPUT = ("Relu", "LeakyRelu", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool")
 MOST_STEPS = 100
 """Of `cle_steps=-1`, which goes on until nothing changes any more."""
 
@@ -146,7 +145,7 @@ def _keeps_scale(node: ir.Node, index: int, axis: int | None) -> bool:
     """Whether f(s x) = s f(x) for a positive scale of each channel, which lie along an axis of x."""
     if index != 0 or len(node.outputs) != 1:
         return False
-    if is_op(node, *SCALES_WITH_INPUT, "PRelu"):
+    if is_op(node, *HOMOGENEOUS, "PRelu"):
         return True
     if is_op(node, "ReduceMean"):
         return axis == 1 and _averages_positions(node)

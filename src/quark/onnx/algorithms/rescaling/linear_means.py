@@ -18,10 +18,10 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
-from quark.onnx.algorithms.layer_sweep import PRODUCTS
 from quark.onnx.calibration.byproducts import position_means
 from quark.onnx.graph.channels import matmul_bias
 from quark.onnx.graph.model_file import constant, is_constant
+from quark.onnx.operators import CONVOLUTIONS, PRODUCTS
 
 
 def is_plain_decoder(node: ir.Node | None) -> bool:
@@ -106,7 +106,7 @@ class LinearMeans:
         Args:
             means: Of a convolution what `window` gives; of a product those of its rows, (examples, inputs).
         """
-        if self.node.op_type in ("Conv", "ConvTranspose"):
+        if self.node.op_type in CONVOLUTIONS:
             return self._with_bias(self._convolved(means))
         weight = self.weight.T if self.node.attributes.get_int("transB", 0) else self.weight
         product = self.node.attributes.get_float("alpha", 1.0) * (means.astype(np.float32) @ weight)

@@ -37,7 +37,7 @@ from quark.onnx.placement.placement import FACTOR, Placement
 from quark.onnx_ops.graph_writer import add_constant
 
 COMMUTES = ("Relu", "LeakyRelu", "PRelu", "Identity")
-"""Ops f(x, ...) with f(s x) = s f(x) for positive s."""
+"""Ops f(x, ...) with f(s x) = s f(x) for positive s; pools move between positions, and are none before a MatMul."""
 DYNAMIC = spec("uint8", symmetric=False)
 """What DynamicQuantizeLinear quantizes to."""
 

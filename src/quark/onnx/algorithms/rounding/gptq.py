@@ -39,6 +39,7 @@ from quark.onnx.algorithms.layer_sweep import Visit, sweep
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers
 from quark.onnx.calibration.data.samples import required
 from quark.onnx.config.algo_configs import GPTQConfig
+from quark.onnx.operators import PRODUCTS
 from quark.onnx.operators.axes import output_axis
 
 CONTINUOUS = (ScaleType.float32, ScaleType.float16, ScaleType.int16)
@@ -161,7 +162,7 @@ class _FittedScales:
 
 def _qualifies(layer: QuantizedLayer) -> bool:
     """Whether a layer has a matrix of its own in integers."""
-    matrix = layer.node.op_type in ("MatMul", "Gemm") and layer.weight.ndim == 2
+    matrix = layer.node.op_type in PRODUCTS and layer.weight.ndim == 2
     rows = not layer.node.attributes.get_int("transA", 0)
     return matrix and rows and layer.spec.has_zero_point and not layer.shared
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from quark.base.yaml_objects import plain_yaml
 from quark.errors import ConfigError, FormatError, NotSupportedError, did_you_mean, one_line, require_packages
+from quark.onnx.operators import BIASED
 
 Entries = dict[str, dict[str, Any]]
 
@@ -74,7 +75,7 @@ def _template(*flags: str) -> Entries:
     return {
         "onnx_convert_opset_version": {"target_opset_version": 21},
         "onnx_simplify": {"simplify": True},
-        "onnx_copy_bias_init": {"shared_bias_op_types": ["Conv", "ConvTranspose", "Gemm"]},
+        "onnx_copy_bias_init": {"shared_bias_op_types": [*BIASED]},
         **{f"onnx_{flag}": {flag: True} for flag in flags},
     }
 

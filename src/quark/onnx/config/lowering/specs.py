@@ -21,10 +21,8 @@ from quark.onnx.config.lowering.tensors import data_type_of, is_integer, lower_t
 from quark.onnx.config.serialized import as_scope
 from quark.onnx.config.settings import Override, SpecSettings
 from quark.onnx.config.tensor_specs import Int32, QTensorConfig
-from quark.onnx.operators import RULES
+from quark.onnx.operators import PRODUCTS, RULES
 
-SOLVED = ("MatMul", "Gemm")
-"""Op types whose weights GPTQ decides."""
 OVERRIDE_KEYS = {
     "quant_type": "dtype",
     "symmetric": "symmetric",
@@ -88,7 +86,7 @@ def lower_specs(request: Request, layer: LayerSpec, int32_bias: bool) -> SpecSet
     return SpecSettings(
         layer=LayerSpec() if solved and alone else layer,
         by_name=tuple((tuple(map(as_scope, scopes)), single(config)) for config, scopes in request.by_name.items()),
-        by_type=((SOLVED, solved), *by_type) if solved else tuple(by_type),
+        by_type=((PRODUCTS, solved), *by_type) if solved else tuple(by_type),
         mixed=tuple((single(config), names) for config, names in targets(request.algorithms, options)),
         exclude=tuple(map(as_scope, request.exclude)),
         first=tuple(value_of(options, "InputNodes")),
@@ -172,7 +170,7 @@ def _op_types(request: Request) -> tuple[str, ...]:
     if request.matmul_nbits:
         return ("MatMul",)
     given = tuple(value_of(request.options, "OpTypesToQuantize"))
-    return ("Gemm", "MatMul") if not given and request.npu_transformer else given
+    return PRODUCTS if not given and request.npu_transformer else given
 
 
 def _overrides(options: Mapping[str, Any]) -> tuple[tuple[str, Override], ...]:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from quark.onnx.graph.edit import read_once
+from quark.onnx.operators import QDQ
 from quark.onnx.search.latency.kernels import BLOCKED, TOKEN, TimedKernel
 
-QDQ = ("QuantizeLinear", "DequantizeLinear")
 LAYOUT = ("ReorderInput", "ReorderOutput", "Transpose")
 BLOCKED_SUFFIX = "_nchwc"
 """What it adds to the name of a tensor to name the kernel that makes it in the blocked layout."""

@@ -41,6 +41,7 @@ from quark.onnx.decide import Decision, decide, write
 from quark.onnx.graph.edit import replace_output
 from quark.onnx.graph.model_file import constant, opset, split_weights, to_proto
 from quark.onnx.graph.sessions import ask_for, failing_on, open_session
+from quark.onnx.operators import QDQ
 from quark.onnx.placement.placement import Operand
 from quark.onnx.qdq.activations import ActivationWriter
 from quark.onnx.qdq.constants import bias_codes, bias_scale, bias_type
@@ -354,7 +355,7 @@ class _Inputs:
             zero = self._value(f"{name}_zero", number.code_type, (), np.asarray(number.zero))
         else:
             x = self._writer.node("Clip", [x, low, high], f"{name}_Clip")
-        for op_type in ("QuantizeLinear", "DequantizeLinear"):
+        for op_type in QDQ:
             x = self._writer.node(op_type, [x, scale, zero], f"{name}_{op_type}", domain=CONTRIB)
         self._writer.insert_after(value.producer())
         x.type, x.shape = value.type, value.shape
