@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from quark.onnx.search.evaluator import OutputMetrics
     from quark.onnx.search.lost_outputs.damage import SpreadSamples
     from quark.onnx.search.lost_outputs.verdict import Damage
-    from quark.onnx.search.recovery.rival import Rival
-    from quark.onnx.search.recovery.search import Recovery, WeightsAlone
+    from quark.onnx.search.recovery.search import Recovery
 
 __all__ = ["ModelQuantizer", "quantize_dynamic", "quantize_static"]
 
@@ -204,7 +203,8 @@ class ModelQuantizer:
         from quark.onnx.evaluation.cpu_price import saturating_layers
         from quark.onnx.search.history import duration
         from quark.onnx.search.lost_outputs.damage import SpreadSamples
-        from quark.onnx.search.recovery.search import recover
+        from quark.onnx.search.recovery.rival import Rival
+        from quark.onnx.search.recovery.search import WeightsAlone, recover
         from quark.onnx.search.recovery.steps import QUICK_STEPS, STEPS
 
         reader = _reader(model_input, calibration_data_reader, calibration_data_path)
@@ -216,10 +216,12 @@ class ModelQuantizer:
                 kept = None if reader is None else SpreadSamples(reader, model)
                 source = _Source(model_input, model.clone(), kept)
                 data = repeatable(kept, model, self.settings)
+                rival = None if without_samples is None else Rival(model.clone(), without_samples.settings)
+                weights = None if weights_alone is None else WeightsAlone(model.clone(), weights_alone.settings)
                 found, model = recover(
                     model, self.settings, data, measure, target, seconds, QUICK_STEPS if quick else STEPS,
                     quick=quick, allow_wider=allow_wider,
-                    rival=_rival(model, without_samples), weights=_weights(model, weights_alone),
+                    rival=rival, weights=weights,
                 )  # fmt: skip
             note = saturating_layers(model, self.settings)
             found = replace(found, model=self._written(model, model_output, source))
@@ -301,20 +303,6 @@ def _refuse_lost_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path, se
             "has lost" if left.lost else "keeps little of",
             left.words,
         )
-
-
-def _rival(model: ir.Model, quantizer: ModelQuantizer | None) -> Rival | None:
-    """What is made of a model without samples, if there is a quantizer that makes it."""
-    from quark.onnx.search.recovery.rival import Rival
-
-    return None if quantizer is None else Rival(model.clone(), quantizer.settings)
-
-
-def _weights(model: ir.Model, quantizer: ModelQuantizer | None) -> WeightsAlone | None:
-    """What weights alone are quantized with, if there is a quantizer that does so."""
-    from quark.onnx.search.recovery.search import WeightsAlone
-
-    return None if quantizer is None else WeightsAlone(model.clone(), quantizer.settings)
 
 
 def _reader(model: Any, reader: Any, path: str | None) -> Any:

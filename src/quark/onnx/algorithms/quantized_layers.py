@@ -178,7 +178,9 @@ def decoded(array: NumpyArray, params: QParams, spec: TensorSpec) -> NumpyArray:
 
 def bias_of(node: ir.Node) -> ir.Value | None:
     """The constant bias of a layer: its own, or that of the Add behind a MatMul."""
-    return _own_input(node, rule_of(node.op_type).bias) or _added(node)
+    index = rule_of(node.op_type).bias
+    value = node.inputs[index] if index is not None and index < len(node.inputs) else None
+    return value if is_constant(value) else _added(node)
 
 
 def _added(node: ir.Node) -> ir.Value | None:
@@ -186,9 +188,3 @@ def _added(node: ir.Node) -> ir.Value | None:
     added = matmul_bias(node)
     value = added[0].inputs[added[1]] if added is not None else None
     return value if value is not None and len(value.uses()) == 1 else None
-
-
-def _own_input(node: ir.Node, index: int | None) -> ir.Value | None:
-    """A constant input of a node, or None."""
-    value = node.inputs[index] if index is not None and index < len(node.inputs) else None
-    return value if is_constant(value) else None

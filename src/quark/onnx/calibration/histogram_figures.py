@@ -58,7 +58,8 @@ def save_figures(observers: Mapping[str, Observer]) -> list[Path]:
         if not has_histogram(observer):
             continue
         low, high = (float(side) for side in observer.extremes())
-        edges, counts = columns(_bins(observer, low, high), low, high)
+        assert isinstance(observer, (HistogramBasedObserver, PowerOfTwoMinMSEObserver)) and observer.histogram
+        edges, counts = columns(observer.histogram.bins(0, low, high), low, high)
         figure = Figure(figsize=(8, 5))
         axes = figure.add_subplot()
         axes.stairs(counts, edges, fill=True)
@@ -66,7 +67,7 @@ def save_figures(observers: Mapping[str, Observer]) -> list[Path]:
             axes.axvline(float(side), color="red", linewidth=1)
         axes.set_yscale("symlog")
         axes.set(title=name.replace("$", r"\$"), xlabel="value; the range is between the lines", ylabel="count")
-        files.append(Path(FOLDER) / f"{index:04d}_{_file_name(name)}.png")
+        files.append(Path(FOLDER) / f"{index:04d}_{re.sub('[^A-Za-z0-9._-]+', '_', name)[-LONGEST_NAME:]}.png")
         with atomic_file(files[-1]) as temporary:
             figure.savefig(os.fspath(temporary), format="png")
     return files
@@ -83,12 +84,3 @@ def columns(bins: Bins, low: float, high: float) -> tuple[Floats, Floats]:
     below[-1] = float(bins.count.sum())
     below[0] = 0.0
     return edges, np.diff(below)
-
-
-def _bins(observer: Observer, low: float, high: float) -> Bins:
-    assert isinstance(observer, (HistogramBasedObserver, PowerOfTwoMinMSEObserver)) and observer.histogram is not None
-    return observer.histogram.bins(0, low, high)
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", name)[-LONGEST_NAME:]

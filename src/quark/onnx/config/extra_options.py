@@ -352,7 +352,11 @@ def refuse_unsupported(options: Mapping[str, Any]) -> None:
         option = OPTIONS[key]
         possible = [option.default, *option.accepts]
         plain = list(value) if isinstance(value, tuple) else value
-        if option.refused and plain not in possible and not _empty(plain, option):
+        if (
+            option.refused
+            and plain not in possible
+            and not (isinstance(plain, (list, dict)) and not plain and not option.default)
+        ):
             shown = " or ".join(repr(entry) for entry in possible)
             raise NotSupportedError(f"{key}={value!r}: {option.meaning}. Possible: {shown}, or leave it out.")
 
@@ -361,8 +365,3 @@ def value_of(options: Mapping[str, Any], name: str) -> Any:
     """The value of an option, or its default."""
     value = options.get(name, OPTIONS[name].default)
     return list(value) if isinstance(value, (list, tuple)) else value
-
-
-def _empty(value: Any, option: Option) -> bool:
-    """Whether an empty list or dict says nothing, where the default is None or empty."""
-    return isinstance(value, (list, dict)) and not value and not option.default

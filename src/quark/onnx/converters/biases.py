@@ -43,7 +43,8 @@ def biases_to_int16(model: ir.Model) -> int:
         done.add(decoder)
         codes, scale = constant(decoder.inputs[0]).astype(np.int64), constant(decoder.inputs[1])
         codes = codes - _zero_point(decoder)
-        factor = np.exp2(np.maximum(0, np.ceil(np.log2(np.maximum(1, _largest(codes, scale)) / 32767))))
+        largest = abs(codes) if scale.size > 1 else np.asarray(abs(codes).max(initial=0)).reshape(scale.shape)
+        factor = np.exp2(np.maximum(0, np.ceil(np.log2(np.maximum(1, largest) / 32767))))
         factor = factor.astype(scale.dtype)
         _store(decoder, np.rint(codes / factor).astype(np.int16), scale * factor)
     remove_unused(model)
@@ -96,11 +97,6 @@ def _kind(decoder: ir.Node) -> str:
 def _zero_point(decoder: ir.Node) -> NumpyArray:
     zero = constant(decoder.inputs[2]) if len(decoder.inputs) > 2 else None
     return np.asarray(0 if zero is None else zero, np.int64)
-
-
-def _largest(codes: NumpyArray, scale: NumpyArray) -> NumpyArray:
-    """The largest magnitude that each scale serves."""
-    return abs(codes) if scale.size > 1 else np.asarray(abs(codes).max(initial=0)).reshape(scale.shape)
 
 
 def _accumulator_scale(node: ir.Node) -> NumpyArray | None:

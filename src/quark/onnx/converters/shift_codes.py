@@ -30,7 +30,8 @@ def shift_codes(model: ir.Model, source: str, target: str) -> int:
             continue
         for changed in (node, *readers):
             _change(model.graph, changed, target, made)
-        _set_type(node, target)
+        node.attributes.pop("output_dtype", None)
+        node.outputs[0].type = ir.TensorType(ir.DataType[target.upper()])
         count += 1
     return count
 
@@ -96,8 +97,3 @@ def _change(
         made[scale, zero] = widened, add_constant(graph, f"{zero.name}_{target}", codes.astype(target))
     for index, value in enumerate(made[scale, zero], 1):
         node.replace_input_with(index, value)
-
-
-def _set_type(node: ir.Node, target: str) -> None:
-    node.attributes.pop("output_dtype", None)
-    node.outputs[0].type = ir.TensorType(ir.DataType[target.upper()])

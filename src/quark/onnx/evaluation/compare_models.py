@@ -260,7 +260,7 @@ def match_layers(before: onnx.GraphProto, after: onnx.GraphProto) -> list[tuple[
     for name in (name for node in before.node if node.op_type != "Constant" for name in node.output if name):
         there = name + DECODED if name + DECODED in made else decoded.get(name, name)
         if there in made:
-            tensor, maker = dropped.get(name, name), _maker(there, made)
+            tensor, maker = dropped.get(name, name), (made.get(source_of(there, made)) or made[there])
             found.append((tensor, there, ComparedLayer(maker.name or maker.op_type, maker.op_type, tensor)))
     return found
 
@@ -274,11 +274,6 @@ def _dropped_activations(graph: onnx.GraphProto, present: Container[str]) -> dic
     alone = {name: nodes[0] for name, nodes in readers.items() if len(nodes) == 1}
     after = {name: node.output[0] for name, node in alone.items() if node.op_type in CLAMPS}
     return {name: given for name, given in after.items() if given not in present and given + DECODED not in present}
-
-
-def _maker(name: str, made: dict[str, onnx.NodeProto]) -> onnx.NodeProto:
-    """The node that computes a tensor, Q/DQ and the casts that stand for them left out."""
-    return made.get(source_of(name, made)) or made[name]
 
 
 def source_of(name: str, made: Mapping[str, onnx.NodeProto]) -> str:

@@ -104,17 +104,14 @@ def _quantized(prepared: Prepared, body: Body, settings: Settings, convert: Conv
 def _why_without_data(feeds: BodyFeeds | None, settings: Settings, own: Settings) -> str | None:
     """Why a body has no calibration data, by no fault of the data; None where it has some, or should have."""
     if feeds is None:
-        return "there are no statistics of it" if _never_seen(settings, own) else None
+        # Whether statistics were written for the graph around a body, and none for it, as no sample ran it.
+        around, inside = settings.calibration.statistics, own.calibration.statistics
+        never_seen = around is not None and inside is not None and Path(around).exists() and not Path(inside).exists()
+        return "there are no statistics of it" if never_seen else None
     if next(iter(feeds), None) is None:
         return "no calibration sample runs it"
     # An initial state is zero in every sample of a model that is used step by step.
     return None if any(map(is_alive, feeds)) else "all that it reads is zero in the calibration samples"
-
-
-def _never_seen(settings: Settings, own: Settings) -> bool:
-    """Whether statistics were written for the graph around a body, and none for it, as no sample ran it."""
-    around, inside = settings.calibration.statistics, own.calibration.statistics
-    return around is not None and inside is not None and Path(around).exists() and not Path(inside).exists()
 
 
 def _settings(settings: Settings, body: Body) -> Settings:

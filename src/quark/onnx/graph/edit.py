@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,9 @@ def carried_over(node: ir.Node, op_type: str, domain: str = "", **changed: Any) 
     Raises:
         StructureError: The node has an attribute, not at its default, that the other operator does not know.
     """
-    known = _attribute_names(op_type, domain)
+    known = (
+        CONTRIB_ATTRIBUTES[op_type] if domain not in ONNX_DOMAINS else onnx.defs.get_schema(op_type).attributes.keys()
+    )
     kept = {}
     for name, attribute in node.attributes.items():
         if name in changed:
@@ -96,12 +98,6 @@ def carried_over(node: ir.Node, op_type: str, domain: str = "", **changed: Any) 
                 f"{node.name} has {name}={attribute.value}, which {op_type} does not know. Possible: exclude it."
             )
     return kept | {name: value for name, value in changed.items() if value is not None}
-
-
-def _attribute_names(op_type: str, domain: str) -> Collection[str]:
-    if domain not in ONNX_DOMAINS:
-        return CONTRIB_ATTRIBUTES[op_type]
-    return onnx.defs.get_schema(op_type).attributes.keys()
 
 
 def _default(node: ir.Node, name: str) -> Any:

@@ -162,7 +162,9 @@ def _read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
         raise FormatError(f"{name} is not an ONNX model, or damaged: {reason(error)}") from error
     for key, array in arrays.items():
         model.graph.initializers[key].const_value = ir.Tensor(array, name=key)
-    _map_files(model, folder)
+    for value in model.graph.initializers.values():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            value.const_value = LinkedTensor.of(value.const_value, folder)
     _check_graph(model, name)
     _sort_nodes(model, name)
     name_nodes(model)
@@ -174,13 +176,6 @@ def _read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
 
 def _name(source: str | os.PathLike[str] | onnx.ModelProto) -> str:
     return "The ModelProto" if isinstance(source, onnx.ModelProto) else os.fspath(source)
-
-
-def _map_files(model: ir.Model, folder: Path) -> None:
-    """Let external weights find their files, which have been checked."""
-    for value in model.graph.initializers.values():
-        if isinstance(value.const_value, ir.ExternalTensor):
-            value.const_value = LinkedTensor.of(value.const_value, folder)
 
 
 @contextmanager

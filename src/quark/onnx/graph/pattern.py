@@ -97,12 +97,10 @@ class Match:
         named = [value.shape for value in self.values.values() if not is_constant(value)]
         least = min((0 if shape is None else len(shape) for shape in named), default=0)
         constants = [v for node in self.of_type(*BROADCASTING) for v in node.inputs if v is not None and is_constant(v)]
-        return all(_rank(value) <= least for value in constants)
-
-
-def _rank(value: ir.Value) -> int:
-    """How many dimensions a constant has."""
-    return len(value.const_value.shape) if value.const_value is not None else int(constant(value).ndim)
+        return all(
+            (len(value.const_value.shape) if value.const_value is not None else int(constant(value).ndim)) <= least
+            for value in constants
+        )
 
 
 def match(pattern: Pattern, node: ir.Node) -> Match | None:

@@ -117,12 +117,6 @@ def _refusal(error: Exception) -> type[FormatError] | type[NotSupportedError]:
     return NotSupportedError if lacking else FormatError
 
 
-def _external_elements(graph: onnx.GraphProto) -> int:
-    """Elements of the initializers whose values a message does not hold."""
-    outside = (tensor for tensor in graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL)
-    return sum(math.prod(tensor.dims) for tensor in outside)
-
-
 def require_loads(
     model: onnx.ModelProto | Path, name: str, weights: Mapping[str, Any] | None = None, folder: Path | None = None
 ) -> None:
@@ -144,7 +138,9 @@ def require_loads(
     levels = onnxruntime.GraphOptimizationLevel
     proto = read_header(model) if isinstance(model, Path) else model
     bodies = any(attribute.HasField("g") for node in proto.graph.node for attribute in node.attribute)
-    size = proto.ByteSize() + _external_elements(proto.graph)
+    outside = (tensor for tensor in proto.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL)
+    external_elements = sum(math.prod(tensor.dims) for tensor in outside)
+    size = proto.ByteSize() + external_elements
     # Folding reads the weights, which the runtime otherwise maps: more than a little may be more than memory holds.
     folds = size < SMALL or (bodies and size < LARGE)
     options.graph_optimization_level = levels.ORT_ENABLE_BASIC if folds else levels.ORT_DISABLE_ALL

@@ -52,7 +52,7 @@ def _to_half(model: ir.Model, target: ir.DataType, keep_io_types: bool) -> int:
     unchanged = {
         value
         for value in float32_inputs.values()
-        if value.is_initializer() and _read_by(value) <= float32_inputs.keys()
+        if value.is_initializer() and {(use.node, use.idx) for use in value.uses()} <= float32_inputs.keys()
     }
     count = _convert(model, ir.DataType.FLOAT, target, unchanged)
     if not count:
@@ -83,10 +83,6 @@ def _float32_inputs(model: ir.Model) -> dict[tuple[ir.Node, int], ir.Value]:
         for index, value in enumerate(node.inputs)
         if value is not None and index in inputs[node.op_type]
     }
-
-
-def _read_by(value: ir.Value) -> set[tuple[ir.Node, int]]:
-    return {(use.node, use.idx) for use in value.uses()}
 
 
 def _convert(model: ir.Model, source: ir.DataType, target: ir.DataType, unchanged: Collection[ir.Value] = ()) -> int:

@@ -35,7 +35,11 @@ def convert_opset_version(model: ir.Model, target: int) -> int:
     if model.functions:
         names = ", ".join(function.name for function in model.functions.values())
         raise NotSupportedError(f"A model with local functions ({names}) cannot be converted to another opset.")
-    weights = {name: v for name, v in model.graph.initializers.items() if _is_large(v)}
+    weights = {
+        name: v
+        for name, v in model.graph.initializers.items()
+        if v.const_value is not None and v.const_value.nbytes > LARGEST_INSIDE
+    }
     converted = _convert(_without(model, weights), source, target)
     fresh = ir.from_proto(converted)
     _attach(fresh.graph, weights)
@@ -56,15 +60,12 @@ def _keep_meaning(model: ir.Model, source: int, target: int) -> None:
                 "coordinate_transformation_mode", "asymmetric"
             )
             if node.attributes.get_string("mode", "nearest") == "nearest":
-                node.attributes["nearest_mode"] = ir.AttrString("nearest_mode", _rounding(node))
+                # How a Resize of opset 10 finds the nearest: up where it makes smaller, else down.
+                scales = constant(node.inputs[2]) if len(node.inputs) > 2 else None
+                rounding = "ceil" if scales is not None and (scales < 1).any() else "floor"
+                node.attributes["nearest_mode"] = ir.AttrString("nearest_mode", rounding)
         elif is_op(node, "Hardmax") and source < 13 <= target:
             _flatten(node)
-
-
-def _rounding(resize: ir.Node) -> str:
-    """How a Resize of opset 10 finds the nearest: up where it makes smaller, else down."""
-    scales = constant(resize.inputs[2]) if len(resize.inputs) > 2 else None
-    return "ceil" if scales is not None and (scales < 1).any() else "floor"
 
 
 def _flatten(node: ir.Node) -> None:
@@ -86,10 +87,6 @@ def _flatten(node: ir.Node) -> None:
     for use in [use for use in result.uses() if use.node is not back]:
         use.node.replace_input_with(use.idx, output)
     replace_output(graph, result, output)
-
-
-def _is_large(value: ir.Value) -> bool:
-    return value.const_value is not None and value.const_value.nbytes > LARGEST_INSIDE
 
 
 def _without(model: ir.Model, weights: dict[str, ir.Value]) -> onnx.ModelProto:

@@ -57,15 +57,14 @@ def place(model: ir.Model, settings: Settings) -> Placement:
         _arrange_scales(placement, settings)
     blocks = any(spec.is_block for spec in placement.activations.values())
     # Calibration finds masks by their range; NaN, with which outputs are filled, has none. Blocks see no data.
-    placement.leave_in_float(_masks(model.graph) if blocks else {v for v in placement.activations if is_mask(v)})
+    if blocks:
+        masks = masked_values(model.graph) | added_masks(model.graph, lambda value: None)
+    else:
+        masks = {v for v in placement.activations if is_mask(v)}
+    placement.leave_in_float(masks)
     refine_block_axes(placement, settings.specs.refine_block_axis)
     refuse_too_many(model, placement)
     return placement
-
-
-def _masks(graph: ir.Graph) -> set[ir.Value]:
-    """What may carry an attention mask, as far as the graph alone tells."""
-    return masked_values(graph) | added_masks(graph, lambda value: None)
 
 
 def _place_node(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement, before_log: bool) -> None:

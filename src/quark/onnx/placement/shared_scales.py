@@ -142,11 +142,10 @@ def free_relu_zero(placement: Placement) -> None:
     """Give the outputs of Relu and of Clip from 0 a zero point: without it, half of the codes are never used."""
     for node in placement.nodes:
         spec = placement.activations.get(node.outputs[0])
-        if spec is not None and spec.has_zero_point and _starts_at_zero(node):
+        if (
+            spec is not None
+            and spec.has_zero_point
+            and (node.op_type == "Relu" or (node.op_type == "Clip" and clip_bounds(node)[0] == 0))
+        ):
             free = replace(spec, dtype=DTYPES[spec.dtype.name], symmetric=False)
             placement.activations[node.outputs[0]] = free
-
-
-def _starts_at_zero(node: ir.Node) -> bool:
-    """Whether a node is a Relu, or a Clip whose lower bound is 0."""
-    return node.op_type == "Relu" or (node.op_type == "Clip" and clip_bounds(node)[0] == 0)

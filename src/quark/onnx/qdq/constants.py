@@ -84,7 +84,7 @@ class ConstantStore:
             return array.swapaxes(-1, -2) if transpose else array
 
         name = f"{self.name(operand, spec, transpose)}_quantized"
-        return self.writer.shared(name, codes, dtype, _swapped(shape) if transpose else shape)
+        return self.writer.shared(name, codes, dtype, (*shape[:-2], shape[-1], shape[-2]) if transpose else shape)
 
     def _balances(self, operand: Operand, spec: TensorSpec) -> bool:
         """Whether the errors of a kernel are to cancel: a depthwise Conv whose activations have no scales either.
@@ -187,10 +187,6 @@ def bias_codes(bias: NumpyArray, scale: NumpyArray, dtype: Dtype) -> NumpyArray:
     """The codes of a bias under its scale."""
     rounded = np.rint(bias.astype(np.float64) / scale)
     return np.asarray(np.clip(rounded, dtype.min, dtype.max), dtype.name)
-
-
-def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-2], shape[-1], shape[-2])
 
 
 def _source(operand: Operand) -> ir.Value:

@@ -50,14 +50,14 @@ def shorten_names(model: ir.Model) -> int:
             if value.name and not value.is_graph_output():
                 value.name = names.of(value.name)
         for source in node.inputs[1:]:
-            if source is not None and source.name in graph.initializers and _is_of_added(source):
+            if (
+                source is not None
+                and source.name in graph.initializers
+                and all(_added(use.node) for use in source.uses())
+            ):
                 source.name = names.of(source.name or "")
         node.name = names.of(node.name or "")
     return len(names.tokens)
-
-
-def _is_of_added(constant: ir.Value) -> bool:
-    return all(_added(use.node) for use in constant.uses())
 
 
 class _ShortNames:

@@ -77,11 +77,11 @@ def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 def _unknown(model: ir.Model) -> list[ir.Value]:
     """The tensors whose type or rank nobody has said."""
     outputs = [value for node in model.graph.all_nodes() for value in node.outputs if value.name]
-    return [value for value in outputs if value.type is None or (_is_tensor(value) and value.shape is None)]
-
-
-def _is_tensor(value: ir.Value) -> bool:
-    return value.type is None or isinstance(value.type, ir.TensorType)
+    return [
+        value
+        for value in outputs
+        if value.type is None or ((value.type is None or isinstance(value.type, ir.TensorType)) and value.shape is None)
+    ]
 
 
 def _through_qdq(node: ir.Node) -> None:

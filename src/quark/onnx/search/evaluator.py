@@ -182,10 +182,15 @@ class PartScorer(Scorer):
     def silent(self) -> bool:
         """True where a part that is compared as probabilities holds no event, so that nothing shows the loss of one."""
         parts = [part for parts in self._parts for part in parts if part.bounded]
-        return self._by_scores and self.metric.name == "sqnr" and any(self._peak(part) < SILENT for part in parts)
-
-    def _peak(self, part: OutputPart) -> float:
-        return max((float(part.of(array).max(initial=0)) for array in self.expected.arrays(part.tensor)), default=0.0)
+        return (
+            self._by_scores
+            and self.metric.name == "sqnr"
+            and any(
+                max((float(part.of(array).max(initial=0)) for array in self.expected.arrays(part.tensor)), default=0.0)
+                < SILENT
+                for part in parts
+            )
+        )
 
     @cached_property
     def scored(self) -> frozenset[OutputPart]:

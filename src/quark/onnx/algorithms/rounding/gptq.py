@@ -114,7 +114,7 @@ def solve_layer(quantized: QuantizedLayers, layer: QuantizedLayer, problem: Prob
     natural = np.empty_like(solved)
     natural[problem.order] = solved
     grid = _grid(layer, np.arange(len(goal)))
-    if fit and _can_be_fitted(layer):
+    if fit and not isinstance(layer.spec.granularity, PerTensor) and layer.spec.scale_type in CONTINUOUS:
         scales = _FittedScales(layer, grid)
         natural = refine(goal, natural, problem.hessian, grid, REFINEMENTS, scales.size, scales.fit)
         quantized.set_params(layer, scales.params())
@@ -128,11 +128,6 @@ def _grid(layer: QuantizedLayer, order: NumpyArray) -> ColumnGrid:
     scale, zero = (None if part is None else _columns(layer, np.asarray(part))[order] for part in parts)
     assert scale is not None
     return ColumnGrid(layer.spec, scale, zero)
-
-
-def _can_be_fitted(layer: QuantizedLayer) -> bool:
-    """Whether scales are of single output channels, and so fine that any factor is worth having."""
-    return not isinstance(layer.spec.granularity, PerTensor) and layer.spec.scale_type in CONTINUOUS
 
 
 class _FittedScales:

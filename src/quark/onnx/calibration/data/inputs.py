@@ -71,15 +71,10 @@ def _read(value: onnx.ValueInfoProto) -> ir.Value:
 def _input(value: ir.Value) -> Input:
     if not isinstance(value.type, ir.TensorType) or value.type.dtype is ir.DataType.UNDEFINED:
         raise FormatError(f"The input {value.name} is no tensor, or has no element type.")
-    dims = None if value.shape is None else tuple(_size(d) for d in value.shape)
+    dims = None if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape)
+    if dims is not None:  # below 0, as some exporters write it, is unknown
+        dims = tuple(None if isinstance(d, int) and d < 0 else d for d in dims)
     return Input(value.name or "", str(value.type.dtype.numpy()), dims)
-
-
-def _size(dimension: int | ir.SymbolicDim) -> int | str | None:
-    """Below 0, as some exporters write it, is unknown."""
-    if isinstance(dimension, int):
-        return dimension if dimension >= 0 else None
-    return dimension.value
 
 
 def check_feed(feed: Any, inputs: dict[str, Input], where: str = "A calibration sample") -> None:

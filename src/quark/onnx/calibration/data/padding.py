@@ -9,6 +9,7 @@ one length) runs whole; whatever looks at a tensor then sees those rows that bel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,13 @@ def _leads(value: ir.Value) -> dict[ir.Value, bool]:
         order += new
         seen.update(new)
     leads = dict.fromkeys(order, False)
-    waiting = [one for one in order if any(_reads_mask(node, place) for node, place in one.uses())]
+    waiting = [
+        one
+        for one in order
+        if any(
+            use.node.op_type == "Softmax" or use.idx >= ATTENTION.get(use.node.op_type, math.inf) for use in one.uses()
+        )
+    ]
     while waiting:
         one = waiting.pop()
         if one in leads and not leads[one]:
@@ -68,10 +75,6 @@ def _leads(value: ir.Value) -> dict[ir.Value, bool]:
             if producer is not None:
                 waiting += [read for read in producer.inputs if read is not None and one in _handed_on(read)]
     return leads
-
-
-def _reads_mask(node: ir.Node, place: int) -> bool:
-    return node.op_type == "Softmax" or place >= ATTENTION.get(node.op_type, place + 1)
 
 
 def _handed_on(value: ir.Value) -> list[ir.Value]:

@@ -73,7 +73,9 @@ def _of_options(options: Mapping[str, Any], flags: Mapping[str, bool]) -> list[A
     """The algorithms that options or legacy flags ask for."""
     algorithms: list[AlgoConfig] = []
     for kind, flag in ((CLEConfig, ""), (SmoothQuantConfig, "include_sq"), (QuarotConfig, "include_rotation")):
-        changed = {key: options[key] for key in kind.keys.values() if _changed(options, key)}
+        changed = {
+            key: options[key] for key in kind.keys.values() if key in options and options[key] != OPTIONS[key].default
+        }
         switched_off = kind is CLEConfig and flags.get("include_cle") is False
         if flags.get(flag) or (changed and not switched_off):
             algorithms.append(kind.from_options(changed))
@@ -145,7 +147,3 @@ def _entries(target: Any) -> list[tuple[Any, tuple[str, ...] | None]]:
     if isinstance(target, Mapping):
         return [(layer, tuple(names)) for layer, names in target.items()]
     return [(layer, None) for layer in (target if isinstance(target, (list, tuple)) else [target])]
-
-
-def _changed(options: Mapping[str, Any], key: str) -> bool:
-    return key in options and options[key] != OPTIONS[key].default

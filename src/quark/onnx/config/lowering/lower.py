@@ -44,7 +44,7 @@ from quark.onnx.config.settings import (
     SpecSettings,
 )
 from quark.onnx.operators import ACTIVATIONS, FUSE_ACTIVATIONS, RULES
-from quark.onnx.passes import PASSES, Pass
+from quark.onnx.passes import PASSES
 from quark.onnx.passes.convert_float import KEEP_IO_TYPES, convert_fp16_to_fp32
 from quark.onnx.passes.simplify import simplify
 from quark.onnx.passes.slim import check_slim_options
@@ -205,6 +205,9 @@ def _lower_qdq(request: Request, layer: LayerSpec) -> QDQSettings:
         ConfigError: An option has no meaning.
     """
     options = request.options
+    # Op types whose inputs and output share one scale: by their options, else all in the XINT8 path.
+    given = {name: value_of(options, f"Align{name}") for name in ("Concat", "Pool", "Pad", "Slice")}
+    align = tuple(name for name, value in given.items() if (request.npu_cnn if value is None else value))
     return QDQSettings(
         target=request.target.name,
         target_given=value_of(options, "Target") is not None,
@@ -212,7 +215,7 @@ def _lower_qdq(request: Request, layer: LayerSpec) -> QDQSettings:
         float_output_types=tuple(value_of(options, "OpTypesToExcludeOutputQuantization")),
         float_outputs=tuple(value_of(options, "NodesToExcludeOutputQuantization")),
         fold_relu=value_of(options, "FoldRelu"),
-        align=_align(request),
+        align=align,
         force_pass_through=value_of(options, "ForceQuantizeNoInputCheck"),
         dedicated_pairs=value_of(options, "DedicatedQDQPair"),
         dedicated_dequantize=value_of(options, "DedicateDQNode"),
@@ -242,12 +245,6 @@ def _fused(options: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
             raise ConfigError(f"RemoveQDQBetweenOps: expected pairs of op types with a rule, got {pair!r}.")
         pairs.add((pair[0], pair[1]))
     return frozenset(pairs)
-
-
-def _align(request: Request) -> tuple[str, ...]:
-    """Op types whose inputs and output share one scale: by their options, else all in the XINT8 path."""
-    given = {name: value_of(request.options, f"Align{name}") for name in ("Concat", "Pool", "Pad", "Slice")}
-    return tuple(name for name, value in given.items() if (request.npu_cnn if value is None else value))
 
 
 def _contrib_domain(request: Request, layer: LayerSpec) -> bool:
@@ -317,7 +314,11 @@ def _lower_passes(request: Request) -> dict[str, object]:
     for name, row in PASSES.items():
         value = options.get(row.option)
         if value is None:
-            value = None if value_of(options, "SkipPreprocess") else _default(row, options, for_npu)
+            value = for_npu if row.for_npu else row.default
+            if row.default_option:
+                value = value_of(options, row.default_option)
+            if value_of(options, "SkipPreprocess"):
+                value = None
         arguments[name] = tuple(value) if isinstance(value, list) else value
     slim_options = value_of(options, "SimplifyModelOptions")
     check_slim_options(slim_options)
@@ -345,10 +346,3 @@ def _float16_becomes_float32(request: Request) -> bool:
     options = request.options
     given = any(value_of(options, name) for name in ("QuantizeFP16", "ConvertFP16ToFP32", "SkipPreprocess"))
     return bool(request.target.activations) and not given
-
-
-def _default(row: Pass, options: Mapping[str, Any], for_npu: bool) -> Any:
-    """The argument of a pass whose option is left out."""
-    if row.default_option:
-        return value_of(options, row.default_option)
-    return for_npu if row.for_npu else row.default

@@ -83,6 +83,9 @@ def lower_specs(request: Request, layer: LayerSpec, int32_bias: bool) -> SpecSet
     # Where nothing else says that activations stay in float, so does all that GPTQ does not solve.
     alone = request.weights_only and not ("WeightsOnly" in options or value_of(options, "OpTypesToQuantize"))
     const_only = value_of(options, "MatMulConstBOnly")
+    # Whether bodies are quantized: by an option, else where activations have no ranges, which need runs of bodies.
+    enabled: bool | None = value_of(request.options, "EnableSubgraph")
+    bodies = (request.weights_only or request.dynamic) if enabled is None else enabled
     return SpecSettings(
         layer=LayerSpec() if solved and alone else layer,
         by_name=tuple((tuple(map(as_scope, scopes)), single(config)) for config, scopes in request.by_name.items()),
@@ -104,14 +107,8 @@ def lower_specs(request: Request, layer: LayerSpec, int32_bias: bool) -> SpecSet
         refine_weight_scales=value_of(options, "RefineWeightScales") and request.gptq is None,
         unsigned_relu=value_of(options, "UseUnsignedReLU"),
         overrides=_overrides(options),
-        bodies=_bodies(request),
+        bodies=bodies,
     )
-
-
-def _bodies(request: Request) -> bool:
-    """Whether bodies are quantized: by an option, else where activations have no ranges, which need runs of bodies."""
-    enabled: bool | None = value_of(request.options, "EnableSubgraph")
-    return (request.weights_only or request.dynamic) if enabled is None else enabled
 
 
 def _has_int32_bias(request: Request, integers: bool) -> bool:

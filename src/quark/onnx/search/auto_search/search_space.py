@@ -439,7 +439,10 @@ def qconfig_of(params: Mapping[str, Any]) -> QConfig:
     if learned is not None:
         if learned not in ALGORITHMS:
             raise ConfigError(f"algorithms: {learned!r}. {did_you_mean(learned, ALGORITHMS)}")
-        algorithms.append(ALGORITHMS[learned](**_unjoined(tuning[learned])))
+        values = dict(tuning[learned])
+        if JOINT in values:
+            values["num_iterations"], values["learning_rate"] = joint(values.pop(JOINT))
+        algorithms.append(ALGORITHMS[learned](**values))
     exclude = rest.pop("exclude", None)
     return QConfig(
         QLayerConfig(input_tensors=activation, weight=weight),
@@ -465,13 +468,6 @@ def _spec(name: Any, params: Mapping[str, Any], where: str) -> QTensorConfig | N
                 raise ConfigError(f"{where}_params.{field}: {value!r}. {did_you_mean(value, kind.__members__)}")
             values[field] = kind[value]
     return SPECS[name](**values)
-
-
-def _unjoined(params: Mapping[str, Any]) -> dict[str, Any]:
-    values = dict(params)
-    if JOINT in values:
-        values["num_iterations"], values["learning_rate"] = joint(values.pop(JOINT))
-    return values
 
 
 def joint(value: Any) -> tuple[Any, Any]:

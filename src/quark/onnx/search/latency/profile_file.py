@@ -214,7 +214,10 @@ class Profile:
         """Add the missing times of kernels."""
         running = self._to_run(models, missing)
         found: dict[str, list[float]] = defaultdict(list)
-        for model, times in zip(running, timer(running, seconds * _share(running, missing)), strict=True):
+        kernels = [kernel for model in running for kernel in model.kernels]
+        new = sum(kernel.first for kernel in kernels if kernel.signature in missing)
+        share = new / max(sum(kernel.first for kernel in kernels), 1e-9)
+        for model, times in zip(running, timer(running, seconds * share), strict=True):
             for kernel in model.kernels:
                 found[kernel.signature].append(times[kernel.name])
         now = {signature: sum(times) / len(times) for signature, times in found.items()}
@@ -265,13 +268,6 @@ class Profile:
         if not (valid and all(isinstance(part, dict) for part in parts) and str(machine.get("threads")).isdecimal()):
             raise FormatError(f"{path} is damaged: its times are numbers of seconds, none of them below 0.")
         return cls(path, machine, kernels, {kind: Line(*line) for kind, line in conversions.items()})
-
-
-def _share(models: Sequence[ProfiledModel], missing: set[str]) -> float:
-    """What part of the models' time the missing kernels are, by the first run of each."""
-    kernels = [kernel for model in models for kernel in model.kernels]
-    new = sum(kernel.first for kernel in kernels if kernel.signature in missing)
-    return new / max(sum(kernel.first for kernel in kernels), 1e-9)
 
 
 def open_profile(settings: MeasurementSettings) -> Profile:

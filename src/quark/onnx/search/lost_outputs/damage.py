@@ -173,19 +173,13 @@ def _are_alike(model: ir.Model, quantized: Model) -> bool:
 def _enough(model: ir.Model, feeds: Sequence[Feed]) -> int:
     """How many samples are looked at where the first ones are clear."""
     values = sum(array.size for array in feeds[0].values())
-    return max(SAMPLES, len(feeds) // SHARE, PRODUCTS // max(1, _weights(model) * values))
-
-
-def _weights(model: ir.Model) -> int:
-    """How many there are: as initializers, and as the nodes that Paddle writes."""
+    # How many there are: as initializers, and as the nodes that Paddle writes.
     tensors = [value.const_value for value in model.graph.initializers.values()]
     nodes = [node for node in model.graph if is_op(node, "Constant") and "value" in node.attributes]
-    return sum(x.size for x in (*tensors, *(node.attributes["value"].as_tensor() for node in nodes)) if x is not None)
-
-
-def _more_may_tell(found: Sequence[Verdict], count: int, enough: int) -> bool:
-    """Whether more samples are worth their time: twice as many where some differ, all where something seems lost."""
-    return any(each.unclear and (count <= enough or each.silent or each.lost()) for each in found)
+    weights = sum(
+        x.size for x in (*tensors, *(node.attributes["value"].as_tensor() for node in nodes)) if x is not None
+    )
+    return max(SAMPLES, len(feeds) // SHARE, PRODUCTS // max(1, weights * values))
 
 
 class _FloatModel:
@@ -292,10 +286,14 @@ class _Looked:
 
     def _looked_at(self, feeds: Sequence[Feed], enough: int) -> bool:
         """Judge with what both models said of these samples, too; whether more may tell more."""
-        self._peaks += [max((_peak(array) for array in feed.values()), default=0.0) for feed in feeds]
+        for feed in feeds:
+            # Integers name things, and values that are not finite are none.
+            floats = [array[np.isfinite(array)] for array in feed.values() if array.dtype.kind == "f"]
+            self._peaks.append(max((float(np.abs(array).max(initial=0)) for array in floats), default=0.0))
         self.count += len(feeds)
         self.found = self.verdicts()
-        return _more_may_tell(self.found, self.count, enough)
+        # Whether more samples are worth their time: twice as many where some differ, all where something seems lost.
+        return any(each.unclear and (self.count <= enough or each.silent or each.lost()) for each in self.found)
 
     def verdicts(self) -> list[Verdict]:
         """Of each part that can be judged; of one that is lost on the usual samples, that."""
@@ -316,8 +314,3 @@ class _Looked:
                 x, y = (self._store[key] for key in keys)
                 # Of another shape, the whole tells so.
                 yield (part.of(x), part.of(y)) if x.shape == y.shape else (x, y)
-
-
-def _peak(array: NumpyArray) -> float:
-    """The largest value of an input; 0 of one that is no number, or of integers, which name things."""
-    return float(np.abs(array[np.isfinite(array)]).max(initial=0)) if array.dtype.kind == "f" else 0.0

@@ -112,7 +112,7 @@ def judge(part: OutputPart, pairs: Iterable[Pair]) -> Verdict | None:
         None where there is no value, or no signal, to judge by.
     """
     pairs = [(x, y) for x, y in pairs if x.size or x.shape != y.shape]
-    if not pairs or not _same_shapes(pairs):
+    if not pairs or not all(x.shape == y.shape for x, y in pairs):
         return None
     if pairs[0][0].dtype.kind in "biu":
         return Verdict(part, None, _labels(pairs))
@@ -123,10 +123,6 @@ def judge(part: OutputPart, pairs: Iterable[Pair]) -> Verdict | None:
         return Verdict(part, sums.sqnr, None, silent=True, unclear=True)
     found = Verdict(part, sums.sqnr, _events(pairs, sums.peak) if len(pairs) > 1 else None)
     return found if not (found.lost() or sums.disagree) else Verdict(part, found.sqnr, found.decisions, unclear=True)
-
-
-def _same_shapes(pairs: Iterable[Pair]) -> bool:
-    return all(x.shape == y.shape for x, y in pairs)
 
 
 def _events(pairs: list[Pair], peak: float) -> float | None:

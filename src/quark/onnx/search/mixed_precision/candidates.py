@@ -25,7 +25,7 @@ from quark.base.progress import progress
 from quark.core.dtypes import MICRO_EXPONENT
 from quark.core.granularity import PerGroup
 from quark.core.names.patterns import Subgraph
-from quark.core.spec import LayerSpec, TensorSpec
+from quark.core.spec import LayerSpec
 from quark.errors import ConfigError, FormatError, NothingQualifiesError, did_you_mean
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.statistics import fingerprint
@@ -130,13 +130,12 @@ def _kept(model: ir.Model, config: AutoMixprecisionConfig, settings: Settings) -
         kept |= nodes_of(scopes, model, "specific_layer_config")
     kept |= {node for node in model.graph if node.op_type not in config.target_op_type}
     if config.no_input_qdq_shared:
-        kept |= {node for node in model.graph if not _reads_alone(node)}
+        kept |= {
+            node
+            for node in model.graph
+            if not (bool(node.inputs) and node.inputs[0] is not None and (len(node.inputs[0].uses()) == 1))
+        }
     return kept
-
-
-def _reads_alone(node: ir.Node) -> bool:
-    """Whether nothing else reads the first input of a node."""
-    return bool(node.inputs) and node.inputs[0] is not None and len(node.inputs[0].uses()) == 1
 
 
 def _require(names: Any, nodes: Any, where: str, model: ir.Model) -> None:
@@ -184,16 +183,12 @@ def stored_bytes(model: ir.Model, settings: Settings) -> float:
     coded: dict[tuple[str, str], float] = {}
     for (node, index), spec in placement.weights.items():
         value = node.inputs[index]
-        coded[getattr(value, "name", None) or "", str(spec.dtype)] = constant(value).size * _bits(spec) / 8
+        shared = 8 / spec.granularity.size if spec.is_block and isinstance(spec.granularity, PerGroup) else 0.0
+        bits = spec.dtype.bits + shared + (0.5 if spec.dtype.name in MICRO_EXPONENT else 0.0)
+        coded[getattr(value, "name", None) or "", str(spec.dtype)] = constant(value).size * bits / 8
     initializers = model.graph.initializers
     floats = {name: initializers[name].const_value for name, _ in coded if name in initializers}
     return weight_bytes(model) - sum(tensor.nbytes for tensor in floats.values() if tensor) + sum(coded.values())
-
-
-def _bits(spec: TensorSpec) -> float:
-    """Bits of a value, shared exponents included."""
-    shared = 8 / spec.granularity.size if spec.is_block and isinstance(spec.granularity, PerGroup) else 0.0
-    return spec.dtype.bits + shared + (0.5 if spec.dtype.name in MICRO_EXPONENT else 0.0)
 
 
 # Sensitivity ---------------------------------------------------------------------------------------------------------
