@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -47,22 +48,22 @@ def leave_masks_in_float(
     Returns:
         Those of the observed tensors that are taken out.
     """
-
-    def seen(value: ir.Value) -> Range | None:
-        observer = observers.get(placement.root(value)) if value in placement.activations else None
-        if observer is None or observer.low is None or observer.high is None:
-            return None
-        return float(np.min(np.asarray(observer.low))), float(np.max(np.asarray(observer.high)))
-
     masks = {root for root, observer in observers.items() if carries_mask(observer, placement.half)}
     nan = {root for root, observer in observers.items() if _holds_nan(observer)}
     if nan:
         members = [value for value in placement.activations if placement.root(value) in nan]
         masks |= nan - {placement.root(value) for value in set(members) - _meant_nan(graph)}
-    added = added_masks(graph, seen) | set(made)
+    added = added_masks(graph, partial(_observed_range, observers, placement)) | set(made)
     masks |= {placement.root(value) for value in added} & set(observers)
     placement.leave_in_float(masks | added)
     return masks
+
+
+def _observed_range(observers: Mapping[ir.Value, Observer], placement: Placement, value: ir.Value) -> Range | None:
+    observer = observers.get(placement.root(value)) if value in placement.activations else None
+    if observer is None or observer.low is None or observer.high is None:
+        return None
+    return float(np.min(np.asarray(observer.low))), float(np.max(np.asarray(observer.high)))
 
 
 def carries_mask(observer: Observer, half: bool) -> bool:

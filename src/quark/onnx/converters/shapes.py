@@ -24,17 +24,14 @@ def assign_shapes(model: ir.Model, fix_shapes: str = "") -> int:
         PASSES["fix_shapes"](model, ";".join(f"{name}:{sizes}" for name, sizes in inputs.items()))
     for name, sizes in wanted.items():
         if name in outputs:
-            _set_output(outputs[name], sizes)
+            value = outputs[name]
+            old = [None] * len(sizes) if value.shape is None else list(value.shape)
+            if len(old) != len(sizes) or any(isinstance(k, int) and k != s for k, s in zip(old, sizes, strict=True)):
+                raise ConfigError(f"The output {name} is {value.shape}, not {sizes}.")
+            value.shape = ir.Shape(sizes)
     infer_shapes(model)
     after = _shapes(model)
     return sum(after[name] != before.get(name) for name in after)
-
-
-def _set_output(value: ir.Value, sizes: list[int]) -> None:
-    known = list(value.shape) if value.shape is not None else [None] * len(sizes)
-    if len(known) != len(sizes) or any(isinstance(k, int) and k != s for k, s in zip(known, sizes, strict=False)):
-        raise ConfigError(f"The output {value.name} is {value.shape}, not {sizes}.")
-    value.shape = ir.Shape(sizes)
 
 
 def _shapes(model: ir.Model) -> dict[str | None, str]:

@@ -128,7 +128,9 @@ def put_back(body: Body, twin: Body, changed: BodyModel, model: ir.Model) -> Non
         _read_instead(graph, stands, current[value])
         graph.inputs.remove(stands)
     _share_constants(changed, current)
-    _read_nothing(old)
+    for node in old.all_nodes():
+        for index in range(len(node.inputs)):
+            node.replace_input_with(index, None)
     # What decodes a stored constant around the body may have no reader but the body, which has folded it since.
     for read in [read for read in reads.values() if read is not None]:
         producer = read.producer()
@@ -150,12 +152,6 @@ def _share_constants(changed: BodyModel, current: dict[ir.Value, ir.Value]) -> N
         if copied is not None and unchanged and now.const_value is not None:
             _read_instead(graph, copied, now)
             del graph.initializers[name]
-
-
-def _read_nothing(graph: ir.Graph) -> None:
-    for node in graph.all_nodes():
-        for index in range(len(node.inputs)):
-            node.replace_input_with(index, None)
 
 
 def _read_instead(graph: ir.Graph, stands: ir.Value, value: ir.Value) -> None:

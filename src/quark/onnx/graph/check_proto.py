@@ -119,8 +119,9 @@ def _check_nodes(nodes: Nodes, where: str, depth: int, folder: Path) -> list[tup
             _check_value(attribute, of)
             for tensor in tensors_of(attribute):
                 check_tensor(tensor, of, folder)
-            for whole in _sparse(attribute):
-                dense(whole, of, folder)
+            for whole in (attribute.sparse_tensor, *attribute.sparse_tensors):
+                if whole is not attribute.sparse_tensor or attribute.HasField("sparse_tensor"):
+                    dense(whole, of, folder)
             bodies += [(f" in the body {quoted(attribute.name)} of {who}", g, depth + 1) for g in bodies_of(attribute)]
     return bodies
 
@@ -164,12 +165,6 @@ def bodies_of(attribute: onnx.AttributeProto) -> Iterator[onnx.GraphProto]:
     if attribute.HasField("g"):
         yield attribute.g
     yield from attribute.graphs
-
-
-def _sparse(attribute: onnx.AttributeProto) -> Iterator[onnx.SparseTensorProto]:
-    if attribute.HasField("sparse_tensor"):
-        yield attribute.sparse_tensor
-    yield from attribute.sparse_tensors
 
 
 def check_expansion(graph: onnx.GraphProto, functions: dict[Key, onnx.FunctionProto]) -> None:

@@ -107,7 +107,7 @@ class _Masks:
 
     def find_added(self, node: ir.Node) -> None:
         """Find what the node adds or selects, and what it gives on."""
-        operands = _operands(node) if node.op_type in CARRIES else []
+        operands = _operands(node)
         for output in [value for value in node.outputs if value in self.least and operands]:
             most, seen = self.least[output], self.range_of(output)
             if node.op_type in ADDS | SELECTS:
@@ -187,17 +187,13 @@ def _possible_ranges(graph: ir.Graph, range_of: RangeOf, computed: set[ir.Value]
         if range_of(value) is not None or not _may_be_float(value):
             note(value, (0.0, 1.0))
     for node in graph:
-        operands = _operands(node) if node.op_type in CARRIES else []
+        operands = _operands(node)
         known = [possible[value] for value in operands if value in possible]
         complete = known and len(known) == len(operands)
         follows = _result(node.op_type, known) if complete else None
         for output in node.outputs:
-            if output in computed:
-                note(output, None)
-            elif complete or _may_be_float(output):
-                note(output, follows)
-            else:
-                note(output, (0.0, 1.0))
+            limits = follows if complete or _may_be_float(output) else (0.0, 1.0)
+            note(output, None if output in computed else limits)
     return possible
 
 
@@ -235,6 +231,8 @@ def _product(one: Range, other: Range) -> Range:
 
 def _operands(node: ir.Node) -> list[ir.Value]:
     """The inputs whose values a node gives on, or adds."""
+    if node.op_type not in CARRIES:
+        return []
     indices = [*rule_of(node.op_type).inputs(node), *([2] if node.op_type == "Pad" else [])]
     values = [node.inputs[index] for index in indices if index < len(node.inputs)]
     return [value for value in values if value is not None]

@@ -38,7 +38,12 @@ def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str, bodies: bool 
         if isinstance(scope, frozenset):
             found |= {node for name, node in nodes.items() if {name, node.meta.get(STANDS_FOR)} & scope}
         elif isinstance(scope, str):
-            pattern = _pattern(scope)
+            if _is_name(scope):
+                pattern = "re:" + re.escape(scope)
+            elif scope.startswith("re:"):
+                pattern = scope
+            else:
+                pattern = f"re:{scope}{'' if scope.endswith('$') else '.*'}"
             require_matches([pattern], nodes, where)
             found |= {node for name, node in nodes.items() if matches(name, pattern)}
         else:
@@ -81,13 +86,6 @@ def outside(first: Iterable[str], last: Iterable[str], model: ir.Model) -> set[i
         named = {nodes[name] for name in names}
         found |= _reach(named, forward) - named
     return found
-
-
-def _pattern(scope: str) -> str:
-    """A scope as a pattern of `core/names/patterns.py`."""
-    if _is_name(scope):
-        return "re:" + re.escape(scope)
-    return scope if scope.startswith("re:") else "re:" + scope + ("" if scope.endswith("$") else ".*")
 
 
 def _between(scope: Subgraph, nodes: dict[str, ir.Node], where: str) -> set[ir.Node]:

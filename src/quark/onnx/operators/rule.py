@@ -50,10 +50,7 @@ class Rule:
 
     def moves(self, node: ir.Node) -> bool:
         """Whether the output of this node holds values of its input only, or zeros: then both have one scale."""
-        return self.shares_scale and not _brings_values(node)
-
-
-def _brings_values(node: ir.Node) -> bool:
-    """Whether a Resize puts a value of its own, which may lie anywhere, where it reads beyond its input."""
-    mode = node.attributes.get_string("coordinate_transformation_mode", "")
-    return mode == "tf_crop_and_resize" and node.attributes.get_float("extrapolation_value", 0.0) != 0.0
+        # Beyond its input a Resize may put a value of its own, which may lie anywhere.
+        mode = node.attributes.get_string("coordinate_transformation_mode", "")
+        outside = mode == "tf_crop_and_resize" and node.attributes.get_float("extrapolation_value", 0.0) != 0.0
+        return self.shares_scale and not outside

@@ -83,7 +83,11 @@ def _target(node: ir.Node) -> tuple[ir.Value | None, list[Member]]:
     if source is None or producer is None:
         return None, []
     affine = affine_of(node) if is_op(node, "BatchNormalization") else _arithmetic(node, source, producer)
-    members = [] if affine is None else _members(producer, affine)
+    members: list[Member] = []
+    if affine is not None and is_op(producer, *BIASED):
+        members = [Member(producer, affine)] if _can_fold(producer) else []
+    elif affine is not None and _joins_channels(producer):
+        members = _branches(producer, affine)
     return (source if any(member.index is None for member in members) else None), members
 
 
@@ -134,13 +138,6 @@ def _write_member(graph: ir.Graph, member: Member) -> None:
     _fold(graph, member.node, *member.affine)
     for value in member.behind:
         value.name = f"{value.name}_normalized"
-
-
-def _members(producer: ir.Node, affine: Affine) -> list[Member]:
-    """The parts that a factor and a shift are of; none where a layer alone cannot take them."""
-    if is_op(producer, *BIASED):
-        return [Member(producer, affine)] if _can_fold(producer) else []
-    return _branches(producer, affine) if _joins_channels(producer) else []
 
 
 def _joins_channels(node: ir.Node) -> bool:

@@ -32,7 +32,8 @@ def _hoist(node: ir.Node) -> int:
     first, first_output = BEFORE_STATES[node.op_type]
     inside = [value for part in (body, *body.subgraphs()) for value in own_values(part)]
     gone = []
-    for state in range(_states(node)):
+    states = len(node.inputs) - first - node.attributes.get_int("num_scan_inputs", 0)
+    for state in range(states):
         source, inner = node.inputs[first + state], body.inputs[first + state]
         if source is None or _before_identities(body.outputs[first_output + state]) is not inner:
             continue
@@ -74,12 +75,6 @@ def _replace(node: ir.Node, inputs: set[int], outputs: set[int]) -> None:
         old.name = None
         old.replace_all_uses_with(new, replace_graph_outputs=True)
     graph.remove(node, safe=True)
-
-
-def _states(node: ir.Node) -> int:
-    """How many values are handed from step to step."""
-    first, _ = BEFORE_STATES[node.op_type]
-    return len(node.inputs) - first - node.attributes.get_int("num_scan_inputs", 0)
 
 
 def _before_identities(value: ir.Value) -> ir.Value:

@@ -97,7 +97,11 @@ class LinearMeans:
         kernel, count = self.weight.shape[2:], 1
         for axis in reversed(range(len(kernel))):
             taps, positions = _taps(self.node, axis, x.shape[2 + axis], kernel[axis])
-            x, count = _summed(x, 2 + axis, taps), count * positions
+            count *= positions
+            if axis < len(kernel) - 1:
+                x = np.moveaxis(np.tensordot(x, taps, (2 + axis, 1)), -1, 2 + axis)
+            else:
+                x = (x.reshape(-1, x.shape[-1]) @ taps.T).reshape(*x.shape[:-1], len(taps))
         return x / np.float32(max(count, 1))
 
     def __call__(self, means: NumpyArray) -> NumpyArray:
@@ -150,13 +154,6 @@ def _constant_input(node: ir.Node, index: int, read: Callable[[ir.Value], NumpyA
     codes = source.inputs[0]
     assert codes is not None
     return decoded_codes(source, read(codes) if codes.is_initializer() else constant(codes))
-
-
-def _summed(x: NumpyArray, axis: int, taps: NumpyArray) -> NumpyArray:
-    """For each tap the sum over the positions of an axis that it reads, in place of the axis."""
-    if axis < x.ndim - 1:
-        return np.moveaxis(np.tensordot(x, taps, (axis, 1)), -1, axis)
-    return (x.reshape(-1, x.shape[axis]) @ taps.T).reshape(*x.shape[:axis], len(taps))
 
 
 def _taps(node: ir.Node, axis: int, size: int, kernel: int) -> tuple[NumpyArray, int]:

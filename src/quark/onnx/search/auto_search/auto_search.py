@@ -185,11 +185,13 @@ class AutoSearch:
         ):
             folder.mkdir(parents=True, exist_ok=True)
         with logged_to(Path(wanted.search_log_path)):
-            evaluator = wanted.search_evaluator
+            evaluator, samples = wanted.search_evaluator, self.eval_dataloader
+            if samples is not None and not hasattr(samples, "get_next") and not hasattr(samples, "__iter__"):
+                samples = [samples[position] for position in range(len(samples))]
             trials = SearchTrials(
                 self.model_input,
                 self.calibration_data_reader,
-                _items(self.eval_dataloader),
+                samples,
                 distance(wanted.search_metric, MEANS) if evaluator is None else None,
                 evaluator,
                 wanted.search_cache_dir,
@@ -314,10 +316,3 @@ def _ranges(space: Mapping[str, Any]) -> dict[str, Any]:
             f"advanced_fastft_search searches {', '.join(kinds)} of FastFinetune; the space has {tuning!r}."
         )
     return {name: {**kinds[name], "low": min(values), "high": max(values)} for name, values in tuning.items()}
-
-
-def _items(data: Any) -> Any:
-    """A loader that is read by position, as a list."""
-    if data is None or hasattr(data, "get_next") or hasattr(data, "__iter__"):
-        return data
-    return [data[position] for position in range(len(data))]

@@ -312,7 +312,10 @@ class _Edges:
         Elsewhere the line of the conversion says it, and that of what brings the tensor into the layout that the other
         side has, where it was left in its own.
         """
-        size, name = self._size(value), value.name or ""
+        name = value.name or ""
+        # A tensor that no kernel made has the size of its shape.
+        shape = [size for size in value.shape or () if isinstance(size, int)]
+        size = self.sizes[name] if name in self.sizes else math.prod(shape)
         blocked = self.lines["Reorder"](size) if name not in self.in_float.laid_out else 0.0
         last = self.lines["Transpose"](size) if name not in self.in_integers.laid_out else 0.0
         encode = self.in_integers.conversions.get(("QuantizeLinear", name))
@@ -324,12 +327,6 @@ class _Edges:
             decode = self.lines["DequantizeLinear"](size)
             decode += last * (before in self.last) + blocked * bool(readers & self.blocked)
         return encode, decode
-
-    def _size(self, value: ir.Value) -> int:
-        """How many values a tensor has, as it ran; one that no kernel made, by its shape."""
-        if value.name in self.sizes:
-            return self.sizes[value.name]
-        return math.prod(size for size in value.shape or () if isinstance(size, int))
 
 
 def _name(node: ir.Node | None) -> str:

@@ -5,7 +5,7 @@ A new step is a row of STEPS.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from quark.core.array import NumpyArray
@@ -127,18 +127,15 @@ def floating(config: FloatNodes, where_lost: bool = False) -> Change:
         if situation.goal.target is None and not where_lost:
             return "needs a target: it leaves no node in float that the target does not need"
         known = known_noise(settings, situation.noises) is not None
-        fitting = next((one for one in _fewer_runs(config) if known or not situation.skipped(one.forwards)), None)
+        # Fewer runs leave more tensors in groups.
+        configs = (replace(config, runs=runs) for runs in range(config.runs, FEWEST_RUNS - 1, -8))
+        fitting = next((one for one in configs if known or not situation.skipped(one.forwards)), None)
         if fitting is None:
             return situation.skipped(replace(config, runs=FEWEST_RUNS).forwards)
         prepared = _calibrated(settings, situation)
         return leave_in_float(prepared, fitting, settings, situation.noises, situation.measure)
 
     return change
-
-
-def _fewer_runs(config: FloatNodes) -> Iterator[FloatNodes]:
-    """The config, and with fewer runs, which leave more tensors in groups."""
-    yield from (replace(config, runs=runs) for runs in range(config.runs, FEWEST_RUNS - 1, -8))
 
 
 def with_plain_ranges(other: Change) -> Change:
