@@ -133,7 +133,7 @@ def _observe(
     return statistics
 
 
-def observer_of(names: list[str], spec: TensorSpec, settings: Settings, statistics: Statistics) -> Observer:
+def _observer_of(names: list[str], spec: TensorSpec, settings: Settings, statistics: Statistics) -> Observer:
     """The statistic that a spec asks for, of all values of these tensors; those without any count for nothing."""
     return _merged(names, statistics, lambda: make_observer(spec, settings))
 
@@ -151,13 +151,13 @@ def _merged(names: Sequence[str], statistics: Statistics, make: Callable[[], Obs
 def solved_observer(names: list[str], spec: TensorSpec, settings: Settings, statistics: Statistics) -> Observer:
     """The same, solved once for all decisions on these statistics; figures show the counts that others need not."""
     if settings.calibration.figures:
-        return observer_of(names, spec, settings, statistics)
+        return _observer_of(names, spec, settings, statistics)
     present = tuple(name for name in names if name in statistics.states)
     key = (present, spec, settings.calibration.of_one_tensor)
     if key not in statistics.solved:
         # The counts of all tensors would take more memory than all else: each is looked at as its range is solved.
         extremes = _merged(names, statistics, lambda: Observer(spec))
-        solve = partial(observer_of, names, spec, settings, statistics)
+        solve = partial(_observer_of, names, spec, settings, statistics)
         own_qparams = type(make_observer(spec, settings)).qparams is not Observer.qparams
         statistics.solved[key] = solve() if own_qparams else SolvedObserver(extremes, solve)
     return statistics.solved[key]

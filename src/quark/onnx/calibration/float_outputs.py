@@ -19,7 +19,7 @@ from quark.onnx.graph.sessions import run_sample
 OpenSession = Callable[[ir.Model], AbstractContextManager[onnxruntime.InferenceSession]]
 
 
-def where_finite(expected: NumpyArray, array: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
+def _where_finite(expected: NumpyArray, array: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
     """A float output and another, both 0 where the float one is NaN or infinite: there is nothing to be near to."""
     if expected.shape != array.shape or expected.dtype.kind != "f":
         return expected, array
@@ -75,7 +75,7 @@ class FloatOutputs:
         """What the float model gave at an output, of each sample; 0 where it is not finite."""
         for sample in range(self._count):
             array = self._store[sample, name]
-            yield where_finite(array, array)[0]
+            yield _where_finite(array, array)[0]
 
     def beside(self, model: ir.Model, count: int | None = None) -> Iterator[list[tuple[NumpyArray, NumpyArray]]]:
         """Of each sample, or of the first ones, for each output, the float one and that of another model."""
@@ -88,7 +88,7 @@ class FloatOutputs:
             if self._padding.masks:
                 feed = self._data[sample]
                 pairs = [tuple(self._padding.at_real(feed, pair)) if _alike(*pair) else pair for pair in pairs]
-            yield [where_finite(*pair) for pair in pairs]
+            yield [_where_finite(*pair) for pair in pairs]
 
     def _run(self, model: ir.Model, count: int | None = None) -> Iterator[list[NumpyArray]]:
         with self._open_session(model) as session:

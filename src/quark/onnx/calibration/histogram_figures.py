@@ -31,13 +31,13 @@ def check_figures(observers: Mapping[str, Observer]) -> None:
         OutputError: The folder cannot be made.
     """
     require_packages("SaveTensorHistFig", "plot", "matplotlib")
-    if observers and not any(has_histogram(observer) for observer in observers.values()):
+    if observers and not any(_has_histogram(observer) for observer in observers.values()):
         raise ConfigError("SaveTensorHistFig=True: MinMax keeps no histogram. Possible: Percentile, Entropy, MinMSE.")
     if Path(FOLDER).exists() and not Path(FOLDER).is_dir():
         raise OutputError(f"SaveTensorHistFig=True writes into the folder {FOLDER}, which is a file here.")
 
 
-def has_histogram(observer: Observer) -> bool:
+def _has_histogram(observer: Observer) -> bool:
     """Whether an observer counts values."""
     return isinstance(observer, (HistogramBasedObserver, PowerOfTwoMinMSEObserver))
 
@@ -55,7 +55,7 @@ def save_figures(observers: Mapping[str, Observer]) -> list[Path]:
 
     files = []
     for index, (name, observer) in enumerate(observers.items()):
-        if not has_histogram(observer):
+        if not _has_histogram(observer):
             continue
         low, high = (float(side) for side in observer.extremes())
         assert isinstance(observer, (HistogramBasedObserver, PowerOfTwoMinMSEObserver)) and observer.histogram

@@ -41,7 +41,7 @@ TAKES_PARTS = ("Slice", "Split", "Gather")
 
 
 @dataclass(frozen=True)
-class JoinedEnd:
+class _JoinedEnd:
     """A Concat whose tensor is not computed with as a whole.
 
     Attributes:
@@ -74,7 +74,7 @@ def leave_joined_ends(prepared: Prepared, settings: Settings) -> tuple[Prepared,
     return replace(prepared, data=data), _without_mixed(model, ends, first, settings)
 
 
-def _without_mixed(model: ir.Model, ends: Sequence[JoinedEnd], feeds: Sequence[Feed], settings: Settings) -> Settings:
+def _without_mixed(model: ir.Model, ends: Sequence[_JoinedEnd], feeds: Sequence[Feed], settings: Settings) -> Settings:
     ranges = _ranges(model, ends, feeds, settings)
     names = {node.name or "" for end in ends if _costs_a_part(end, ranges) for node in end.behind}
     if not names:
@@ -87,7 +87,7 @@ def _without_mixed(model: ir.Model, ends: Sequence[JoinedEnd], feeds: Sequence[F
     return replace(settings, specs=replace(specs, exclude=(*specs.exclude, frozenset(names))))
 
 
-def joined_ends(model: ir.Model, settings: Settings) -> Iterator[JoinedEnd]:
+def joined_ends(model: ir.Model, settings: Settings) -> Iterator[_JoinedEnd]:
     """The quantized Concats of a model whose tensor only outputs and takers of parts read."""
     # Placing takes longer than looking where a Concat leads, which in most models computes shapes.
     if settings.specs.weights_apart or not any(is_op(n, "Concat") and _behind(n, frozenset()) for n in model.graph):
@@ -103,7 +103,7 @@ def joined_ends(model: ir.Model, settings: Settings) -> Iterator[JoinedEnd]:
             behind = _behind(node, quantized)
             values = placement.quantized(value for node in behind for value in node.outputs)
             if values and (spec := placement.activations[values[0]]).needs_calibration:
-                yield JoinedEnd(node, frozenset(behind), 2**spec.dtype.bits)
+                yield _JoinedEnd(node, frozenset(behind), 2**spec.dtype.bits)
 
 
 def _behind(node: ir.Node, quantized: frozenset[ir.Node]) -> set[ir.Node]:
@@ -127,7 +127,7 @@ def _behind(node: ir.Node, quantized: frozenset[ir.Node]) -> set[ir.Node]:
 
 
 def _ranges(
-    model: ir.Model, ends: Sequence[JoinedEnd], feeds: Sequence[Feed], settings: Settings
+    model: ir.Model, ends: Sequence[_JoinedEnd], feeds: Sequence[Feed], settings: Settings
 ) -> Mapping[str, tuple[float, float]]:
     """The smallest and the largest value of each tensor that is joined, and 0."""
     joined = [value for end in ends for value in end.node.inputs if value is not None]
@@ -150,7 +150,7 @@ def _range(array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> tuple[fl
     return min(0.0, float(finite.min(initial=0))), max(0.0, float(finite.max(initial=0)))
 
 
-def _costs_a_part(end: JoinedEnd, ranges: Mapping[str, tuple[float, float]]) -> bool:
+def _costs_a_part(end: _JoinedEnd, ranges: Mapping[str, tuple[float, float]]) -> bool:
     """Whether one scale would leave a part that holds anything too few codes."""
     parts = [ranges[source_name(value)] for value in end.node.inputs if value is not None]
     step = (max(high for _, high in parts) - min(low for low, _ in parts)) / end.codes

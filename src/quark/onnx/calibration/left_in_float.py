@@ -48,7 +48,7 @@ def leave_masks_in_float(
     Returns:
         Those of the observed tensors that are taken out.
     """
-    masks = {root for root, observer in observers.items() if carries_mask(observer, placement.half)}
+    masks = {root for root, observer in observers.items() if _carries_mask(observer, placement.half)}
     nan = {root for root, observer in observers.items() if _holds_nan(observer)}
     if nan:
         members = [value for value in placement.activations if placement.root(value) in nan]
@@ -66,7 +66,7 @@ def _observed_range(observers: Mapping[ir.Value, Observer], placement: Placement
     return float(np.min(np.asarray(observer.low))), float(np.max(np.asarray(observer.high)))
 
 
-def carries_mask(observer: Observer, half: bool) -> bool:
+def _carries_mask(observer: Observer, half: bool) -> bool:
     """Whether a tensor holds -3e38, or -inf, with which it is an attention mask wherever it stands.
 
     NaN and +inf are no mask: an observer refuses them.

@@ -16,7 +16,7 @@ WIDTHS: Mapping[str, str] = {"int8": "int8", "uint8": "int8", "int16": "int16", 
 """Type of the codes -> the precision that it counts as."""
 
 
-def nodes_by_precision(model: ir.Model) -> dict[str, list[str]]:
+def _nodes_by_precision(model: ir.Model) -> dict[str, list[str]]:
     """The layers with 8-bit and with 16-bit input activations: {"int8": names, "int16": names}.
 
     A MatMul counts where one of its operands, and only one, is a weight.
@@ -44,7 +44,7 @@ def _is_weight(value: ir.Value | None) -> bool:
 
 def describe_precision(model: ir.Model) -> Iterator[str]:
     """The names of both kinds, each on a line, and how many there are."""
-    found = nodes_by_precision(model)
+    found = _nodes_by_precision(model)
     for width, names in found.items():
         yield f"{width} activation node names:"
         yield from names
@@ -58,5 +58,5 @@ def a16w8_a8w8_nodes(input_model_path: str | os.PathLike[str] | onnx.ModelProto)
     Raises:
         FormatError: There is no ONNX model.
     """
-    found = nodes_by_precision(read(input_model_path))
+    found = _nodes_by_precision(read(input_model_path))
     return found["int8"], found["int16"]

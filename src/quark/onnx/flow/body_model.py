@@ -41,7 +41,7 @@ class Body:
 
 
 @dataclass(frozen=True, eq=False)
-class BodyModel:
+class _BodyModel:
     """A copy of a body as a model of its own.
 
     Attributes:
@@ -68,7 +68,7 @@ def bodies_of(graph: ir.Graph) -> list[Body]:
     ]
 
 
-def as_model(body: Body, around: ir.Model) -> BodyModel:
+def as_model(body: Body, around: ir.Model) -> _BodyModel:
     """A copy of a body as a model of its own.
 
     Args:
@@ -95,7 +95,7 @@ def as_model(body: Body, around: ir.Model) -> BodyModel:
         node.replace_input_with(index, made[value])
     graph.opset_imports.update(around.opset_imports)
     model = ir.Model(graph, ir_version=around.ir_version, functions=list(around.functions.values()))
-    return BodyModel(model, own, captured, constants)
+    return _BodyModel(model, own, captured, constants)
 
 
 def captured_reads(graph: ir.Graph) -> Iterator[tuple[ir.Node, int]]:
@@ -108,7 +108,7 @@ def captured_reads(graph: ir.Graph) -> Iterator[tuple[ir.Node, int]]:
             yield node, index
 
 
-def put_back(body: Body, twin: Body, changed: BodyModel, model: ir.Model) -> None:
+def put_back(body: Body, twin: Body, changed: _BodyModel, model: ir.Model) -> None:
     """Put a changed copy of a body in the place of the body.
 
     Args:
@@ -143,7 +143,7 @@ def put_back(body: Body, twin: Body, changed: BodyModel, model: ir.Model) -> Non
     _free_names(graph, model)
 
 
-def _share_constants(changed: BodyModel, current: dict[ir.Value, ir.Value]) -> None:
+def _share_constants(changed: _BodyModel, current: dict[ir.Value, ir.Value]) -> None:
     """Let a changed copy read constants around it, but those that an algorithm or a pass changed, here or there."""
     graph = changed.model.graph
     for name, (tensor, value) in changed.constants.items():

@@ -52,7 +52,7 @@ def prepare(model: ir.Model, settings: Settings, passed: Settings | None = None)
         run_passes(model, {**settings.passes, CONVERT_OPSET: _opset(model, settings)})
     _join_weights(model, settings)
     _balance_weights(model, settings)
-    check_float_type(model, settings)
+    _check_float_type(model, settings)
     return _drop_removed(settings, model)
 
 
@@ -190,7 +190,7 @@ def _half_scale(spec: TensorSpec | None) -> TensorSpec | None:
     return replace(spec, scale_type=ScaleType.float16) if spec.scale_type is ScaleType.float32 else spec
 
 
-def check_float_type(model: ir.Model, settings: Settings) -> None:
+def _check_float_type(model: ir.Model, settings: Settings) -> None:
     """Raise NotSupportedError for a half-precision model, and ConfigError for another, where that is not asked for."""
     values = [*model.graph.inputs, *model.graph.initializers.values()]
     if settings.qdq.quantize_fp16:

@@ -109,7 +109,7 @@ def output_constants(layer: ir.Node) -> tuple[ChannelConstant, ...]:
     return (weight_by_output(layer), *((ChannelConstant(layer, 2),) if biased else ()))
 
 
-def added_constant(value: ir.Value) -> tuple[ir.Node, int] | None:
+def _added_constant(value: ir.Value) -> tuple[ir.Node, int] | None:
     """The Add of a constant that alone reads a value, and which of its inputs the constant is."""
     if not read_once(value):
         return None
@@ -120,7 +120,7 @@ def added_constant(value: ir.Value) -> tuple[ir.Node, int] | None:
 
 def added_bias(value: ir.Value, channels: int) -> ChannelConstant | None:
     """What the Add that alone reads a value gives each of its channels, which lie along its last axis."""
-    added = added_constant(value)
+    added = _added_constant(value)
     bias = None if added is None else ChannelConstant(*added)
     fits = bias is not None and constant(bias.value).shape in ((channels,), (1, channels), (1, 1, channels))
     return bias if fits else None
@@ -128,7 +128,7 @@ def added_bias(value: ir.Value, channels: int) -> ChannelConstant | None:
 
 def matmul_bias(node: ir.Node) -> tuple[ir.Node, int] | None:
     """The Add that alone reads a MatMul and adds a constant vector, and which of its inputs that is."""
-    added = added_constant(node.outputs[0]) if node.op_type == "MatMul" else None
+    added = _added_constant(node.outputs[0]) if node.op_type == "MatMul" else None
     return added if added is not None and constant(added[0].inputs[added[1]]).ndim == 1 else None
 
 

@@ -58,7 +58,7 @@ def check_proto(model: onnx.ModelProto, folder: Path, elsewhere: Container[str] 
             raise FormatError(f"bodies lie within each other, over {DEEPEST} deep{where}.")
         _check_graph(graph, where, folder, () if where else elsewhere)
         places += _check_nodes(graph.node, where, depth, folder)
-    check_expansion(model.graph, functions)
+    _check_expansion(model.graph, functions)
 
 
 def _check_graph(graph: onnx.GraphProto, where: str, folder: Path, elsewhere: Container[str]) -> None:
@@ -167,7 +167,7 @@ def bodies_of(attribute: onnx.AttributeProto) -> Iterator[onnx.GraphProto]:
     yield from attribute.graphs
 
 
-def check_expansion(graph: onnx.GraphProto, functions: dict[Key, onnx.FunctionProto]) -> None:
+def _check_expansion(graph: onnx.GraphProto, functions: dict[Key, onnx.FunctionProto]) -> None:
     """Raise FormatError where functions call themselves, or make too deep or too large a graph when written out."""
     sizes: dict[Key, tuple[int, int]] = {}
 

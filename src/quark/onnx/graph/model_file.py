@@ -40,7 +40,7 @@ def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
     model = _read(source)
     refuse_quantized(model)
     refuse_invalid(model, _name(source))
-    correct_shapes(model)
+    _correct_shapes(model)
     return model
 
 
@@ -135,7 +135,7 @@ def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
             outside the folder of the model, or with functions or bodies without end.
     """
     model = _read(source)
-    correct_shapes(model)
+    _correct_shapes(model)
     return model
 
 
@@ -168,9 +168,9 @@ def _read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
     _check_graph(model, name)
     _sort_nodes(model, name)
     name_nodes(model)
-    name_omitted(model)
-    free_open_sizes(model)
-    say_one_sided(model)
+    _name_omitted(model)
+    _free_open_sizes(model)
+    _say_one_sided(model)
     return model
 
 
@@ -207,7 +207,7 @@ def name_nodes(model: ir.Model) -> None:
         seen.add(node.name)
 
 
-def free_open_sizes(model: ir.Model) -> None:
+def _free_open_sizes(model: ir.Model) -> None:
     """Make sizes below 0, as some exporters write them, what they mean to the runtime: unknown."""
     made = (value for node in model.graph.all_nodes() for value in node.outputs)
     for value in (*model.graph.inputs, *model.graph.outputs, *made):
@@ -216,7 +216,7 @@ def free_open_sizes(model: ir.Model) -> None:
             value.shape = ir.Shape(open_sizes)
 
 
-def name_omitted(model: ir.Model) -> None:
+def _name_omitted(model: ir.Model) -> None:
     """Name the outputs that are left out of a list, as that of Split: none is optional, and the runtime dies of it."""
     used = {value.name for node in model.graph.all_nodes() for value in (*node.inputs, *node.outputs) if value}
     for node in model.graph.all_nodes():
@@ -226,7 +226,7 @@ def name_omitted(model: ir.Model) -> None:
                 used.add(value.name)
 
 
-def say_one_sided(model: ir.Model) -> None:
+def _say_one_sided(model: ir.Model) -> None:
     """Write the default of STFT, half of the spectrum, where it is left out: onnx infers the shape of the whole one."""
     for node in model.graph.all_nodes():
         if node.op_type == "STFT" and node.domain in ("", "ai.onnx") and "onesided" not in node.attributes:
@@ -263,7 +263,7 @@ def infer_shapes(model: ir.Model) -> None:
                 value.type, value.shape = ir.SequenceType(value.type), None
 
 
-def correct_shapes(model: ir.Model) -> None:
+def _correct_shapes(model: ir.Model) -> None:
     """Replace shapes within the graph that contradict what follows from its inputs, as the runtime does."""
     before = {value: (value.type, value.shape) for node in model.graph.all_nodes() for value in node.outputs}
     inside = [value for node in model.graph for value in node.outputs if not value.is_graph_output()]

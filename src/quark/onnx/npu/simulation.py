@@ -69,7 +69,7 @@ def sigmoid(model: ir.Model, node: ir.Node) -> bool:
     return True
 
 
-def hard_sigmoid_factor(model: ir.Model, node: ir.Node) -> bool:
+def _hard_sigmoid_factor(model: ir.Model, node: ir.Node) -> bool:
     """Scale a HardSigmoid of slope 1/6 as the DPU's multiplication by 2731 / 2^14 does."""
     if node.op_type != "HardSigmoid":
         return False
@@ -77,7 +77,7 @@ def hard_sigmoid_factor(model: ir.Model, node: ir.Node) -> bool:
     return is_sixth and _scale(model, node, HARD_SIGMOID_FACTOR)
 
 
-def average_pool(model: ir.Model, node: ir.Node) -> bool:
+def _average_pool(model: ir.Model, node: ir.Node) -> bool:
     """Scale an AveragePool or GlobalAveragePool."""
     if node.op_type == "AveragePool":
         return _scale(model, node, mean_factor(*node.attributes["kernel_shape"].as_ints()))
@@ -86,7 +86,7 @@ def average_pool(model: ir.Model, node: ir.Node) -> bool:
     return _scale(model, node, mean_factor(*_sizes(node, None)))
 
 
-def reduce_mean(model: ir.Model, node: ir.Node) -> bool:
+def _reduce_mean(model: ir.Model, node: ir.Node) -> bool:
     """Scale a ReduceMean."""
     if node.op_type != "ReduceMean":
         return False
@@ -192,9 +192,9 @@ def _set(node: ir.Node, name: str, value: float) -> None:
 CONVERSIONS: dict[str, Callable[[ir.Model, ir.Node], bool]] = {
     "LeakyRelu": leaky_relu,
     "Sigmoid": sigmoid,
-    "HardSigmoid": hard_sigmoid_factor,
-    "AvgPool": average_pool,
-    "ReduceMean": reduce_mean,
+    "HardSigmoid": _hard_sigmoid_factor,
+    "AvgPool": _average_pool,
+    "ReduceMean": _reduce_mean,
     "Clip": clip,
     "Softmax": softmax,
     "InstanceNorm": instance_norm,

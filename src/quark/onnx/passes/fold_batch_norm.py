@@ -33,7 +33,7 @@ ARITHMETIC = ("Mul", "Div", "Add", "Sub")
 
 
 @dataclass(frozen=True)
-class Member:
+class _Member:
     """A part of the channels that a factor and a shift are of.
 
     Attributes:
@@ -76,16 +76,16 @@ def affine_of(norm: ir.Node) -> Affine | None:
     return factor, beta - mean * factor
 
 
-def _target(node: ir.Node) -> tuple[ir.Value | None, list[Member]]:
+def _target(node: ir.Node) -> tuple[ir.Value | None, list[_Member]]:
     """What a node normalizes, multiplies or adds to, and the parts that it folds into; None where it stays."""
     source = node.inputs[1] if is_op(node, *ARITHMETIC) and is_constant(node.inputs[0]) else node.inputs[0]
     producer = source.producer() if source is not None and read_once(source) else None
     if source is None or producer is None:
         return None, []
     affine = affine_of(node) if is_op(node, "BatchNormalization") else _arithmetic(node, source, producer)
-    members: list[Member] = []
+    members: list[_Member] = []
     if affine is not None and is_op(producer, *BIASED):
-        members = [Member(producer, affine)] if _can_fold(producer) else []
+        members = [_Member(producer, affine)] if _can_fold(producer) else []
     elif affine is not None and _joins_channels(producer):
         members = _branches(producer, affine)
     return (source if any(member.index is None for member in members) else None), members
@@ -130,7 +130,7 @@ def _is_per_channel(array: NumpyArray, rank: int, channels: int) -> bool:
     return array.ndim <= rank and padded[0] == 1 and padded[1] in (1, channels) and math.prod(padded[2:]) == 1
 
 
-def _write_member(graph: ir.Graph, member: Member) -> None:
+def _write_member(graph: ir.Graph, member: _Member) -> None:
     """Fold a factor and a shift into a layer, or write them before a Concat."""
     if member.index is not None:
         _write(graph, member.node, member.index, member.affine)
@@ -148,25 +148,25 @@ def _joins_channels(node: ir.Node) -> bool:
     return bool(sizes) and node.attributes["axis"].as_int() % len(sizes[0] or ()) == 1
 
 
-def _branches(concat: ir.Node, affine: Affine) -> list[Member]:
+def _branches(concat: ir.Node, affine: Affine) -> list[_Member]:
     """The parts of a Concat: each a layer, with what gives its factors on, or the edge into the Concat."""
     sizes = [(dims(value) or [])[1] or 0 for value in concat.inputs]
-    members: list[Member] = []
+    members: list[_Member] = []
     parts = zip(*(np.split(array, np.cumsum(sizes)[:-1]) for array in affine), strict=True)
     for index, (value, part) in enumerate(zip(concat.inputs, parts, strict=True)):
         assert value is not None
-        members += _branch(value, part, ()) or [Member(concat, part, index)]
+        members += _branch(value, part, ()) or [_Member(concat, part, index)]
     return members
 
 
-def _branch(value: ir.Value, affine: Affine, behind: tuple[ir.Value, ...]) -> list[Member]:
+def _branch(value: ir.Value, affine: Affine, behind: tuple[ir.Value, ...]) -> list[_Member]:
     """The layers that write one part; none where it cannot be changed."""
     node, (factor, shift) = value.producer(), affine
     if node is None or not read_once(value):
         return []
     behind = (*behind, value)
     if is_op(node, "Conv", "ConvTranspose"):
-        return [Member(node, affine, behind=behind)] if _can_fold(node) else []
+        return [_Member(node, affine, behind=behind)] if _can_fold(node) else []
     if is_op(node, *HOMOGENEOUS) and len(node.outputs) == 1 and (factor > 0).all() and not shift.any():
         source = node.inputs[0]
         return [] if source is None else _branch(source, affine, behind)

@@ -38,7 +38,7 @@ def stored_specs(node: ir.Node, layer: LayerSpec, settings: Settings, placement:
         return {}
     if node.op_type in FUSED_LAYERS:
         large = [index for index in indices if constant(node.inputs[index]).size >= SMALLEST_TABLE]
-        return {index: fused_spec(node, spec) for index in large}
+        return {index: _fused_spec(node, spec) for index in large}
     if is_op(node, *RECURRENT):
         return _recurrent_specs(node, indices, spec, layer.dynamic_input)
     if layer.input is not None and layer.dynamic_input and isinstance(spec.granularity, PerTensor):
@@ -74,13 +74,13 @@ def _recurrent_specs(node: ir.Node, indices: list[int], spec: TensorSpec, dynami
 def stored_spec(node: ir.Node, index: int, spec: TensorSpec, in_kernel: bool) -> TensorSpec | None:
     """A spec in the form that the node, or its kernel of integers, has for this constant; None where it has none."""
     if node.op_type in FUSED_LAYERS:
-        return fused_spec(node, spec)
+        return _fused_spec(node, spec)
     if is_op(node, *RECURRENT):
         return _recurrent(node, index, spec, in_kernel)
     return _table(node, spec).get(index)
 
 
-def fused_spec(node: ir.Node, spec: TensorSpec) -> TensorSpec:
+def _fused_spec(node: ir.Node, spec: TensorSpec) -> TensorSpec:
     """The spec of a matrix, its scales those of output channels, or of a table, whose rows have them."""
     axis = output_axis(node)
     if isinstance(spec.granularity, PerGroup):

@@ -69,7 +69,7 @@ def float_outputs(model: ir.Model) -> list[str]:
     return names
 
 
-def same_shape(name: str, expected: NumpyArray, array: NumpyArray) -> None:
+def _same_shape(name: str, expected: NumpyArray, array: NumpyArray) -> None:
     """Raise NotSupportedError where an output has another shape than that of the float model."""
     if expected.shape != array.shape:
         raise NotSupportedError(
@@ -145,7 +145,7 @@ class PartScorer(Scorer):
         comparisons = {part: Comparison() for parts in self._parts for part in parts}
         for pairs in outputs:
             for parts, (expected, array) in zip(self._parts, pairs, strict=True):
-                same_shape(parts[0].tensor, expected, array)
+                _same_shape(parts[0].tensor, expected, array)
                 for part in parts:
                     with np.errstate(invalid="ignore", over="ignore"):
                         comparisons[part].update(*self.values(part, part.of(expected), part.of(array)))
@@ -338,7 +338,7 @@ def output_metrics(reference: ir.Model, model: ir.Model, data: Samples, settings
     cosines, distances = [], []
     for outputs in expected.beside(model):
         for name, (x, y) in zip(expected.names, outputs, strict=True):
-            same_shape(name, x, y)
+            _same_shape(name, x, y)
             if not np.isfinite(y).all():
                 raise NonFiniteError(
                     f"EvalMetrics: the output {name} holds NaN or Inf, which the float model's does not."

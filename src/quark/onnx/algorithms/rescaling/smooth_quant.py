@@ -42,7 +42,7 @@ DYNAMIC = spec("uint8", symmetric=False)
 """What DynamicQuantizeLinear quantizes to."""
 
 
-class ChannelStatistics:
+class _ChannelStatistics:
     """Smallest, largest and mean squared value of each channel, which lie along the last axis."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ def smooth(model: ir.Model, config: SmoothQuantConfig, settings: Settings, data:
     groups = _groups(model, place(model, settings))
     if not groups:
         return 0
-    statistics = {group.value.name or "": ChannelStatistics() for group in groups}
+    statistics = {group.value.name or "": _ChannelStatistics() for group in groups}
     collect(Prepared(model, required(data, config)), statistics, settings)
     done = [group for group in groups if _smooth(group, statistics[group.value.name or ""], config.alpha)]
     multiplied = sum(group.constants is None for group in done)
@@ -190,7 +190,7 @@ class _Search:
         return single or part.size == self.channels
 
 
-def _smooth(group: Group, statistics: ChannelStatistics, alpha: float) -> bool:
+def _smooth(group: Group, statistics: _ChannelStatistics, alpha: float) -> bool:
     """Scale one tensor if that is worth it."""
     if not statistics.count:
         return False
@@ -211,7 +211,7 @@ def _smooth(group: Group, statistics: ChannelStatistics, alpha: float) -> bool:
     return True
 
 
-def _noise(group: Group, statistics: ChannelStatistics, s: NumpyArray) -> float | None:
+def _noise(group: Group, statistics: _ChannelStatistics, s: NumpyArray) -> float | None:
     """The noise of the outputs under a scale; None where the input has no one step."""
     if not group.input.has_zero_point:
         return None

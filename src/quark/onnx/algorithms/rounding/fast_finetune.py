@@ -103,7 +103,7 @@ def tune(quantized: QuantizedLayers, config: Config) -> list[Tuned]:
     check_output_index(config, quantized.reference.graph.outputs)
     device = optimizer_device(config)
     if config.ref_model_path is not None:
-        quantized = with_reference(quantized, config.ref_model_path)
+        quantized = _with_reference(quantized, config.ref_model_path)
     run = _Run(quantized, config, device)
     layers = run.chosen()
     memory = {0: 1 << 62, 1: MEMORY, 2: 0}[config.mem_opt_level]
@@ -283,7 +283,7 @@ class EndToEnd:
         return better
 
 
-def with_reference(quantized: QuantizedLayers, path: str) -> QuantizedLayers:
+def _with_reference(quantized: QuantizedLayers, path: str) -> QuantizedLayers:
     """The layers with inputs and targets of another float model, which has layers of the same names.
 
     Raises:

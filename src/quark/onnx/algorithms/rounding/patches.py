@@ -23,7 +23,7 @@ from quark.onnx.operators.axes import data_axis, output_axis
 
 
 @dataclass(frozen=True)
-class Dense:
+class _Dense:
     """Gemm or MatMul with a constant second operand.
 
     Attributes:
@@ -64,7 +64,7 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class Convolution:
+class _Convolution:
     """Conv or ConvTranspose.
 
     Attributes:
@@ -140,7 +140,7 @@ class Convolution:
         return np.pad(x, pads), reach
 
 
-Product = Dense | Convolution
+Product = _Dense | _Convolution
 
 
 def product_of(node: ir.Node, weight: NumpyArray) -> Product:
@@ -152,14 +152,14 @@ def product_of(node: ir.Node, weight: NumpyArray) -> Product:
     if node.op_type == "MatMul":
         if weight.ndim != 2:
             raise NotSupportedError(f"a MatMul with a weight of {weight.ndim} axes; possible: 2")
-        return Dense()
+        return _Dense()
     if node.op_type == "Gemm":
         factor = node.attributes.get_float("alpha", 1.0)
-        return Dense(data_axis(node) == 0, output_axis(node) == 0, factor)
+        return _Dense(data_axis(node) == 0, output_axis(node) == 0, factor)
     return _convolution(node, weight)
 
 
-def _convolution(node: ir.Node, weight: NumpyArray) -> Convolution:
+def _convolution(node: ir.Node, weight: NumpyArray) -> _Convolution:
     attributes, kernel, axes = node.attributes, tuple(weight.shape[2:]), weight.ndim - 2
     strides = tuple(attributes.get_ints("strides", (1,) * axes) or ())
     dilations = tuple(attributes.get_ints("dilations", (1,) * axes) or ())
@@ -170,4 +170,4 @@ def _convolution(node: ir.Node, weight: NumpyArray) -> Convolution:
     if transposed and (pads is None or "output_shape" in attributes):
         raise NotSupportedError("a ConvTranspose whose padding follows from its output; possible: `pads`")
     group = attributes.get_int("group", 1) or 1
-    return Convolution(kernel, strides, dilations, pads, group, auto == "SAME_UPPER", transposed)
+    return _Convolution(kernel, strides, dilations, pads, group, auto == "SAME_UPPER", transposed)

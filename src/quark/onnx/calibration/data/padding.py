@@ -195,7 +195,7 @@ def _has_gaps(real: NumpyArray) -> bool:
     return bool((starts.sum(1) > 1).any())
 
 
-class BareSamples(CalibrationDataReader):
+class _BareSamples(CalibrationDataReader):
     """The samples of a reader without their padding; see `Padding`.
 
     Args:
@@ -231,4 +231,4 @@ def without_padding(data: Any, model: ir.Model | onnx.ModelProto) -> Any:
         model: That they are for.
     """
     padding = Padding.of(model) if data is not None else None
-    return BareSamples(data, padding) if padding is not None and padding.masks else data
+    return _BareSamples(data, padding) if padding is not None and padding.masks else data

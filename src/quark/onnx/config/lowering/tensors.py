@@ -202,7 +202,7 @@ def _lower_block(config: QTensorConfig, options: Mapping[str, Any], weight: bool
     """The exponent of an OCP block is that of its largest magnitude (floor); the other formats have no scale type."""
     kind = config.data_type
     ocp = kind.core not in BFP_FORMATS
-    attributes = block_attributes(options, "MXAttributes" if ocp else "BFPAttributes")
+    attributes = _block_attributes(options, "MXAttributes" if ocp else "BFPAttributes")
     rounding = attributes.get("rounding_mode", 2)
     if rounding not in ROUNDINGS:
         raise NotSupportedError(f"rounding_mode {rounding} of {kind} is not part of this version; possible: 0, 2.")
@@ -217,7 +217,7 @@ def _lower_block(config: QTensorConfig, options: Mapping[str, Any], weight: bool
     )
 
 
-def block_attributes(options: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _block_attributes(options: Mapping[str, Any], name: str) -> dict[str, Any]:
     """BFPAttributes or MXAttributes. Raises ConfigError for an unknown entry."""
     attributes = dict(value_of(options, name))
     for key in attributes:
@@ -245,14 +245,14 @@ def data_type_of(kind: ExtendedQuantType, options: Mapping[str, Any]) -> DataTyp
         ConfigError: the attributes name no known format.
     """
     if kind is ExtendedQuantType.QBFP:
-        given = block_attributes(options, "BFPAttributes")
+        given = _block_attributes(options, "BFPAttributes")
         key = (given.get("bfp_method", "to_bfp"), given.get("bit_width", 16))
         if key not in BFP_TYPES:
             shown = ", ".join(f"{method} with {bits}" for method, bits in BFP_TYPES)
             raise ConfigError(f"BFPAttributes: no format is {key[0]} with bit_width {key[1]}; possible: {shown}.")
         return BFP_TYPES[key]
     if kind is ExtendedQuantType.QMX:
-        element = block_attributes(options, "MXAttributes").get("element_dtype", "int8")
+        element = _block_attributes(options, "MXAttributes").get("element_dtype", "int8")
         if element not in MX_TYPES:
             raise ConfigError(f"MXAttributes.element_dtype: {element!r}. {did_you_mean(str(element), MX_TYPES)}")
         return MX_TYPES[element]

@@ -60,7 +60,7 @@ def _group(group: Mapping[str, Any], config: Config) -> list[Config]:
         return [{}]
     lists = {name: values for name, values in group.items() if name != CONDITION}
     for name, values in lists.items():
-        if is_range(values):
+        if _is_range(values):
             raise ConfigError(f"{name}: {values} is a range. Possible in a grid: a list of values.")
     return [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
 
@@ -72,7 +72,7 @@ def holds(condition: Any, config: Config) -> bool:
     return all(config.get(name) == value for name, value in condition.items())
 
 
-def is_range(values: Any) -> bool:
+def _is_range(values: Any) -> bool:
     """Whether these are numbers between two ends: {"type": "float" or "int", "low": ..., "high": ...}."""
     return isinstance(values, dict) and values.get("type") in ("float", "int")
 
@@ -90,7 +90,7 @@ def check_space(search_space: Mapping[str, Any]) -> None:
             raise ConfigError(f"search_space[{name!r}] needs {CONDITION}: a name, or a dict from name to value.")
         for inner, choices in values.items():
             listed = isinstance(choices, list) and choices
-            if inner != CONDITION and not listed and not (is_range(choices) and {"low", "high"} <= choices.keys()):
+            if inner != CONDITION and not listed and not (_is_range(choices) and {"low", "high"} <= choices.keys()):
                 raise ConfigError(
                     f"search_space[{name!r}][{inner!r}]: {choices!r}; possible: a list of values, or "
                     '{"type": "int" or "float", "low": ..., "high": ...}.'
@@ -329,7 +329,7 @@ class RandomSampler:
         return configuration(self.space, lambda name, values: self._draw(values))
 
     def _draw(self, values: Any) -> Any:
-        if not is_range(values):
+        if not _is_range(values):
             return values[int(self.random.integers(len(values)))]
         low, high = _scaled(values["low"], values), _scaled(values["high"], values)
         return _number(float(self.random.uniform(low, high)), values)
@@ -348,7 +348,7 @@ class TPESampler(RandomSampler):
         return configuration(self.space, lambda name, values: self._best(values, _seen(name, good), _seen(name, bad)))
 
     def _best(self, values: Any, good: list[Any], bad: list[Any]) -> Any:
-        if is_range(values):
+        if _is_range(values):
             return self._best_number(values, good, bad)
         shares = [_shares(values, seen) for seen in (good, bad)]
         draws = self.random.choice(len(values), DRAWS, p=shares[0])

@@ -9,7 +9,7 @@ One rule of ONNX Runtime is no cut: a float convolution that reads decoded codes
 more, it computes in integers all the same. Where the cut has one, others follow (the convolution in integers; what
 comes before it in float; what comes behind it in float), of which the cheapest goes on: branch and bound.
 
-What a placement leaves to choose, with the seconds of each group of nodes and each conversion, is a `PlacementChoice`.
+What a placement leaves to choose, with the seconds of each group of nodes and each conversion, is a `_PlacementChoice`.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ float is the more exact."""
 
 
 @dataclass(frozen=True)
-class PlacementChoice:
+class _PlacementChoice:
     """What can be chosen.
 
     Attributes:
@@ -225,7 +225,7 @@ def placement_choice(
     in_float: Side,
     in_integers: Side,
     lines: Mapping[str, Line],
-) -> PlacementChoice:
+) -> _PlacementChoice:
     """The choice between a float model and what a placement makes of it.
 
     Args:
@@ -254,7 +254,7 @@ def placement_choice(
     choice = KernelChoice(
         times[0], times[1], tuple(found.values()), needs, tuple(_absorbed(groups, placement, found)), GAIN
     )
-    return PlacementChoice(choice, groups, frozenset(names))
+    return _PlacementChoice(choice, groups, frozenset(names))
 
 
 def _needs(groups: NodeGroups, followers: Sequence[ir.Node]) -> Iterator[tuple[str, str]]:

@@ -78,9 +78,9 @@ def leave_slower_in_float(prepared: Prepared, settings: Settings, timer: Timer =
     settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
     if settings.specs.weights_apart:
         _check(settings)
-        return leave_slower_apart(model, settings, data, timer)
+        return _leave_slower_apart(model, settings, data, timer)
     if settings.measurement.profile is None:
-        settings = with_exact_sums(settings)
+        settings = _with_exact_sums(settings)
     found = measure(model, settings, data, timer)
     times = f"float {found.float_seconds * 1e3:.3f} ms, by the target's rule {found.all_seconds * 1e3:.3f} ms"
     if not found.in_integers:
@@ -95,7 +95,7 @@ def leave_slower_in_float(prepared: Prepared, settings: Settings, timer: Timer =
     return _without(settings, found.stay_float)
 
 
-def with_exact_sums(settings: Settings) -> Settings:
+def _with_exact_sums(settings: Settings) -> Settings:
     """The settings with uint8 weights for int8 ones, of the values that these have, where this processor needs them.
 
     Its kernels are exact for uint8 inputs and weights; for int8 weights they are so with VNNI only.
@@ -197,7 +197,7 @@ WITHIN_NOISE = 0.015
 
 
 @dataclass(frozen=True)
-class Slower:
+class _Slower:
     """What is slower than float.
 
     Attributes:
@@ -211,7 +211,7 @@ class Slower:
     candidates: int
 
 
-def leave_slower_apart(model: ir.Model, settings: Settings, data: Samples | None, timer: Timer) -> Settings:
+def _leave_slower_apart(model: ir.Model, settings: Settings, data: Samples | None, timer: Timer) -> Settings:
     """The settings, with each node computed as is fastest; as they are where the model cannot be run.
 
     Args:
@@ -255,7 +255,7 @@ def leave_slower_apart(model: ir.Model, settings: Settings, data: Samples | None
     return replace(settings, specs=replace(specs, by_name=by_name, exclude=exclude))
 
 
-def _slower(model: ir.Model, settings: Settings, feed: Feed, timer: Timer) -> Slower:
+def _slower(model: ir.Model, settings: Settings, feed: Feed, timer: Timer) -> _Slower:
     placed, quantized = model.clone(), model.clone()
     placement = place(placed, settings)
     names, in_kernels, tables = (
@@ -267,7 +267,7 @@ def _slower(model: ir.Model, settings: Settings, feed: Feed, timer: Timer) -> Sl
         )
     )
     if not in_kernels | tables:
-        return Slower(frozenset(), frozenset(), len(names))
+        return _Slower(frozenset(), frozenset(), len(names))
     write(decide(Prepared(quantized), settings))
     _name_last_nodes(quantized, model)
     sides, _ = _timed_sides((model, quantized), feed, settings, timer, SECONDS_APART, conversions=False)
@@ -283,7 +283,7 @@ def _slower(model: ir.Model, settings: Settings, feed: Feed, timer: Timer) -> Sl
     kept = {groups.find(name): lost(name) for name in (in_kernels - stored) | tables}
     # A table in float takes twice the bytes: noise of a measurement is no reason.
     kept[""] = -WITHIN_NOISE * sum(before.values())
-    return Slower(stored, frozenset(_tables_in_float(tables, kept, lost_by={n: lost(n) for n in tables})), len(names))
+    return _Slower(stored, frozenset(_tables_in_float(tables, kept, lost_by={n: lost(n) for n in tables})), len(names))
 
 
 def _name_last_nodes(quantized: ir.Model, model: ir.Model) -> None:

@@ -46,7 +46,7 @@ Retry = Callable[[frozenset[str]], tuple[onnx.ModelProto, Damage | None]]
 
 
 @dataclass(frozen=True)
-class Advice:
+class _Advice:
     """What may help.
 
     Attributes:
@@ -78,9 +78,9 @@ class Advice:
         return f"exclude {', '.join(self.nodes)} (tried: {self.tried}), "
 
 
-def exclusion_that_helps(
+def _exclusion_that_helps(
     model: ir.Model, quantized: onnx.ModelProto | Path, feeds: Sequence[Feed], retry: Retry | None
-) -> Advice:
+) -> _Advice:
     """Find the nodes that lose most, and those without which the outputs are not lost.
 
     Args:
@@ -89,7 +89,7 @@ def exclusion_that_helps(
         feeds: Samples.
         retry: What quantizes without some nodes; None to try nothing.
     """
-    source, chosen, advice = to_proto(model), list[str](), Advice()
+    source, chosen, advice = to_proto(model), list[str](), _Advice()
     feeds = feeds[:: -(-len(feeds) // LOOKED)]
     for _ in range(TRIES):
         # It adds outputs to what it is given.
@@ -100,7 +100,7 @@ def exclusion_that_helps(
         if not advice.blamed:
             blamed = {names[layer.tensor]: (layer, before) for layer, before in reversed(layers[:BLAMED])}
             losses = [f"{before:.1f} dB -> {layer.sqnr:.1f}" for layer, before in reversed(blamed.values())]
-            advice = Advice(tuple(reversed(blamed)), tuple(losses))
+            advice = _Advice(tuple(reversed(blamed)), tuple(losses))
         worst = [layer.tensor for layer, _ in layers if _around(model, [layer.tensor]) - set(chosen)][:BLAMED]
         if retry is None or not worst:
             return advice
@@ -113,7 +113,7 @@ def exclusion_that_helps(
             return advice
         if left is None:
             return advice
-        advice = Advice(advice.blamed, advice.losses, tuple(chosen), left)
+        advice = _Advice(advice.blamed, advice.losses, tuple(chosen), left)
         if not left.lost:
             return advice
     return advice
@@ -169,7 +169,7 @@ def refuse_damage(
         logger.warning(f"The quantized model has lost its outputs on calibration samples: {found}.")
         return
     named = weight_bytes(model) < PROTOBUF_LIMIT
-    advice = exclusion_that_helps(model, quantized, feeds, retry) if named else Advice()
+    advice = _exclusion_that_helps(model, quantized, feeds, retry) if named else _Advice()
     raise DamageError(
         f"The quantized model has lost its outputs on calibration samples: {found}; {least:g} dB are asked for. "
         f"{advice.blame}Possible: {_exclusion(model, advice)}another configuration, "
@@ -177,7 +177,7 @@ def refuse_damage(
     )
 
 
-def _exclusion(model: ir.Model, advice: Advice) -> str:
+def _exclusion(model: ir.Model, advice: _Advice) -> str:
     """What excluding can do, with a comma behind: nothing where no nodes are known to help.
 
     Without an If, Loop or Scan there may be nothing left to quantize: nodes within it can be named as well.

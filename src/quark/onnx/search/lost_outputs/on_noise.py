@@ -41,7 +41,7 @@ SHORTEST = 8
 
 
 @dataclass(frozen=True)
-class LeftOnNoise:
+class _LeftOnNoise:
     """What noise leaves of outputs, where that is little.
 
     Attributes:
@@ -58,7 +58,7 @@ class LeftOnNoise:
         return self.sqnr < LEAST
 
 
-def little_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path) -> LeftOnNoise | None:
+def little_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path) -> _LeftOnNoise | None:
     """Compare two models on noise.
 
     Args:
@@ -79,10 +79,10 @@ def little_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path) -> LeftO
             found = list(_left(model, quantized, sample[0], colour))
             lost = _mostly_below(LEAST, found)
             if lost is not None:
-                return LeftOnNoise(lost, f"SQNR {lost:.1f} {words}")
+                return _LeftOnNoise(lost, f"SQNR {lost:.1f} {words}")
             low = _mostly_below(DOUBTFUL, [[each for each in told if not each.part.bounded] for told in found])
             if low is not None and doubtful is None:
-                doubtful = LeftOnNoise(low, f"SQNR {low:.1f} {words}")
+                doubtful = _LeftOnNoise(low, f"SQNR {low:.1f} {words}")
     except QuarkError as error:
         logger.debug("The outputs cannot be compared on noise: %s", error)
     return doubtful

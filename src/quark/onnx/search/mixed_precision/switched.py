@@ -60,7 +60,7 @@ CLIP_OPSET = 11
 """From which on bounds are inputs."""
 
 
-def switchable(model: ir.Model, settings: Settings) -> bool:
+def _switchable(model: ir.Model, settings: Settings) -> bool:
     """Whether decisions under settings, and what is written of them, change nothing of a model but its tensors."""
     special = settings.qdq.dual_pairs or settings.qdq.quantize_fp16 or settings.qdq.matmul_nbits is not None
     return not special and opset(model) >= CLIP_OPSET
@@ -108,7 +108,7 @@ State = dict[Key, Number | Codes]
 """What is decided of each."""
 
 
-def state_of(decision: Decision) -> State | None:
+def _state_of(decision: Decision) -> State | None:
     """What a decision says of each tensor; None where something of it has no form here."""
     placement, qparams = decision.placement, decision.qparams
     if placement.dynamic:
@@ -167,7 +167,7 @@ class Part:
     gives: list[str]
 
 
-class SwitchedModel:
+class _SwitchedModel:
     """A float model that computes what the quantized ones of decisions do.
 
     Args:
@@ -413,7 +413,7 @@ class SwitchedOutputs:
     prepared: Prepared
     output: str
     threads: int = field(default_factory=lambda: os.cpu_count() or 1)
-    switched: SwitchedModel | None = None
+    switched: _SwitchedModel | None = None
 
     def share(self, settings: Sequence[Settings]) -> None:
         """Build the model that trials share, if they can.
@@ -421,21 +421,21 @@ class SwitchedOutputs:
         Args:
             settings: Of which the trials will take some tensors as the first has them, and the others as another has.
         """
-        if not all(switchable(self.prepared.model, each) for each in settings):
+        if not all(_switchable(self.prepared.model, each) for each in settings):
             return
         first, *others = [self._decide(each) for each in settings]
-        states = [state_of(other) for other in others]
-        state = state_of(first)
+        states = [_state_of(other) for other in others]
+        state = _state_of(first)
         if state is not None and all(other is not None and other.keys() == state.keys() for other in states):
             found = [other for other in states if other is not None]
-            self.switched = SwitchedModel(first, state, found, self.output, self.prepared.data)
+            self.switched = _SwitchedModel(first, state, found, self.output, self.prepared.data)
 
     def __call__(self, settings: Settings, count: int) -> Iterator[list[NumpyArray]] | None:
         """The output for each of the first samples; None where a model has to be quantized."""
         if self.switched is None:
             return None
         decision = self._decide(settings)
-        state = state_of(decision)
+        state = _state_of(decision)
         fits = state is not None and self.switched.fits(decision, state)
         return self.switched.run(decision, state, count, self.threads) if state is not None and fits else None
 
