@@ -188,13 +188,13 @@ class ModelQuantizer:
             target: The value of the metric that is enough.
             quick: Try only the steps that gain most for their seconds, and without a target no more where the loss is
                 seldom felt: from 30 dB ("sqnr") on, or 35 dB of scores. Fewer than four samples are then calibrated
-                with and judged by alike; without a target what a softmax or a sigmoid gives is judged by its scores;
+                with and compared by; without a target the output of a softmax or a sigmoid is compared by its scores;
                 seconds that other programs take do not count.
             allow_wider: Whether the model may have types of more bits than the config asks for (16 for 8, 8 for 4)
                 where nothing else reaches the target.
             weights_alone: Quantizer of weights, which is tried where the best model keeps so little that tasks suffer:
                 less than 25 dB, or 30 dB of scores. It gets half of the budget besides.
-            without_samples: Quantizer that needs none: see `search/recovery/rival.py`.
+            without_samples: Quantizer that needs none: see `search/recovery/alternative.py`.
 
         Raises:
             CalibrationError: Fewer than four samples, or none.
@@ -203,7 +203,7 @@ class ModelQuantizer:
         from quark.onnx.evaluation.cpu_price import saturating_layers
         from quark.onnx.search.history import duration
         from quark.onnx.search.lost_outputs.damage import SpreadSamples
-        from quark.onnx.search.recovery.rival import Rival
+        from quark.onnx.search.recovery.alternative import Alternative
         from quark.onnx.search.recovery.search import WeightsAlone, recover
         from quark.onnx.search.recovery.steps import QUICK_STEPS, STEPS
 
@@ -216,12 +216,12 @@ class ModelQuantizer:
                 kept = None if reader is None else SpreadSamples(reader, model)
                 source = _Source(model_input, model.clone(), kept)
                 data = repeatable(kept, model, self.settings)
-                rival = None if without_samples is None else Rival(model.clone(), without_samples.settings)
+                alternative = None if without_samples is None else Alternative(model.clone(), without_samples.settings)
                 weights = None if weights_alone is None else WeightsAlone(model.clone(), weights_alone.settings)
                 found, model = recover(
                     model, self.settings, data, measure, target, seconds, QUICK_STEPS if quick else STEPS,
                     quick=quick, allow_wider=allow_wider,
-                    rival=rival, weights=weights,
+                    alternative=alternative, weights=weights,
                 )  # fmt: skip
             note = saturating_layers(model, self.settings)
             found = replace(found, model=self._written(model, model_output, source))

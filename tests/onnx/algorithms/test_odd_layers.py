@@ -38,7 +38,7 @@ NORMS: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
 }
 
 
-def behind(norm: str) -> onnx.ModelProto:
+def after(norm: str) -> onnx.ModelProto:
     """A layer that reads what a norm gives whose type no inference knows."""
     b = odd.Odd()
     b.node("MatMul", ["x", b.weight("w", 8, 8)], "h")
@@ -62,7 +62,7 @@ def near(model: onnx.ModelProto, algorithm: Any) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_layer_behind_an_operator_of_unknown_type(norm: str, algorithm: Any) -> None:
-    near(behind(norm), algorithm)
+    near(after(norm), algorithm)
 
 
 @pytest.mark.slow

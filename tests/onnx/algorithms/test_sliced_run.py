@@ -44,9 +44,9 @@ def started(proto: Any, feeds: list[Any], settings: Settings = S8) -> QuantizedL
     infer_shapes(model)
     data = Samples(feeds, model_inputs(model))
     reference = model.clone()
-    twins = dict(zip(model.graph, reference.graph, strict=True))
+    counterparts = dict(zip(model.graph, reference.graph, strict=True))
     quantized = QuantizedLayers(decide(Prepared(model, data), settings), reference, data)
-    quantized.write(twins)
+    quantized.write(counterparts)
     return quantized
 
 
@@ -68,7 +68,7 @@ def test_a_sweep_shows_what_runs_of_the_whole_models_show(name: str, memory: int
     assert quantized.data is not None
     expected: dict[str, list[Any]] = {}
     for layer in quantized.layers:
-        inner = tapped(to_proto(quantized.reference), [layer.data.name, layer.twin.outputs[0].name], feeds[1])
+        inner = tapped(to_proto(quantized.reference), [layer.data.name, layer.counterpart.outputs[0].name], feeds[1])
         read, given = quantized.input_of(layer).name, quantized.output_of(layer).name
         expected[layer.name] = [*inner, *tapped(to_proto(quantized.decision.model), [read, given], feeds[1])]
     seen = []

@@ -35,7 +35,7 @@ def test_damage_is_that_of_the_whole_models() -> None:
     found = damages(made)
     sums = np.zeros((len(found), 2))
     for feed in images(2):
-        expected = tapped(to_proto(made.reference), [layer.twin.outputs[0].name for layer in found], feed)
+        expected = tapped(to_proto(made.reference), [layer.counterpart.outputs[0].name for layer in found], feed)
         given = tapped(to_proto(made.decision.model), [made.output_of(layer).name for layer in found], feed)
         sums += [(np.sum(x**2), np.sum((x - y) ** 2)) for x, y in zip(expected, given, strict=True)]
     np.testing.assert_allclose(list(found.values()), 10 * np.log10(sums[:, 0] / sums[:, 1]), atol=0.3)
@@ -51,7 +51,7 @@ def test_the_worst_layers_run_in_the_order_of_the_graph() -> None:
             runs.append([layer.name for layer in narrowed.layers])
             assert config == "config" and narrowed.data is made.data
             for layer in narrowed.layers:
-                assert np.array_equal(layer.weight, constant(layer.twin.inputs[layer.index]))
+                assert np.array_equal(layer.weight, constant(layer.counterpart.inputs[layer.index]))
             return len(narrowed.layers)
 
         assert improve_worst(made, WorstLayers("config", run, share)) == count

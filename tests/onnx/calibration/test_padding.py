@@ -125,8 +125,8 @@ def test_a_model_of_one_length_is_observed_at_real_positions() -> None:
     for name in found:
         assert found[name] == pytest.approx(expected[name], rel=1e-5), name
     ones = [{**feed, "attention_mask": np.ones_like(feed["attention_mask"])} for feed in feeds(batches())]
-    loud = ranges(encoder(fixed=True), ones)
-    assert any(loud[name] > 2 * expected[name] for name in found), "the padding would have been seen"
+    noisy = ranges(encoder(fixed=True), ones)
+    assert any(noisy[name] > 2 * expected[name] for name in found), "the padding would have been seen"
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "gptq" else pytest.mark.slow) for n in LEARN])
@@ -265,5 +265,5 @@ def test_a_model_that_saw_no_masked_position_masks_all_the_same(name: str) -> No
     expected, found = (run(file, batch) for file in (onnx.load_from_string(encoder()), model))
     real = batch["attention_mask"] == 1
     assert sqnr(expected[real], found[real]) > 25
-    loud = run(model, {**batch, "attention_mask": np.ones_like(batch["attention_mask"])})
-    assert sqnr(expected[real], loud[real]) < 10, "what the mask keeps away"
+    noisy = run(model, {**batch, "attention_mask": np.ones_like(batch["attention_mask"])})
+    assert sqnr(expected[real], noisy[real]) < 10, "what the mask keeps away"

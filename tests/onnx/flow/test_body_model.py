@@ -15,10 +15,10 @@ from tests.models.onnx_zoo import branches, mlp, run
 @pytest.mark.parametrize("model", [branches(), sums("Loop"), sums("Scan")], ids=["If", "Loop", "Scan"])
 def test_a_body_put_back_is_what_it_was(model: onnx.ModelProto) -> None:
     loaded = load(model)
-    twin = loaded.clone()
-    for body, copied in zip(bodies_of(loaded.graph), bodies_of(twin.graph), strict=True):
+    counterpart = loaded.clone()
+    for body, copied in zip(bodies_of(loaded.graph), bodies_of(counterpart.graph), strict=True):
         reads = [(node.name, index) for node, index in captured_reads(body.graph)]
-        changed = as_model(copied, twin)
+        changed = as_model(copied, counterpart)
         assert not list(captured_reads(changed.model.graph))
         put_back(body, copied, changed, loaded)
         assert [(node.name, index) for node, index in captured_reads(body.graph)] == reads
@@ -41,9 +41,9 @@ def test_captured_constants_are_initializers_and_inner_reads_are_those_of_the_bo
 
 
 def test_names_of_the_model_around_are_left_to_it() -> None:
-    loaded, twin = load(branches()), load(branches())
-    body, copied = bodies_of(loaded.graph)[0], bodies_of(twin.graph)[0]
-    changed = as_model(copied, twin)
+    loaded, counterpart = load(branches()), load(branches())
+    body, copied = bodies_of(loaded.graph)[0], bodies_of(counterpart.graph)[0]
+    changed = as_model(copied, counterpart)
     for node in changed.model.graph:
         node.name = "product_node"
         node.outputs[0].name = "product" if node.op_type == "MatMul" else "x"

@@ -112,9 +112,9 @@ def test_dynamic_for_a_cpu_stores_the_weights_of_convolutions_per_channel() -> N
     assert (errors <= steps * 27).all()
     preset = get_default_config("UINT8_DYNAMIC_QUANT")
     preset.extra_options["RefineWeightScales"] = False
-    loud = ModelQuantizer(Config(preset)).quantize_model(model)
-    assert loud is not None
-    one_scale = np.abs(outputs(loud, feed)[0] - outputs(model, feed)[0]).max(axis=(0, 2, 3))
+    noisy = ModelQuantizer(Config(preset)).quantize_model(model)
+    assert noisy is not None
+    one_scale = np.abs(outputs(noisy, feed)[0] - outputs(model, feed)[0]).max(axis=(0, 2, 3))
     assert one_scale[1:].max() > 10 * errors[1:].max()
 
 

@@ -71,7 +71,7 @@ def run_before(model: ir.Model, settings: Settings, data: Samples | None) -> int
     for algorithm in settings.algorithms:
         if type(algorithm) in BEFORE:
             count = BEFORE[type(algorithm)](model, algorithm, settings, data)
-            # One that also runs afterwards is judged then.
+            # One that also runs afterwards is compared then.
             changed += count if type(algorithm) in AFTER else _counted(algorithm, count, settings)
     return changed
 

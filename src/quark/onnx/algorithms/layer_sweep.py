@@ -128,7 +128,7 @@ def sweep(
     reads = {layer: quantized.input_of(layer) for layer in layers}
     quantized_run = SlicedRun(quantized.decision.model, data, count, store, reads.values())
     # Of each layer what it reads and gives in the float model.
-    wanted = {layer: [*([layer.data] if float_inputs else []), layer.twin.outputs[0]] for layer in layers}
+    wanted = {layer: [*([layer.data] if float_inputs else []), layer.counterpart.outputs[0]] for layer in layers}
     goals = [value for values in wanted.values() for value in values]
     reference = SlicedRun(quantized.reference, data, count, store, goals)
     left, real = [*goals, *reads.values()], RealRows(Padding.of(quantized.reference), data)
@@ -138,7 +138,7 @@ def sweep(
         for run, value in mine:
             run.reach(value)
         # The positions of a convolution are not apart.
-        rows = real if layer.twin.op_type in PRODUCTS else None
+        rows = real if layer.counterpart.op_type in PRODUCTS else None
         inputs, *before, outputs = (Column(run, value, rows) for run, value in mine)
         output = quantized.output_of(layer)
         yield Visit(layer, inputs, before[0] if before else (), outputs, quantized_run, output, rows)

@@ -28,10 +28,10 @@ class QuantizedLayer:
 
     Attributes:
         node: In the quantized model.
-        twin: In the float model, whose weights stay as they were.
+        counterpart: In the float model, whose weights stay as they were.
         index: Which input the weight is.
         source: The float weight that the codes are computed from.
-        bias: The float bias that codes are computed from, if there is one of the node's own, or of the Add behind a
+        bias: The float bias that codes are computed from, if there is one of the node's own, or of the Add after a
             MatMul.
         spec, params: Of the weight.
         output: Spec and qparams of the tensor that the node or its activation writes, where that has a scale.
@@ -39,7 +39,7 @@ class QuantizedLayer:
     """
 
     node: ir.Node
-    twin: ir.Node
+    counterpart: ir.Node
     index: int
     source: ir.Value
     bias: ir.Value | None
@@ -51,7 +51,7 @@ class QuantizedLayer:
     @property
     def name(self) -> str:
         """Name of the node."""
-        return self.twin.name or self.twin.op_type
+        return self.counterpart.name or self.counterpart.op_type
 
     @property
     def weight(self) -> NumpyArray:
@@ -75,7 +75,7 @@ class QuantizedLayer:
     @property
     def factor(self) -> float:
         """What the bias is multiplied by: beta of a Gemm."""
-        return self.twin.attributes.get_float("beta", 1.0) if self.twin.op_type == "Gemm" else 1.0
+        return self.counterpart.attributes.get_float("beta", 1.0) if self.counterpart.op_type == "Gemm" else 1.0
 
     @property
     def rounded(self) -> NumpyArray:
@@ -85,15 +85,15 @@ class QuantizedLayer:
     @property
     def data(self) -> ir.Value:
         """What the node reads in the float model."""
-        value = self.twin.inputs[0]
+        value = self.counterpart.inputs[0]
         assert value is not None
         return value
 
     @property
     def activation(self) -> ir.Node | None:
         """The Relu, Clip, LeakyRelu or PRelu that alone reads the output."""
-        uses = list(self.twin.outputs[0].uses())
-        follows = len(uses) == 1 and uses[0].idx == 0 and not self.twin.outputs[0].is_graph_output()
+        uses = list(self.counterpart.outputs[0].uses())
+        follows = len(uses) == 1 and uses[0].idx == 0 and not self.counterpart.outputs[0].is_graph_output()
         return uses[0].node if follows and uses[0].node.op_type in ACTIVATIONS else None
 
 
@@ -116,13 +116,13 @@ class QuantizedLayers:
     layers: list[QuantizedLayer] = field(default_factory=list)
     _replaced: dict[ir.Node, ir.Node] = field(default_factory=dict)
 
-    def write(self, twins: Mapping[ir.Node, ir.Node]) -> None:
-        """Note the layers, whose float weights hide behind codes then, and write the decision into the model.
+    def write(self, counterparts: Mapping[ir.Node, ir.Node]) -> None:
+        """Note the layers, whose float weights become codes, and write the decision into the model.
 
         Args:
-            twins: Each node of the model -> the same node of the float model.
+            counterparts: Each node of the model -> the same node of the float model.
         """
-        self._find_layers(twins)
+        self._find_layers(counterparts)
         self._replaced = write(self.decision)
 
     def input_of(self, layer: QuantizedLayer) -> ir.Value:
@@ -144,7 +144,7 @@ class QuantizedLayers:
             params = rescaled(params, layer.spec, np.maximum(params.scale, least))
         layer.params = self.decision.qparams.weights[layer.node, layer.index] = params
 
-    def _find_layers(self, twins: Mapping[ir.Node, ir.Node]) -> None:
+    def _find_layers(self, counterparts: Mapping[ir.Node, ir.Node]) -> None:
         placement, qparams = self.decision.placement, self.decision.qparams
         for (node, index), spec in placement.weights.items():
             if index != rule_of(node.op_type).weight or node in placement.dynamic:
@@ -155,9 +155,11 @@ class QuantizedLayers:
             shared = any(len(value.uses()) > 1 for value in (source, bias) if value is not None)
             params = qparams.weights[node, index]
             output = self._output(node)
-            self.layers.append(QuantizedLayer(node, twins[node], index, source, bias, spec, params, output, shared))
+            self.layers.append(
+                QuantizedLayer(node, counterparts[node], index, source, bias, spec, params, output, shared)
+            )
         order = {node: position for position, node in enumerate(self.reference.graph)}
-        self.layers.sort(key=lambda layer: order[layer.twin])
+        self.layers.sort(key=lambda layer: order[layer.counterpart])
 
     def _output(self, node: ir.Node) -> tuple[TensorSpec, QParams] | None:
         """Spec and qparams of what a node, or the activation fused into it, writes."""
@@ -177,14 +179,14 @@ def decoded(array: NumpyArray, params: QParams, spec: TensorSpec) -> NumpyArray:
 
 
 def bias_of(node: ir.Node) -> ir.Value | None:
-    """The constant bias of a layer: its own, or that of the Add behind a MatMul."""
+    """The constant bias of a layer: its own, or that of the Add after a MatMul."""
     index = rule_of(node.op_type).bias
     value = node.inputs[index] if index is not None and index < len(node.inputs) else None
     return value if is_constant(value) else _added(node)
 
 
 def _added(node: ir.Node) -> ir.Value | None:
-    """The constant that an Add behind a MatMul alone reads."""
+    """The constant that an Add after a MatMul alone reads."""
     added = matmul_bias(node)
     value = added[0].inputs[added[1]] if added is not None else None
     return value if value is not None and len(value.uses()) == 1 else None

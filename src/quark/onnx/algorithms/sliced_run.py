@@ -123,7 +123,7 @@ class SlicedRun:
         return self._constants[value]
 
     def _slice(self, goal: ir.Value, among: set[ir.Node]) -> list[ir.Node]:
-        """The nodes, in order, that a tensor needs and that are not behind a tensor that is held."""
+        """The nodes, in order, that a tensor needs and that are not after a tensor that is stored."""
         found: set[ir.Node] = set()
         stack = [goal]
         while stack:
@@ -177,7 +177,7 @@ class SlicedRun:
         read = self._read_around(nodes)
         inputs = [value for value in read if not _is_fixed(value)]
         proto, weights = self._proto(nodes, inputs, [value for value in read if _is_fixed(value)], outputs)
-        # A slice that begins behind a DequantizeLinear, as one not in codes may, has no integers to compute with.
+        # A slice that begins after a DequantizeLinear, as one not in codes may, has no integers to compute with.
         in_float = not (self.in_codes and integer_kernels_are_exact())
         session = open_session(proto, threads=os.cpu_count() or 1, in_float=in_float, weights=weights)
         names = [value.name or "" for value in outputs]
@@ -221,7 +221,7 @@ class SlicedRun:
         return proto, weights
 
     def _kind(self, value: ir.Value) -> int:
-        """Element type, of TensorProto: that of the stored array where no inference knows the operator behind it."""
+        """Element type, of TensorProto: that of the stored array where no inference knows the operator after it."""
         if value.dtype is not None:
             return value.dtype.value
         return onnx.helper.np_dtype_to_tensor_dtype(self.value(0, value).dtype)

@@ -67,7 +67,7 @@ def activation_params(prepared: Prepared, placement: Placement, settings: Settin
 
     Raises:
         CalibrationError: No data, or a sample that does not fit the inputs: says what was expected and what came.
-        NonFiniteError: A tensor held NaN or Inf.
+        NonFiniteError: A tensor has NaN or Inf.
     """
     classes = range_classes(placement)
     if not classes:
@@ -149,7 +149,10 @@ def _merged(names: Sequence[str], statistics: Statistics, make: Callable[[], Obs
 
 
 def solved_observer(names: list[str], spec: TensorSpec, settings: Settings, statistics: Statistics) -> Observer:
-    """The same, solved once for all decisions on these statistics; figures show the counts that others need not."""
+    """The statistic of a spec over these tensors, solved once for all decisions on the statistics.
+
+    Figures show the counts, which nothing else needs.
+    """
     if settings.calibration.figures:
         return _observer_of(names, spec, settings, statistics)
     present = tuple(name for name in names if name in statistics.states)
@@ -356,7 +359,7 @@ def _at(values: dict[str, Any], real: Sequence[Any]) -> dict[str, Any]:
 
 
 def _update(observers: Mapping[str, Collector], values: dict[str, Any]) -> None:
-    """Let each tensor be seen once; none is held any longer than that."""
+    """Let each tensor be seen once; its array is freed then."""
     while values:
         name = next(iter(values))
         observers[name].update(np.asarray(values.pop(name)))

@@ -27,7 +27,7 @@ def _where_finite(expected: NumpyArray, array: NumpyArray) -> tuple[NumpyArray, 
     return (expected, array) if finite.all() else (np.where(finite, expected, 0), np.where(finite, array, 0))
 
 
-def _alike(expected: NumpyArray, array: NumpyArray) -> bool:
+def _have_one_shape(expected: NumpyArray, array: NumpyArray) -> bool:
     return np.shape(expected) == np.shape(array)
 
 
@@ -82,12 +82,12 @@ class FloatOutputs:
         yield from self.paired(self._run(model, count))
 
     def paired(self, outputs: Iterable[Sequence[NumpyArray]]) -> Iterator[list[tuple[NumpyArray, NumpyArray]]]:
-        """The same for what was run elsewhere: the outputs of the first samples, one after another."""
+        """Of each sample and output the float array and that of `outputs`, which are of the first samples, in order."""
         for sample, arrays in enumerate(outputs):
             pairs = [(self._store[sample, name], array) for name, array in zip(self.names, arrays, strict=True)]
             if self._padding.masks:
                 feed = self._data[sample]
-                pairs = [tuple(self._padding.at_real(feed, pair)) if _alike(*pair) else pair for pair in pairs]
+                pairs = [tuple(self._padding.at_real(feed, pair)) if _have_one_shape(*pair) else pair for pair in pairs]
             yield [_where_finite(*pair) for pair in pairs]
 
     def _run(self, model: ir.Model, count: int | None = None) -> Iterator[list[NumpyArray]]:

@@ -85,7 +85,7 @@ def _holds_nan(observer: Observer) -> bool:
 def _meant_nan(graph: ir.Graph) -> set[ir.Value]:
     """The tensors in which NaN is meant: the model replaces it wherever it gets to, or gives it as an output at once.
 
-    A Softmax of rows that are masked as a whole is NaN, and exporters write Where(IsNaN(p), 0, p) behind it.
+    A Softmax of rows that are masked as a whole is NaN, and exporters write Where(IsNaN(p), 0, p) after it.
     """
     meant: set[ir.Value] = set()
 

@@ -130,7 +130,7 @@ def _weight_qparams(weight: NumpyArray, spec: TensorSpec, settings: Settings, na
 def _lift(array: NumpyArray, spec: TensorSpec) -> np.float32:
     """A power of two that brings a weight to where the smallest scale leaves its values their codes; 1 where it does.
 
-    What is computed with such a weight may be scaled up behind it.
+    What is computed with such a weight may be scaled up after it.
     """
     amax = float(abs(array).max(initial=0))
     enough = EPS * (spec.dtype.max - spec.dtype.min)

@@ -234,7 +234,7 @@ NPU_CONVERSIONS_ON_REQUEST = {
     "Softmax": ("ConvertSoftmaxToDPUVersion", "Softmax in bfloat16 with the DPU's polynomial for exp"),
     "InstanceNorm": ("ConvertInstanceNormToDPUVersion", "InstanceNormalization in bfloat16, means in float32"),
 }
-"""The same for those that SimulateDPU does not bring along."""
+"""Operator of the NPU -> its option, for those that SimulateDPU does not bring along."""
 for _name, _meaning in NPU_CONVERSIONS_ON_REQUEST.values():
     _obeyed(_name, BOOL, False, _meaning)
 _obeyed("NPULimitationCheck", BOOL, True, "a shift out of the NPU's reach is an error, in the XINT8 path")

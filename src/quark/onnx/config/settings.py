@@ -105,7 +105,7 @@ class SpecSettings:
 
 @dataclass(frozen=True)
 class QDQSettings:
-    """Where Q/DQ stand, and how they and the constants behind them are written.
+    """Where Q/DQ stand, and how they and the constants after them are written.
 
     Attributes:
         target: Name of a target profile: a row of `operators/targets.py`.
@@ -120,11 +120,11 @@ class QDQSettings:
         dedicated_dequantize: One DequantizeLinear for each reader of a tensor.
         dual_pairs: Two pairs where precisions meet (`placement/dual_pairs.py`); else the specs of that layer win.
         propagate_specs: What shares a scale with a tensor of such a layer has its type too.
-        float_weights: Store weights in float, behind a pair of Q/DQ.
+        float_weights: Store weights in float, after a pair of Q/DQ.
         int16_bias: Biases as int16, of a coarser scale where they do not fit.
         fit_int32_bias: Enlarge the scale of a weight where its int32 bias would not fit.
         matmul_nbits: Accuracy level (0 to 4) of the MatMulNBits nodes that MatMul with 4-bit weights become; None:
-            weights behind a blocked DequantizeLinear.
+            weights after a blocked DequantizeLinear.
         quantize_fp16: The model is float16, and so are its scales; biases stay float16.
         contrib_domain: Write Q/DQ in the com.microsoft domain.
         cast_bfloat16: Write bfloat16 as pairs of Cast.
@@ -197,7 +197,7 @@ class CalibrationSettings:
 
     @property
     def of_one_tensor(self) -> CalibrationSettings:
-        """The same without what is known of tensors by name: what the range of one depends on, beside its values."""
+        """These settings without the ranges of tensors by name: no statistic of a tensor depends on these."""
         return replace(self, ranges=()) if self.ranges else self
 
 

@@ -223,7 +223,7 @@ def convert_fp32_to_bfp16(input_model_path: str, output_model_path: str) -> None
 
 
 def convert_fp16_to_bfp16(input_model_path: str, output_model_path: str) -> None:
-    """The same of a float16 model."""
+    """Write a float16 model whose tensors pass through BFP16 blocks."""
     _written("convert_fp16_to_bfp16", input_model_path, output_model_path)
 
 
@@ -326,7 +326,7 @@ def save_all_tensors_shape(model_input: Source, tensor_name_shape_dict: Mapping[
 
 
 def find_nms(model: onnx.ModelProto) -> list[str]:
-    """The names of the NonMaxSuppression nodes: the shapes behind them follow from values."""
+    """The names of the NonMaxSuppression nodes: the shapes after them follow from values."""
     return [node.name for node in model.graph.node if node.op_type == "NonMaxSuppression"]
 
 

@@ -33,7 +33,7 @@ from quark.onnx.operators import CLAMPS
 
 DECODED = "_DequantizeLinear_Output"
 OUTPUT = "_QuantizeLinear_Input"
-"""Behind the name of an output: what its pair reads."""
+"""After the name of an output: what its pair reads."""
 PAIR = ("_QuantizeLinear", "_DequantizeLinear")
 LATENCY_RUNS, LATENCY_SECONDS = 5, 1.0
 LOSSLESS = 50.0
@@ -144,9 +144,9 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
         raise CalibrationError("There is no data: at least one sample is needed.")
     if note := saturating_layers(read(quantized)):
         logger.info(note)
-    seen = [layer for layer in layers.alike if layer.damage.count and math.isfinite(layer.damage.signal)]
-    alike, others = _apart(outputs, unlike)
-    return Report(count, alike, sorted(seen, key=lambda layer: layer.sqnr), latency, others)
+    seen = [layer for layer in layers.compared if layer.damage.count and math.isfinite(layer.damage.signal)]
+    compared, others = _apart(outputs, unlike)
+    return Report(count, compared, sorted(seen, key=lambda layer: layer.sqnr), latency, others)
 
 
 def _apart(outputs: Mapping[OutputPart, Comparison], unlike: set[int]) -> tuple[dict[str, Comparison], tuple[str, ...]]:
@@ -193,7 +193,7 @@ class _Layers:
             _update(self._layers, *runs, unlike=self._unlike)
 
     @property
-    def alike(self) -> list[ComparedLayer]:
+    def compared(self) -> list[ComparedLayer]:
         """Those whose tensors had one shape in both models."""
         return [layer for layer in self._layers if id(layer) not in self._unlike]
 
@@ -213,7 +213,7 @@ def damaged_layers(
     reads, given = _reads(protos[0].graph), {value.name for value in protos[0].graph.input}
     for feed in feeds:
         layers.update(feed)
-    known = {layer.tensor: layer for layer in layers.alike if layer.damage.signal}
+    known = {layer.tensor: layer for layer in layers.compared if layer.damage.signal}
     lost = []
     for name, layer in known.items():
         if reads[name] and reads[name] <= known.keys() | given:

@@ -1,11 +1,11 @@
 """What a layout costs on a CPU, said where the user has named no runtime: layouts of NPUs are slow there.
 
 ONNX Runtime fuses a Conv and its Relu into one integer kernel only where the Relu is gone: where 0 is the smallest
-code, quantizing clips by itself. With a fixed zero point in the middle the Relu stays, the Q/DQ pair behind it is not
+code, quantizing clips by itself. With a fixed zero point in the middle the Relu stays, the Q/DQ pair after it is not
 that of the Conv, and every Conv computes in float between two conversions. 16-bit activations have no integer kernel.
 
 Some layers that a file leaves in float, ONNX Runtime computes in integers all the same. Where a Conv or Gemm of float
-weights reads a DequantizeLinear, and a QuantizeLinear alone reads what it gives (behind a Relu or Clip too), the
+weights reads a DequantizeLinear, and a QuantizeLinear alone reads what it gives (after a Relu or Clip too), the
 runtime quantizes the weights itself as it loads the file, to int8 by their largest value, and takes its integer kernel
 (its pass WeightBiasQuantization). The file says nothing of it.
 
@@ -52,7 +52,7 @@ def cpu_price(model: ir.Model, settings: Settings) -> str | None:
 
 
 def _stays(node: ir.Node) -> bool:
-    """Whether a node is a Relu or Clip directly behind a linear layer, and before a Q/DQ pair."""
+    """Whether a node is a Relu or Clip directly after a linear layer, and before a Q/DQ pair."""
     if node.op_type not in CLAMPS or node.inputs[0] is None:
         return False
     producer = node.inputs[0].producer()

@@ -152,7 +152,7 @@ class QuantizedNode:
 
     @property
     def _bias_operand(self) -> tuple[QuantizedNode, int] | None:
-        """The node that adds a bias, this one or the Add behind it, and the position of the bias there."""
+        """The node that adds a bias, this one or the Add after it, and the position of the bias there."""
         if self.op == "MatMul" and self.follower is not None and self.follower.op_type == "Add":
             return QuantizedNode(self.follower, self.graph), 1 - list(self.follower.input).index(self.node.output[0])
         return (self, 2) if self.op in ("Conv", "Gemm") and len(self.node.input) > 2 else None

@@ -108,19 +108,19 @@ def captured_reads(graph: ir.Graph) -> Iterator[tuple[ir.Node, int]]:
             yield node, index
 
 
-def put_back(body: Body, twin: Body, changed: _BodyModel, model: ir.Model) -> None:
+def put_back(body: Body, counterpart: Body, changed: _BodyModel, model: ir.Model) -> None:
     """Put a changed copy of a body in the place of the body.
 
     Args:
         body: Of a node of `model`; as it was copied, but that it may read other tensors around it for the same ones.
-        twin: The body that was copied.
+        counterpart: The body that was copied.
         changed: The copy. It is used up.
         model: The model, or a body as one.
     """
     graph, current = changed.model.graph, dict[ir.Value, ir.Value]()
     old = body.graph
     reads = {(node.name, index): node.inputs[index] for node, index in captured_reads(old)}
-    for node, index in captured_reads(twin.graph):
+    for node, index in captured_reads(counterpart.graph):
         before, now = node.inputs[index], reads[node.name, index]
         assert before is not None and now is not None
         current[before] = now

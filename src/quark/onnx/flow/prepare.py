@@ -59,8 +59,8 @@ def prepare(model: ir.Model, settings: Settings, passed: Settings | None = None)
 def same_passes(one: Settings, other: Settings) -> bool:
     """Whether the passes make the same model by both, and no scope names a node that they may have removed."""
     scopes = [(s.nodes, s.exclude, s.by_name, s.first, s.last) for s in (one.specs, other.specs)]
-    alike = (one.passes, _needed_opset(one)) == (other.passes, _needed_opset(other))
-    return alike and not any(any(each) for each in scopes)
+    same = (one.passes, _needed_opset(one)) == (other.passes, _needed_opset(other))
+    return same and not any(any(each) for each in scopes)
 
 
 def _inline_functions(model: ir.Model) -> None:
@@ -70,14 +70,14 @@ def _inline_functions(model: ir.Model) -> None:
     """
     imports = model.opset_imports
     functions = model.functions.values()
-    alike = all(imports.get(domain, v) == v for function in functions for domain, v in function.opset_imports.items())
-    if functions and alike:
+    same = all(imports.get(domain, v) == v for function in functions for domain, v in function.opset_imports.items())
+    if functions and same:
         InlinePass()(model)
         name_nodes(model)
 
 
 def prepare_body(model: ir.Model, settings: Settings) -> None:
-    """The same for a body as a model: its settings are those of the model around it, as `prepare` gave them."""
+    """Run the passes on a body as a model, which is changed; `settings` are those of the model around it, prepared."""
     passes = {**settings.passes, **dict.fromkeys(OF_THE_WHOLE)}
     if passes.get(SIMPLIFY):
         # onnxslim, which keywords ask for, has seen the bodies in the model around them.

@@ -174,7 +174,7 @@ class LinkedTensor(ir.ExternalTensor):
 
     @classmethod
     def of(cls, tensor: ir.ExternalTensor, folder: Path) -> LinkedTensor:
-        """The same tensor, of a model in this folder."""
+        """A tensor that is linked to its file in this folder."""
         return cls(
             tensor.location, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=tensor.name or "",
             doc_string=tensor.doc_string, metadata_props=dict(tensor.metadata_props), base_dir=folder,

@@ -16,7 +16,7 @@ from quark.onnx.graph.model_file import constant
 
 ONNX_DOMAINS = ("", "ai.onnx")
 KNOWN_DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
-"""Domains whose op types the rules mean: those of ONNX, and of what ONNX Runtime's own fusions leave behind."""
+"""Domains whose op types the rules mean: those of ONNX, and of what ONNX Runtime's own fusions leave."""
 STANDS_FOR = "stands for"
 """Key of a node's `meta`: the name of the node of the user's model that it is a part of."""
 

@@ -28,7 +28,7 @@ HALF_MASK = 6e4
 MOST_NATS = 64.0
 """A step of 8 bits over this range is 1/4: weights of a Softmax are then off by 7 % (23 dB), beyond it by more."""
 MOST_LOGITS = 1e3
-"""The same for what layers compute, which spreads for other reasons, and before an operator without an exponent."""
+"""The range for outputs of layers, which spread for other reasons, and before an operator without an exponent."""
 
 ADDS = {"Add", "Sub", "Sum"}
 SELECTS = {"Where", "Min", "Max", "ScatterND", "ScatterElements", "Concat", "Pad"}
@@ -87,7 +87,7 @@ def added_masks(graph: ir.Graph, range_of: RangeOf) -> set[ir.Value]:
     for node in graph:
         masks.find_added(node)
     for node in reversed(graph):
-        masks.find_behind(node)
+        masks.find_after(node)
     return {value for value in masks.found if _may_be_float(value)}
 
 
@@ -117,7 +117,7 @@ class _Masks:
             if not self.found.isdisjoint(operands):
                 self.found.add(output)
 
-    def find_behind(self, node: ir.Node) -> None:
+    def find_after(self, node: ir.Node) -> None:
         """Find what a mask that the node gives is computed of."""
         if self.found.isdisjoint(node.outputs):
             return

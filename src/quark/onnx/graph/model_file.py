@@ -127,7 +127,7 @@ def _only_folder(model: ir.Model) -> Path | None:
 
 
 def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
-    """The same for a model that may be quantized, and that ONNX Runtime need not load.
+    """Read a model that may be quantized, and that ONNX Runtime need not load.
 
     Raises:
         FormatError: No ONNX file, truncated, without opset, operators or outputs, of an opset that does not exist yet,
@@ -140,7 +140,7 @@ def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
 
 
 def _read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
-    """The same with the shapes that the file declares."""
+    """Read a model with the shapes that the file declares."""
     if not isinstance(source, (str, os.PathLike, onnx.ModelProto)):
         raise FormatError(f"A model is a path or a ModelProto, got {type(source).__name__}.")
     name = _name(source)
@@ -243,7 +243,7 @@ def _gives_list(model: ir.Model, node: ir.Node) -> bool:
 
 
 def _infer(model: ir.Model) -> None:
-    """Run the inference of ONNX; the pass would put large initializers behind the others."""
+    """Run the inference of ONNX; the pass would put large initializers after the others."""
     initializers = model.graph.initializers
     order = list(initializers)
     with _quiet():
@@ -333,7 +333,7 @@ def split_weights(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, Any]]:
 
 
 def checked_proto(model: ir.Model) -> onnx.ModelProto:
-    """The same, accepted by onnx.checker or ONNX Runtime; one over 2 GB, or with weights outside, it cannot see.
+    """The message of a model, accepted by onnx.checker or ONNX Runtime, which cannot see one over 2 GB.
 
     Raises:
         FormatError: The model is not valid.

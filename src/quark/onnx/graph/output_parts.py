@@ -74,13 +74,13 @@ def output_parts(model: ir.Model) -> dict[str, tuple[OutputPart, ...]]:
     return {value.name or "": tuple(_parts(value)) for value in outputs}
 
 
-def judged_parts(model: ir.Model) -> list[OutputPart]:
-    """The parts of the outputs that a quantized model is judged by: floats, truth values, and what an ArgMax gives."""
+def compared_parts(model: ir.Model) -> list[OutputPart]:
+    """The parts of the outputs by which models are compared: floats, truth values, and indices of an ArgMax."""
     kinds = {value.name: value for value in model.graph.outputs}
-    return [part for name, parts in output_parts(model).items() if _is_judged(kinds[name]) for part in parts]
+    return [part for name, parts in output_parts(model).items() if _is_compared(kinds[name]) for part in parts]
 
 
-def _is_judged(value: ir.Value) -> bool:
+def _is_compared(value: ir.Value) -> bool:
     if value.dtype is None or value.dtype.is_floating_point() or value.dtype is ir.DataType.BOOL:
         return True
     node, source = value.producer(), _source(value.producer())
@@ -162,12 +162,12 @@ def _sizes(concat: ir.Node, axis: int) -> list[int | None]:
 
 
 def _bounds(sizes: list[int | None]) -> Iterator[tuple[int, int | None]]:
-    """From where to where each of several parts lies: behind one of unknown size, counted from the end."""
+    """From where to where each of several parts lies: after one of unknown size, counted from the end."""
     for index, size in enumerate(sizes):
-        before, behind = sizes[:index], sizes[index + 1 :]
+        before, later = sizes[:index], sizes[index + 1 :]
         start = -_total(sizes[index:]) if None in before else _total(before)
-        stop = -_total(behind) if size is None else start + size
-        yield start, stop if behind else None
+        stop = -_total(later) if size is None else start + size
+        yield start, stop if later else None
 
 
 def _total(sizes: list[int | None]) -> int:
@@ -198,11 +198,11 @@ def _moved(part: OutputPart, node: ir.Node) -> OutputPart | None:
         return None
     if is_op(node, *KEPT, *SCALES):
         return part if is_op(node, *KEPT) else replace(part, bounded=False)
-    axis = _axis_behind(part.axis, node)
+    axis = _axis_after(part.axis, node)
     return None if axis is None else replace(part, axis=axis)
 
 
-def _axis_behind(axis: int, node: ir.Node) -> int | None:
+def _axis_after(axis: int, node: ir.Node) -> int | None:
     """The axis of an output that an axis of the input became."""
     before, after = dims(node.inputs[0]), dims(node.outputs[0])
     if is_op(node, "Transpose"):
@@ -228,7 +228,7 @@ def _beside_ones(
 
 
 def _reshaped(axis: int, before: list[int | None], after: list[int | None]) -> int | None:
-    """The same of a Reshape or Flatten: an axis as long, with as many values behind it, or before it."""
+    """The axis that a Reshape or Flatten leaves as long, with as many values after it, or before it; None for none."""
     size = before[axis]
     if size is None:
         return None

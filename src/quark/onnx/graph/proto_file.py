@@ -41,7 +41,7 @@ def read_header(path: str | os.PathLike[str]) -> onnx.ModelProto:
 
 
 def read_light(path: str | os.PathLike[str]) -> tuple[onnx.ModelProto, dict[str, Any]]:
-    """The same without the large initializers of the graph, which have no data in the message; and these as arrays.
+    """The message without data of large initializers of the graph, and these initializers as arrays.
 
     In a message they would be copied by each who looks at them, so they are read from the file into their arrays.
     Raises as `read_header` does.
@@ -51,7 +51,7 @@ def read_light(path: str | os.PathLike[str]) -> tuple[onnx.ModelProto, dict[str,
 
 
 def read_ends(path: str | os.PathLike[str]) -> onnx.ModelProto:
-    """The same without reading the large initializers, for what asks for inputs, outputs or nodes alone."""
+    """The message of a file without data of large initializers, for a look at inputs, outputs or nodes alone."""
     found = _scanned(Path(path), lambda *_: None)
     return read_header(path) if found is None else _checked(found[0], Path(path), found[1])
 

@@ -31,7 +31,7 @@ class ResidualStream:
     Attributes:
         width: Length of its last axis.
         turned: Constants of those that write it, and of those that read it without a norm.
-        norms: The norms that read it, each with the weights of the linear layers behind.
+        norms: The norms that read it, each with the weights of the linear layers after.
     """
 
     width: int
@@ -147,7 +147,7 @@ class _Walk:
         return bool(operands)
 
     def _meet(self, norm: Normalization) -> None:
-        """Take in a norm: what it adds up, its sum, and the linear layers behind it."""
+        """Take in a norm: what it adds up, its sum, and the linear layers after it."""
         if norm in self.stream.norms:
             return
         self.met[norm] = None
@@ -155,9 +155,9 @@ class _Walk:
         if norm.added is not None:
             self._turn(norm.added)
         self._visit(*norm.sources, norm.total)
-        self.stream.norms[norm] = tuple(self._behind(norm.output))
+        self.stream.norms[norm] = tuple(self._after(norm.output))
 
-    def _behind(self, start: ir.Value) -> list[ChannelConstant]:
+    def _after(self, start: ir.Value) -> list[ChannelConstant]:
         """The weights of the linear layers that read what a norm gives, through what moves it."""
         weights, todo = [], [start]
         while todo:

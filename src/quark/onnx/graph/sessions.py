@@ -108,7 +108,7 @@ FOLDER = "session.model_external_initializers_file_folder_path"
 SMALL = 1 << 20
 """Bytes of a message, and elements beside it, of a model that is optimised in no time."""
 LARGE = 1 << 28
-"""The same, of a model that is not optimised for a check, whatever that may show."""
+"""Elements of a model that is not optimised for a check, whatever that may show."""
 
 
 def _refusal(error: Exception) -> type[FormatError] | type[NotSupportedError]:

@@ -91,7 +91,7 @@ class Positions:
         return key if key in self.values else None
 
     def output(self, node: ir.Node) -> Key:
-        """What a node writes, behind the activation that is fused into it; None where it is in float."""
+        """What a node writes, after the activation that is fused into it; None where it is in float."""
         value = node.outputs[0]
         if value not in self.placement.activations:
             follower = self.follower(node)

@@ -1,4 +1,4 @@
-"""The NPU's position rules. i: an input, w: the weight, b: the bias, o: the output behind a fused activation.
+"""The NPU's position rules. i: an input, w: the weight, b: the bias, o: the output after a fused activation.
 
     shift_cut      w + i - o               0 .. 16                          Conv, ConvTranspose, Gemm, MatMul
     shift_bias     w + i - b               min(0, shift_cut - 16) .. 15     those with a bias; 0 .. 15 before LeakyRelu

@@ -11,7 +11,7 @@
     N       3x3    5x5      6x6      7x7       14x14       any other size
     N k/2^n 63/64  250/256  252/256  1029/1024 4116/4096   k/2^n nearest to 1/N, 2^n < 128 N
 
-A factor is a Mul behind the operator: the DPU's multiplier, not an operator of its own, so nothing is quantized
+A factor is a Mul after the operator: the DPU's multiplier, not an operator of its own, so nothing is quantized
 between the two and the constant stays float.
 """
 

@@ -95,7 +95,7 @@ ALIGN_GROUPS: dict[str, tuple[str, ...]] = {
 """Name of an alignment in Settings -> op types whose inputs and output then share one scale."""
 
 CLAMPS = ("Clip", "Relu")
-"""Op types that a QuantizeLinear behind them does by itself, where its codes end at their bounds."""
+"""Op types that a QuantizeLinear after them does by itself, where its codes end at their bounds."""
 ACTIVATIONS = (*CLAMPS, "LeakyRelu", "PRelu")
 FUSE_ACTIVATIONS = (*LAYERS, "Add", "MaxPool", "AveragePool", "GlobalAveragePool")
 """Op types into which runtimes fuse an activation: no scale stands between the two."""

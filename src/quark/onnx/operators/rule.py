@@ -26,7 +26,7 @@ class Rule:
         constants: Whether constants among the inputs are quantized too.
         stored: Indices of constants that are kept as codes where activations stay in float or are quantized as they
             come: the matrices of a recurrent layer, a table whose rows are picked.
-        window: Each output is of several positions of the input, which lie along the axes behind that of the channels.
+        window: Each output is of several positions of the input, which lie along the axes after that of the channels.
         shares_scale: The output holds values of the input only: both have one scale; see `moves`.
         homogeneous: A positive factor of a channel of the input is one of the output.
     """

@@ -75,8 +75,8 @@ TARGETS.register("ort_x64", _ORT_X64)
 # From the source, not measured: no machine of the kind was at hand.
 TARGETS.register("ort_arm64", replace(_ORT_X64, name="ort_arm64", activations=frozenset({"int8", "uint8"})))
 _LINEAR = frozenset(LAYERS)
-# OpenVINO's low-precision transformations move what stands before a layer behind the one before it by themselves, so
-# only what linear layers read is quantized. Measured on 2026.4 with a YOLOv8n: a Q/DQ pair directly behind a
+# OpenVINO's low-precision transformations move what stands before a layer after the one before it by themselves, so
+# only what linear layers read is quantized. Measured on 2026.4 with a YOLOv8n: a Q/DQ pair directly after a
 # convolution takes 20 dB (33.1 to 13.6), and zero points within the range take half as much time again. Its CPU
 # plugin refuses int8 with a zero point of -128, so what is never negative is uint8.
 TARGETS.register(

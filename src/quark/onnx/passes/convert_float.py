@@ -19,11 +19,11 @@ from quark.onnx_ops.graph_writer import fixed_shape, redirect
 FLOAT32_INPUTS = {"Resize": (2,), "Upsample": (1,), "NonMaxSuppression": (0, 1, 3, 4)}
 """Op type -> inputs that ONNX has in float32 only."""
 SCALES_WERE_SECOND = 11
-"""The first opset whose Resize has its scales behind another input."""
+"""The first opset whose Resize has its scales after another input."""
 
 
 KEEP_IO_TYPES = "keep_io_types"
-"""Argument of `convert_fp16_to_fp32`: inputs and outputs stay float16, behind and before a Cast."""
+"""Argument of `convert_fp16_to_fp32`: inputs and outputs stay float16, after and before a Cast."""
 
 
 def convert_fp16_to_fp32(model: ir.Model, mode: str = "") -> int:
@@ -162,7 +162,7 @@ def _cast_input(node: ir.Node, index: int) -> None:
 
 
 def _keep_input_type(graph: ir.Graph, value: ir.Value, kind: ir.DataType) -> None:
-    """Give an input of the model its type back: behind it stands a Cast to the type that its readers take."""
+    """Give an input of the model its type back: after it stands a Cast to the type that its readers take."""
     inner, readers = value.dtype, list(value.uses())
     assert inner is not None
     cast = ir.node("Cast", [value], {"to": int(inner)}, name=f"{value.name}_cast")

@@ -1,4 +1,4 @@
-"""Makes the image inputs of a model NHWC: a Transpose to NCHW stands behind each."""
+"""Makes the image inputs of a model NHWC: a Transpose to NCHW stands after each."""
 
 from __future__ import annotations
 

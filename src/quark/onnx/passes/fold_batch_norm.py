@@ -4,7 +4,7 @@
     BatchNormalization      f = gamma / sqrt(var + eps)     s = beta - mean * f
     Mul, Div, Add, Sub      x * c    x / c    x + c    x - c, and the same with x second but for Div
 
-The last four behind convolutions only, for one constant, or one for each channel. What stands behind a Concat is folded
+The last four after convolutions only, for one constant, or one for each channel. What stands after a Concat is folded
 into all that the Concat joins: a positive factor through what gives on factors, too (Relu, pools), and where it can be
 folded into some of them, the others get a Mul or Add of their own. Each then has its own range where it is quantized.
 Not folded: a convolution whose output or whose weight anything else reads (its float values would change there).
@@ -40,13 +40,13 @@ class _Member:
         node: The layer to fold into; or the Concat that reads what they are written before.
         affine: Of its channels.
         index: Which input of the Concat; None for a layer.
-        behind: The values between the layer and the Concat, which change.
+        after: The values between the layer and the Concat, which change.
     """
 
     node: ir.Node
     affine: Affine
     index: int | None = None
-    behind: tuple[ir.Value, ...] = ()
+    after: tuple[ir.Value, ...] = ()
 
 
 def fold_batch_norm(model: ir.Model) -> int:
@@ -136,7 +136,7 @@ def _write_member(graph: ir.Graph, member: _Member) -> None:
         _write(graph, member.node, member.index, member.affine)
         return
     _fold(graph, member.node, *member.affine)
-    for value in member.behind:
+    for value in member.after:
         value.name = f"{value.name}_normalized"
 
 
@@ -159,17 +159,17 @@ def _branches(concat: ir.Node, affine: Affine) -> list[_Member]:
     return members
 
 
-def _branch(value: ir.Value, affine: Affine, behind: tuple[ir.Value, ...]) -> list[_Member]:
+def _branch(value: ir.Value, affine: Affine, after: tuple[ir.Value, ...]) -> list[_Member]:
     """The layers that write one part; none where it cannot be changed."""
     node, (factor, shift) = value.producer(), affine
     if node is None or not read_once(value):
         return []
-    behind = (*behind, value)
+    after = (*after, value)
     if is_op(node, "Conv", "ConvTranspose"):
-        return [_Member(node, affine, behind=behind)] if _can_fold(node) else []
+        return [_Member(node, affine, after=after)] if _can_fold(node) else []
     if is_op(node, *HOMOGENEOUS) and len(node.outputs) == 1 and (factor > 0).all() and not shift.any():
         source = node.inputs[0]
-        return [] if source is None else _branch(source, affine, behind)
+        return [] if source is None else _branch(source, affine, after)
     return []
 
 

@@ -3,7 +3,7 @@
     conv(f x, W) = conv(x, f W)        conv(f x + b, W) = conv(x + b / f, f W)
 
 Exact with zeros as padding, as those of a Conv are. A hard-swish, x clip(x + 3, 0, 6) / 6, with a learned scale and
-shift behind it, loses the / 6 and the scale: two roundings less once it is quantized.
+shift after it, loses the / 6 and the scale: two roundings less once it is quantized.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def _changes(value: ir.Value, rank: int, sums: int) -> list[Change]:
                 return []
             changes.append(partial(_multiply, reader, 1, 1))
         elif is_op(reader, "Add") and sums and _is_added(reader.inputs[1 - index], rank):
-            behind = _changes(reader.outputs[0], rank, sums - 1)
-            if not behind:
+            after = _changes(reader.outputs[0], rank, sums - 1)
+            if not after:
                 return []
-            changes += [partial(_multiply, reader, 1 - index, -1), *behind]
+            changes += [partial(_multiply, reader, 1 - index, -1), *after]
         else:
             return []
     return changes

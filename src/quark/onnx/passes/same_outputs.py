@@ -29,13 +29,13 @@ def require_same(source: ir.Model, changed: ir.Model, what: str) -> None:
     """
     before = _session(source)
     feed, expected = _first_run(before)
-    if before is None or not expected or not _alike(expected, _run(before, feed)):  # or it draws random numbers
+    if before is None or not expected or not _are_close(expected, _run(before, feed)):  # or it draws random numbers
         return
     names = [output.name for output in before.get_outputs()]
     del before
     found = _run(_session(changed), feed)
     for name, one, other in zip(names, expected, found, strict=False):
-        if not _alike([one], [other]):
+        if not _are_close([one], [other]):
             raise StructureError(
                 f"{what}: its output {name!r} would change, as ONNX Runtime computes it. Possible: export the model "
                 "again for this opset, or leave its opset unchanged."
@@ -84,7 +84,7 @@ def _run(session: onnxruntime.InferenceSession | None, feed: dict[str, Any]) -> 
     return []
 
 
-def _alike(expected: list[Any], found: list[Any]) -> bool:
+def _are_close(expected: list[Any], found: list[Any]) -> bool:
     return all(_near(one, other) for one, other in zip(expected, found, strict=False))
 
 

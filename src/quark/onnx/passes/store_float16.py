@@ -1,4 +1,4 @@
-"""Stores float32 constants as float16 behind a Cast: half the size, and ONNX Runtime casts them once, at load.
+"""Stores float32 constants as float16 after a Cast: half the size, and ONNX Runtime casts them once, at load.
 
 w' = float32(float16(w))          |w' - w| <= 2^-11 |w| for normal values: about 73 dB
 """

@@ -97,7 +97,7 @@ def _stored(node: ir.Node) -> tuple[int, ...]:
 
 
 def _by_channels(operand: Operand, spec: TensorSpec, settings: Settings, placement: Placement) -> TensorSpec | None:
-    """The same with scales of channels, in a form that the runtime has; None where there is none."""
+    """The spec with scales of channels, in a form that the runtime has; None where there is none."""
     node, index = operand
     in_kernel = node in placement.dynamic
     # ConvInteger has one zero point for all channels of a weight, DynamicQuantizeLSTM for all outputs of a direction.

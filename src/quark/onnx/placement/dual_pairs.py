@@ -51,7 +51,7 @@ def insert_identities(placement: Placement) -> None:
 
 
 def requantized(value: ir.Value, reader: ir.Node, spec: TensorSpec, placement: Placement) -> ir.Value:
-    """The same values under a spec and a scale of their own, for a reader that stands behind them."""
+    """A tensor of the values of `value` with a spec and a scale of its own, for one of its readers."""
     output = insert(reader, "Identity", [value], {}, _free_name(reader, value))
     output.type, output.shape = value.type, value.shape
     identity = producer_of(output)

@@ -4,7 +4,7 @@ A product that a logarithm takes, as in log-mel features, is lost by int8 activa
 
     y = W q s + e,  |e| ~ s    ->    log(y + e) = log y + log(1 + e / y)
 
-One step `s` for a whole spectrum is a 255th of its loudest value, while the logarithm is of values a millionth of it:
+One step `s` for a whole spectrum is a 255th of its noisiest value, while the logarithm is of values a millionth of it:
 those become 0, or noise. A rounded weight is off by a share of itself, which the logarithm turns into a small constant.
 """
 

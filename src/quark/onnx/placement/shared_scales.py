@@ -106,7 +106,7 @@ def _requantize(node: ir.Node, placement: Placement, roots: Set[ir.Value]) -> No
 
 
 def _factored_outputs(node: ir.Node, placement: Placement) -> list[ir.Value]:
-    """What a node writes behind its constant factor."""
+    """What a node writes after its constant factor."""
     products = [use.node for use in node.outputs[0].uses() if FACTOR in use.node.meta]
     return placement.quantized(value for product in products for value in product.outputs)
 

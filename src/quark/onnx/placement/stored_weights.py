@@ -2,7 +2,7 @@
 
 LSTM, GRU, RNN    W (directions, gates * hidden, inputs), R (directions, gates * hidden, hidden)
                   as float16 in dynamic quantization, but for an LSTM in integers: with no kernel to gain, and no data
-                  to judge what the states make of an error, half the size is taken where it costs nothing
+                  to compare what the states make of an error, half the size is taken where it costs nothing
 Gather            a table (rows, columns) of which rows are picked, as an embedding
 com.microsoft     the matrix (inputs, 3 * hidden) of an Attention, the tables of an EmbedLayerNormalization
 """

@@ -21,7 +21,7 @@ from quark.onnx.qdq.qdq_nodes import QdqNodes
 from quark.onnx_ops.graph_writer import GraphWriter
 
 MOVED_THROUGH = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
-"""Op types that ONNX Runtime copies the Q/DQ pair before them behind."""
+"""Op types that ONNX Runtime copies the Q/DQ pair before them to the tensor after them."""
 
 
 class ActivationWriter:

@@ -55,8 +55,8 @@ class QdqNodes:
         writer: Of the graph; who calls says where the nodes stand.
         settings: Domain and cast options.
         tensor: Its name.
-        suffix: Behind the names of nodes and outputs that one of several readers has for itself.
-        reader: The node that reads a constant: its name is behind those that the nodes of another reader have.
+        suffix: After the names of nodes and outputs that one of several readers has for itself.
+        reader: The node that reads a constant: its name is after those that the nodes of another reader have.
     """
 
     writer: GraphWriter
@@ -142,7 +142,7 @@ class QdqNodes:
         return self._call(quantizes if op_type == "QuantizeLinear" else dequantizes, inputs, op_type)
 
     def standard(self, op_type: str, inputs: Sequence[ir.Value], spec: TensorSpec, axis: int | None = None) -> ir.Value:
-        """The same of ONNX or com.microsoft."""
+        """A node of a Q/DQ operator of ONNX or com.microsoft; returns its output."""
         attributes = {} if axis is None else {"axis": axis}
         if isinstance(spec.granularity, PerGroup):
             attributes["block_size"] = spec.granularity.size

@@ -1,7 +1,7 @@
 """Stored weights of nodes that Q/DQ does not reach: an LSTM in integers, and tables whose rows are picked as codes.
 
 LSTM      com.microsoft DynamicQuantizeLSTM(x, W', R', ..., sW, zW, sR, zR)      W', R' (directions, sum, gates)
-Gather    y = (T_q[i] - z) * s              one scale: DequantizeLinear behind the Gather
+Gather    y = (T_q[i] - z) * s              one scale: DequantizeLinear after the Gather
 y = (T_q[i] - z[i]) * s[i]        one for each row: the scales are picked, too
 """
 

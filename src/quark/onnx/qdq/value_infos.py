@@ -1,6 +1,6 @@
 """Type and shape of every tensor of a quantized model: what ONNX infers, what Q/DQ say, and what one run shows.
 
-ONNX infers nothing behind operators of other domains. Q/DQ keep the shape of what they read; of the rest, one sample
+ONNX infers nothing after operators of other domains. Q/DQ keep the shape of what they read; of the rest, one sample
 shows type and rank. Its sizes hold for every sample only where the shapes of all inputs are fixed: others stay open.
 """
 
@@ -85,7 +85,7 @@ def _unknown(model: ir.Model) -> list[ir.Value]:
 
 
 def _through_qdq(node: ir.Node) -> None:
-    """Shape and type behind a node that quantizes or decodes."""
+    """Shape and type after a node that quantizes or decodes."""
     if node.op_type not in (*QUANTIZE, *DEQUANTIZE, *BOTH):
         return
     source, output = node.inputs[0], node.outputs[0]

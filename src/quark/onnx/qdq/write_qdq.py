@@ -1,4 +1,4 @@
-"""write_qdq: a placement becomes nodes and constants: Q/DQ around activations, codes behind DQ, integer kernels.
+"""write_qdq: a placement becomes nodes and constants: Q/DQ around activations, codes after DQ, integer kernels.
 
 Dynamic quantization: the input is quantized as it comes, and the product is computed in integers.
 

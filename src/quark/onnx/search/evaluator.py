@@ -100,7 +100,7 @@ class Scorer:
         return self.of(self.expected.beside(model, count))
 
     def of(self, outputs: Samplewise) -> tuple[float, OutputPart | None]:
-        """The same of what a model gave."""
+        """The score of the outputs of a model; and the part of an output that it is of, None for all of them."""
         return self._measure(outputs), None
 
 

@@ -51,7 +51,7 @@ class TimeBudget:
         return cls(clock, math.inf if seconds is None else clock() + seconds)
 
     def left(self, kept: float = 0.0) -> float:
-        """Seconds, without those that are kept for something else; below 0 behind the end."""
+        """Seconds, without those that are kept for something else; below 0 after the end."""
         return self.end - kept - self.clock()
 
     @property
@@ -147,7 +147,7 @@ class History:
 
 @contextmanager
 def logged_to(path: Path) -> Iterator[None]:
-    """What is logged goes to a file too, behind what it has."""
+    """What is logged goes to a file too, after what it has."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)

@@ -65,7 +65,7 @@ def test_where_samples_differ_twice_as_many_are_looked_at(monkeypatch: pytest.Mo
     """Not all 32, which would take longer than the calibration; each once, though reading more changes their order."""
     monkeypatch.setattr("quark.onnx.search.lost_outputs.damage.PRODUCTS", 0)
     source, seen = model(), list[float]()
-    loud = [{"x": feed["x"] * (1 if index % 2 else 20)} for index, feed in enumerate(feeds(32))]
+    noisy = [{"x": feed["x"] * (1 if index % 2 else 20)} for index, feed in enumerate(feeds(32))]
     run_sample = damage.__globals__["run_sample"]
 
     def recorded(session: Any, names: Any, feed: Any) -> Any:
@@ -74,7 +74,7 @@ def test_where_samples_differ_twice_as_many_are_looked_at(monkeypatch: pytest.Mo
 
     monkeypatch.setitem(damage.__globals__, "run_sample", recorded)
     loaded = load(source)
-    kept = SpreadSamples(loud, loaded)
+    kept = SpreadSamples(noisy, loaded)
     few = kept.feeds(6)
     found = damage(loaded, source, few, ModelQuantizer(config(False)).settings, kept)
     assert found is not None and (found.samples, len(seen)) == (8, 16) and len(set(seen)) == 8

@@ -13,7 +13,7 @@ from quark.errors import DamageError
 from quark.onnx import ModelQuantizer, QConfig, QLayerConfig
 from quark.onnx.config.tensor_specs import Int8Spec
 from quark.onnx.graph.output_parts import OutputPart
-from quark.onnx.search.lost_outputs.verdict import LEAST, Damage, judge
+from quark.onnx.search.lost_outputs.verdict import LEAST, Damage, verdict_of
 from tests.models.onnx_events import KINDS, EventCase, event_case
 from tests.models.onnx_zoo import Array, run
 
@@ -74,7 +74,7 @@ def test_decisions_count_beside_the_sqnr() -> None:
     """Rare values of a logit that never comes: 14 dB; peaks above a floor that is 10 dB louder than they are."""
     x = np.full((50, 1), -8.0)
     x[7] = 4.0
-    missed = judge(OutputPart("y"), pairs(x, np.full_like(x, -8.0)))
+    missed = verdict_of(OutputPart("y"), pairs(x, np.full_like(x, -8.0)))
     assert missed is not None and missed.sqnr is not None and missed.sqnr > 13
     assert missed.decisions == 0 and missed.lost()
     random = np.random.default_rng(0)
@@ -82,7 +82,7 @@ def test_decisions_count_beside_the_sqnr() -> None:
     maps[:, 5, 9] = 0
     maps[3, 5, 9] = maps[6, 40, 2] = 1.0
     floor = random.uniform(0, 0.05, maps.shape)
-    kept = judge(OutputPart("y", bounded=True), pairs(maps, maps + floor))
+    kept = verdict_of(OutputPart("y", bounded=True), pairs(maps, maps + floor))
     assert kept is not None and kept.sqnr is not None and kept.sqnr < LEAST
     assert kept.decisions == 1 and not kept.lost() and kept.lost(90)
 
@@ -92,20 +92,20 @@ def test_noise_is_no_event() -> None:
     random = np.random.default_rng(0)
     x = random.normal(size=(16, 1000))
     for noise, lost in ((0.1, False), (0.25, False), (0.6, True), (1.0, True)):
-        found = judge(OutputPart("y"), pairs(x, x + random.normal(0, noise, x.shape)))
+        found = verdict_of(OutputPart("y"), pairs(x, x + random.normal(0, noise, x.shape)))
         assert found is not None and found.lost() == lost
     level = 300 + x
-    found = judge(OutputPart("y"), pairs(level, np.round(level)))
+    found = verdict_of(OutputPart("y"), pairs(level, np.round(level)))
     assert found is not None and found.decisions is None and not found.lost()
 
 
 def test_silence_is_not_lost_and_says_so() -> None:
     x = np.full((8, 3), 1e-3)
-    silent = judge(OutputPart("y", bounded=True), pairs(x, 0 * x))
+    silent = verdict_of(OutputPart("y", bounded=True), pairs(x, 0 * x))
     assert silent is not None and silent.silent and silent.unclear and not silent.lost()
-    loud = judge(OutputPart("y", bounded=True), pairs(x, x + 0.6))
-    assert loud is not None and loud.lost()
-    logits = judge(OutputPart("y"), pairs(x, 0 * x))
+    noisy = verdict_of(OutputPart("y", bounded=True), pairs(x, x + 0.6))
+    assert noisy is not None and noisy.lost()
+    logits = verdict_of(OutputPart("y"), pairs(x, 0 * x))
     assert logits is not None and logits.lost()
 
 

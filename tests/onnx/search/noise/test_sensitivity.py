@@ -160,11 +160,11 @@ def test_halving_finds_the_loudest_tensor_in_fewer_runs() -> None:
     array.flat[0] = 40 * abs(array).max()
     tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
     every = measured(proto, feeds)
-    loudest = max(every.powers, key=lambda source: every.powers[source])
+    noisiest = max(every.powers, key=lambda source: every.powers[source])
     halved = measured(proto, feeds, runs=len(every.powers) - 2)
-    assert max(halved.powers, key=lambda source: halved.powers[source]) == loudest
-    assert halved.powers[loudest] == pytest.approx(every.powers[loudest])
-    assert loudest.holders <= set(every.worst_nodes(len(loudest.holders) + 1))
+    assert max(halved.powers, key=lambda source: halved.powers[source]) == noisiest
+    assert halved.powers[noisiest] == pytest.approx(every.powers[noisiest])
+    assert noisiest.holders <= set(every.worst_nodes(len(noisiest.holders) + 1))
 
 
 def test_a_tensor_is_in_float_once_all_that_hold_it_are() -> None:

@@ -78,7 +78,7 @@ def test_what_is_the_same_under_two_statistics_is_run_once(monkeypatch: pytest.M
     both = replace(MIN_MAX, candidates=(("percentile", 60.0), ("min_max", 0.0), ("percentile", 100.0)))
     chosen = choose_ranges(prepared, both, CUT)
     # One as they are, and one of MinMax: Percentile 100 is the same, but for tensors whose last bin is wider.
-    loud = len({tuple(group) for group in runs})
-    assert len(runs) == 2 * loud and chosen.calibration.ranges
+    noisy = len({tuple(group) for group in runs})
+    assert len(runs) == 2 * noisy and chosen.calibration.ranges
     with pytest.raises(NothingQualifiesError, match="none of the"):
         choose_ranges(prepared, replace(both, candidates=(("percentile", 60.0),)), CUT)

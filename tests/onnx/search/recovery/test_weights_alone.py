@@ -24,8 +24,8 @@ def spectrum() -> tuple[onnx.ModelProto, list[dict[str, np.ndarray]]]:
     b, size = Builder(), 32
     power = b.node("MatMul", ["x", b.constant("w", b.random.uniform(0.1, 1, (size, size)))], "power")
     model = b.model({"x": ["n", size]}, {b.node("Log", [power], "y"): ["n", size]})
-    loudness = b.random.normal(0, 8, (16, 1)) + b.random.normal(0, 1, (16, size))
-    return model, [{"x": row[None]} for row in np.exp(loudness).astype(np.float32)]
+    amplitude = b.random.normal(0, 8, (16, 1)) + b.random.normal(0, 1, (16, size))
+    return model, [{"x": row[None]} for row in np.exp(amplitude).astype(np.float32)]
 
 
 def settings_of(preset: str) -> Settings:

@@ -3,7 +3,7 @@
 Both models run once over the data, the float one for its means alone. The quantized one is cut at what each layer
 reads: the means of what it gives follow from that (`linear_means.py`), its bias moves, and the next slice begins with
 it. Slices compute in the integer kernels of the runtime where these are exact. Layers with a bias of their own, or of
-an Add behind a MatMul; one without gets zeros first. The formula is in `core/solvers/bias_correction.py`.
+an Add after a MatMul; one without gets zeros first. The formula is in `core/solvers/bias_correction.py`.
 
 The named configurations with one scale a weight correct biases by themselves. Small channels have few codes, and their
 errors a mean, which adds up from layer to layer where noise cancels; a scale that is a power of two clips the largest
@@ -169,7 +169,7 @@ class _Read:
 
     Attributes:
         value: The tensor that waits.
-        decoder: The DequantizeLinear behind it.
+        decoder: The DequantizeLinear after it.
     """
 
     value: ir.Value
@@ -208,7 +208,7 @@ def _move_bias(quantized: QuantizedLayers, layer: QuantizedLayer, differences: N
 
 
 def _qualifies(layer: QuantizedLayer) -> bool:
-    own = layer.offset is not None and layer.offset.shape == (output_channels(layer.twin),)
+    own = layer.offset is not None and layer.offset.shape == (output_channels(layer.counterpart),)
     return own and not layer.shared and layer.factor != 0
 
 
@@ -245,20 +245,20 @@ class _Means:
             outputs = run.peek(output)
             return np.concatenate([self._of(layer, sample, x, _axis(layer)) for sample, x in enumerate(outputs)])
         inputs = (read(run.value(sample, read.value)) for sample in range(len(self._data)))
-        if layer.twin.op_type in PRODUCTS:
+        if layer.counterpart.op_type in PRODUCTS:
             return linear(np.concatenate([self._of(layer, sample, x, -1) for sample, x in enumerate(inputs)]))
         return linear(np.concatenate([linear.inputs(x) for x in inputs]))
 
     def _of(self, layer: QuantizedLayer, sample: int, array: NumpyArray, axis: int) -> NumpyArray:
         """Those of what a layer gives for a sample, or of the rows that it reads."""
         # The positions of a convolution are not apart.
-        apart = layer.twin.op_type in PRODUCTS
+        apart = layer.counterpart.op_type in PRODUCTS
         examples = self._real.examples(sample, self._real(sample, array)) if apart else [array]
         return np.concatenate([position_means(each, axis) for each in examples])
 
     def of_float(self, layers: Sequence[QuantizedLayer]) -> dict[QuantizedLayer, NumpyArray]:
         """Those of all samples in the float model: of calibration, or of a run in parts that hold no more outputs."""
-        named = {layer.twin.outputs[0].name or "": layer for layer in layers}
+        named = {layer.counterpart.outputs[0].name or "": layer for layer in layers}
         known = self._known
         if all(name in known and known[name].samples == len(self._data) for name in named):
             return {layer: known[name].array for name, layer in named.items()}

@@ -51,7 +51,7 @@ def equalize(model: ir.Model, config: CLEConfig, settings: Settings, data: Sampl
 
 
 def equalized_pairs(model: ir.Model, config: CLEConfig, settings: Settings) -> list[tuple[Pair, NumpyArray]]:
-    """The same; return the pairs, and what the channels of the tensors between them were multiplied by."""
+    """Equalize a model; return the pairs of layers, and the factors of the channels of the tensors between them."""
     if config.cle_balance_method != "max":
         raise ConfigError(f"cle_balance_method={config.cle_balance_method!r}; possible: 'max'.")
     if config.cle_steps < 1 and config.cle_steps != -1:

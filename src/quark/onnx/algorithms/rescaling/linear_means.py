@@ -81,7 +81,7 @@ class LinearMeans:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The same for layers whose `inputs` are the same of the same tensor."""
+        """Equal for layers whose `inputs` are equal for one tensor."""
         if self.node.op_type in PRODUCTS:
             return ("rows",)
         attributes, lists = self.node.attributes, ("strides", "dilations", "pads", "output_padding")

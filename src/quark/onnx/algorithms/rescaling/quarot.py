@@ -1,6 +1,6 @@
 """QuaRot's first rotation of an ONNX model (Ashkboos et al. 2024, arXiv:2404.00456): that of the residual stream.
 
-    norm gain g   W <- diag(g) W     for the linear layers behind, and the gain becomes 1
+    norm gain g   W <- diag(g) W     for the linear layers after, and the gain becomes 1
     norm bias c   b <- b + c W       where all of these have a bias; else it stays, as (c / g) Q
     reader        W <- Q^T W         of y = x W
     writer        W <- W Q, b <- b Q, embedding E <- E Q
@@ -103,7 +103,7 @@ def _turned(rows: NumpyArray, rotation: Rotation, gain: NumpyArray | None) -> Nu
 def _taken_gain(
     norm: Normalization, weights: tuple[ChannelConstant, ...], rotation: Rotation, width: int
 ) -> NumpyArray:
-    """The gain of a norm, which keeps 1; its bias goes into the layers behind, or stays, rotated."""
+    """The gain of a norm, which keeps 1; its bias goes into the layers after, or stays, rotated."""
     gain = np.ones(width) if norm.gain is None else np.broadcast_to(norm.gain.array.reshape(-1), width)
     gain = gain.astype(np.float64)
     if norm.bias is not None and norm.bias.array.any():

@@ -124,7 +124,7 @@ def _groups(model: ir.Model, placement: Placement) -> list[Group]:
         if input_spec is None or input_spec.is_cast or not any(weights):
             continue
         alone = not value.is_graph_output() and {use.node for use in value.uses()} == set(layers)
-        constants = _Search(placement, weight_by_input(layers[0]).size).behind(value) if alone else None
+        constants = _Search(placement, weight_by_input(layers[0]).size).after(value) if alone else None
         if constants is not None or not _is_quantized_before(value, placement):
             groups.append(Group(value, tuple(layers), constants, input_spec, weights))
     return groups
@@ -144,7 +144,7 @@ class _Search:
     placement: Placement
     channels: int
 
-    def behind(self, value: ir.Value) -> tuple[ChannelConstant, ...] | None:
+    def after(self, value: ir.Value) -> tuple[ChannelConstant, ...] | None:
         """The constants, where there are any; whoever asks knows that nothing else reads the value."""
         node = value.producer()
         if node is None or value is not node.outputs[0]:
@@ -171,13 +171,13 @@ class _Search:
         return all(shape and shape[-1] == self.channels for shape in shapes)
 
     def _through(self, node: ir.Node, index: int) -> tuple[ChannelConstant, ...] | None:
-        """The constants behind one input of a node, or that input where it is constant."""
+        """The constants after one input of a node, or that input where it is constant."""
         value = node.inputs[index]
         if value is None:
             return None
         if is_constant(value):
             return self._fitting((ChannelConstant(node, index),))
-        return self.behind(value) if read_once(value) else None
+        return self.after(value) if read_once(value) else None
 
     def _fitting(self, constants: tuple[ChannelConstant, ...]) -> tuple[ChannelConstant, ...] | None:
         """The places, if each is a constant with these channels, or one value for all that stays in float."""

@@ -139,7 +139,7 @@ class _Run:
 
     def chosen(self) -> list[QuantizedLayer]:
         """The layers to tune, in order."""
-        layers = [layer for layer in self.quantized.layers if layer.twin.op_type in self.config.target_op_type]
+        layers = [layer for layer in self.quantized.layers if layer.counterpart.op_type in self.config.target_op_type]
         if isinstance(self.config, AdaRoundConfig):
             wrong = next((layer for layer in layers if not layer.spec.has_zero_point), None)
             if wrong is not None:
@@ -155,7 +155,7 @@ class _Run:
     def visit(self, visit: Visit) -> Tuned:
         """Train one layer, and give it what was learned if that is better."""
         layer, start = visit.layer, time.perf_counter()
-        made = Tuned(layer.name, layer.twin.op_type)
+        made = Tuned(layer.name, layer.counterpart.op_type)
         if layer.shared:
             return replace(made, reason="another node reads its weight or bias")
         try:
@@ -178,7 +178,7 @@ class _Run:
             layer.weight = to_numpy(outcome.weight)
             if self.config.update_bias and outcome.bias is not None and before[1] is not None:
                 bias = to_numpy(outcome.bias).reshape(before[1].shape)
-                layer.offset = before[1] + bias if layer.twin.op_type == "MatMul" else bias / layer.factor
+                layer.offset = before[1] + bias if layer.counterpart.op_type == "MatMul" else bias / layer.factor
 
         if self.config.parallel:
             self.waiting.append(change)
@@ -193,7 +193,7 @@ class _Run:
 
     def _train(self, visit: Visit, space: Space) -> Outcome:
         config, layer = self.config, visit.layer
-        weight, product = _tensor(layer.weight, self.device), product_of(layer.twin, layer.weight)
+        weight, product = _tensor(layer.weight, self.device), product_of(layer.counterpart, layer.weight)
         groups, each, _ = product.matrix(layer.weight).shape
         activation = activation_of(layer.activation, groups * each)
         rows = gather(visit, product, activation, config.drop_ratio, space, config.fixed_seed)
@@ -299,12 +299,12 @@ def _with_reference(quantized: QuantizedLayers, path: str) -> QuantizedLayers:
     makers = {value.name: node for node in reference.graph for value in node.outputs}
     layers = []
     for layer in quantized.layers:
-        twin = makers.get(layer.twin.outputs[0].name)
-        if twin is None or twin.op_type != layer.twin.op_type or twin.inputs[0].name != layer.data.name:  # type: ignore[union-attr]
+        before, node = layer.counterpart, makers.get(layer.counterpart.outputs[0].name)
+        if node is None or node.op_type != before.op_type or node.inputs[0].name != layer.data.name:  # type: ignore[union-attr]
             raise ConfigError(
-                f"ref_model_path: {path} has no {layer.twin.op_type} that reads and gives what {layer.name} does."
+                f"ref_model_path: {path} has no {before.op_type} that reads and gives what {layer.name} does."
             )
-        layers.append(replace(layer, twin=twin))
+        layers.append(replace(layer, counterpart=node))
     return replace(quantized, reference=reference, layers=layers)
 
 
@@ -328,8 +328,8 @@ def merged(data: Samples, count: int, model: ir.Model) -> Samples:
 
 def _bias(layer: QuantizedLayer, outputs: int, learned: bool) -> NumpyArray | None:
     """What is added to the product, (outputs,), or None: of a MatMul, whose bias another node adds, what is learned."""
-    offset, inputs = layer.offset, layer.twin.inputs
-    if layer.twin.op_type == "MatMul":
+    offset, inputs = layer.offset, layer.counterpart.inputs
+    if layer.counterpart.op_type == "MatMul":
         return np.zeros(outputs, np.float32) if learned and offset is not None and offset.size == outputs else None
     if not layer.factor:
         return None
@@ -346,7 +346,7 @@ def _bias(layer: QuantizedLayer, outputs: int, learned: bool) -> NumpyArray | No
 
 def _memory(layer: QuantizedLayer) -> int:
     """Bytes that training a layer takes, as far as its shapes tell: six arrays like the weight, input and output."""
-    shapes = [dims(layer.data), dims(layer.twin.outputs[0])]
+    shapes = [dims(layer.data), dims(layer.counterpart.outputs[0])]
     sizes = [math.prod(size or 1 for size in shape) for shape in shapes if shape]
     return 4 * (6 * layer.weight.size + sum(sizes))
 
@@ -354,7 +354,7 @@ def _memory(layer: QuantizedLayer) -> int:
 def _tensor(array: Any, device: Any) -> Any:
     import torch  # loaded by `optimizer_device`
 
-    # A weight behind a Transpose is a view whose rows are not whole; the solvers see tensors as flat.
+    # A weight after a Transpose is a view whose rows are not whole; the solvers see tensors as flat.
     return torch.as_tensor(np.array(array, np.float32, order="C"), device=device)
 
 

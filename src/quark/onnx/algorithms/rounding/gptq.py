@@ -164,7 +164,7 @@ def _qualifies(layer: QuantizedLayer) -> bool:
 
 def _rows_are_outputs(layer: QuantizedLayer) -> bool:
     """Whether the rows of the weight are output channels, as with transB."""
-    return output_axis(layer.twin) == 0
+    return output_axis(layer.counterpart) == 0
 
 
 def _columns(layer: QuantizedLayer, matrix: NumpyArray) -> NumpyArray:

@@ -44,7 +44,7 @@ def improve_worst(quantized: QuantizedLayers, config: WorstLayers) -> int:
     chosen = {layer for layer, _ in worst}
     for layer in chosen:
         # What an earlier algorithm rounded has nothing left to learn from.
-        layer.weight = constant(layer.twin.inputs[layer.index])
+        layer.weight = constant(layer.counterpart.inputs[layer.index])
     return config.run(
         replace(quantized, layers=[layer for layer in quantized.layers if layer in chosen]), config.algorithm
     )

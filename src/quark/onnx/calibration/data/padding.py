@@ -121,7 +121,7 @@ class Padding:
             return [feed]
         filled = np.all([mask.any(axis=1) for mask in real.values()], axis=0)
         cut = self.can_cut(feed, real)
-        if cut and (not filled.any() or _alike(real)):
+        if cut and (not filled.any() or _have_one_length(real)):
             return [self._at(feed, real, 0)] if filled.any() else []
         # Each row is an example, though of one length where none can be cut.
         axes = self._axes_of_rows(feed, len(filled)) if len(filled) > 1 and self._takes_rows(real) else None
@@ -153,7 +153,7 @@ class Padding:
             return False
         open_axes = all(_is_open(self.inputs[name], 1) for mask in real for name in self._cut_with(mask, feed))
         rows = len(next(iter(real.values())))
-        return open_axes and (rows == 1 or _alike(real) or self._takes_rows(real))
+        return open_axes and (rows == 1 or _have_one_length(real) or self._takes_rows(real))
 
     def _cut_with(self, mask: str, feed: Feed) -> list[str]:
         """The inputs that are cut with a mask, itself too; none where there is no other of its batch and length."""
@@ -172,7 +172,7 @@ class Padding:
         return cut
 
 
-def _alike(real: Mapping[str, NumpyArray]) -> bool:
+def _have_one_length(real: Mapping[str, NumpyArray]) -> bool:
     return all(bool((mask == mask[:1]).all()) for mask in real.values())
 
 

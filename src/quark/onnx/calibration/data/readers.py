@@ -193,7 +193,7 @@ def _next(reader: Any, count: int) -> Any:
 
 
 def usable(feeds: Iterable[Feed]) -> Iterator[Feed]:
-    """The same samples, for calibration.
+    """The samples, as calibration takes them.
 
     Raises:
         NonFiniteError: An input holds NaN: what it does to a range depends on the operators that it meets.

@@ -29,7 +29,7 @@ def find_samples(path: Path, inputs: Sequence[str]) -> list[dict[str, Path]]:
     if os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for a name that is too long
         if path.suffix.lower() not in SUFFIXES:
             raise CalibrationError(f"{path} is no data file; possible: {', '.join(sorted(SUFFIXES))}, or a folder.")
-        return [_named_alike(path, inputs)]
+        return [_by_input_names(path, inputs)]
     if not os.path.isdir(path):  # noqa: PTH112 - a pipe or a device is neither, and never opened
         raise CalibrationError(f"{path} is neither a folder nor a file.")
     if any(os.path.isdir(path / name) for name in inputs):  # noqa: PTH112
@@ -42,10 +42,10 @@ def find_samples(path: Path, inputs: Sequence[str]) -> list[dict[str, Path]]:
                     "each sample needs a file of one name in the folder of every input."
                 )
         return [dict(zip(inputs, row, strict=True)) for row in zip(*files.values(), strict=True)]
-    return [_named_alike(file, inputs) for file in _data_files(path)]
+    return [_by_input_names(file, inputs) for file in _data_files(path)]
 
 
-def _named_alike(file: Path, inputs: Sequence[str]) -> dict[str, Path]:
+def _by_input_names(file: Path, inputs: Sequence[str]) -> dict[str, Path]:
     if len(inputs) > 1 and file.suffix.lower() != ".npz":
         raise CalibrationError(
             f"{file} is one array; the model has the inputs {', '.join(inputs)}. Possible: .npz files with these "

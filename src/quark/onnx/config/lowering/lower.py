@@ -220,7 +220,7 @@ def _lower_qdq(request: Request, layer: LayerSpec) -> QDQSettings:
         dedicated_pairs=value_of(options, "DedicatedQDQPair"),
         dedicated_dequantize=value_of(options, "DedicateDQNode"),
         dual_pairs=value_of(options, "EnableDualQuantNodePairs"),
-        # Float and block weights are float values behind a Q/DQ pair in any case.
+        # Float and block weights are float values after a Q/DQ pair in any case.
         float_weights=is_integer(request.weight) and bool(value_of(options, "AddQDQPairToWeight")),
         int16_bias=value_of(options, "Int16Bias"),
         fit_int32_bias=value_of(options, "AdjustWeightScaleForInt32Bias"),

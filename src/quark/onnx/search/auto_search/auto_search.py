@@ -107,7 +107,7 @@ class AutoSearch:
         model_input: Path of the float model.
         config: What the space changes; never changed itself.
         auto_search_config: What to do: an AutoSearchConfig, or anything with some of its attributes.
-        eval_dataloader: Samples to judge by; None for the calibration data.
+        eval_dataloader: Samples to compare by; None for the calibration data.
         calibration_data_reader: Calibration data.
         calibration_data_path: Instead: a folder or a file, for PathDataReader.
 

@@ -105,8 +105,8 @@ class AutoSearchPro:
                 config["temp_dir"],
             )
             sign = -1.0 if config["direction"] == "maximize" else 1.0
-            judge = metric if evaluator is None else getattr(evaluator, "__qualname__", type(evaluator).__name__)
-            identity = identity_of(config["model_input"], judge, sign, trials.data_digest)
+            measure = metric if evaluator is None else getattr(evaluator, "__qualname__", type(evaluator).__name__)
+            identity = identity_of(config["model_input"], measure, sign, trials.data_digest)
             stored = config["study_storage_db"]
             path = (output / stored).with_suffix(".json") if stored else None
             history = History(path, config["study_name"], identity, config["load_study_if_exists"])

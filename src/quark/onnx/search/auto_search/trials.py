@@ -73,12 +73,12 @@ class SearchTrials:
             raise ConfigError("A search judges by a metric or by an evaluator, one of them.")
         inputs, self._model = model_inputs(model), load(model)
         self._data = None if calibration is None else Samples(without_padding(calibration, self._model), inputs)
-        judged = self._data if evaluation is None else Samples(without_padding(evaluation, self._model), inputs)
+        scored = self._data if evaluation is None else Samples(without_padding(evaluation, self._model), inputs)
         self._statistics: dict[Any, dict[str, Statistics]] = {}
         if evaluator is not None:
             self._scorer: Callable[[Path], Scorer] = partial(_FileScorer, evaluator, float(evaluator(model)))
             return
-        if judged is None or not len(judged):
+        if scored is None or not len(scored):
             raise CalibrationError(
                 "A search needs samples to judge by: calibration or evaluation data, or an evaluator."
             )
@@ -86,7 +86,7 @@ class SearchTrials:
         plain = lower(Config(QuantizationConfig()))
         names = [value.name or "" for value in self._model.graph.outputs]
         expected = FloatOutputs(
-            self._model, names, judged, lambda graph: model_session(graph, [], plain), folder=scratch
+            self._model, names, scored, lambda graph: model_session(graph, [], plain), folder=scratch
         )
         scorer = Scorer(expected, mean_distance(distance))
         self._scorer = lambda _: scorer

@@ -7,7 +7,7 @@ is quantized once. This is a minimum cut (`core/solvers/choices/min_cut.py`): it
 
 One rule of ONNX Runtime is no cut: a float convolution that reads decoded codes, and whose output is quantized and no
 more, it computes in integers all the same. Where the cut has one, others follow (the convolution in integers; what
-comes before it in float; what comes behind it in float), of which the cheapest goes on: branch and bound.
+comes before it in float; what comes after it in float), of which the cheapest goes on: branch and bound.
 
 What a placement leaves to choose, with the seconds of each group of nodes and each conversion, is a `_PlacementChoice`.
 """
@@ -63,16 +63,16 @@ class Absorbed:
     Attributes:
         group: The group.
         before: Who writes what it reads.
-        behind: Who reads what it writes; nothing else does.
+        after: Who reads what it writes; nothing else does.
     """
 
     group: str
     before: str
-    behind: frozenset[str]
+    after: frozenset[str]
 
     def breaks(self, integers: set[str]) -> bool:
         """Whether a choice leaves it in float although it cannot stay there."""
-        return self.group not in integers and self.before in integers and self.behind <= integers
+        return self.group not in integers and self.before in integers and self.after <= integers
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def cost(choice: KernelChoice, integers: set[str]) -> float:
 
 
 def _cut_cost(choice: KernelChoice, integers: set[str]) -> float:
-    """The same without the rule that is no cut."""
+    """Seconds of all groups and conversions; groups that may not stand alone in integers cost nothing more."""
     if any(first in integers and second not in integers for first, second in choice.needs):
         return inf
     total = sum(
@@ -137,7 +137,7 @@ def choose_nodes(choice: KernelChoice) -> set[str]:
         for change in (
             {broken.group: True},
             {broken.before: False},
-            *({name: False} for name in sorted(broken.behind)),
+            *({name: False} for name in sorted(broken.after)),
         ):
             if any(pins.get(name, value) != value for name, value in change.items()):
                 continue
@@ -258,7 +258,7 @@ def placement_choice(
 
 
 def _needs(groups: NodeGroups, followers: Sequence[ir.Node]) -> Iterator[tuple[str, str]]:
-    """(group of a node that computes in integers only behind such, group of one that it reads)."""
+    """(group of a node that computes in integers only after such, group of one that it reads)."""
     for node in followers:
         for value in live_inputs(node):
             one, other = groups.find(node.name), groups.find(_name(value.producer()))
@@ -274,9 +274,9 @@ def _absorbed(groups: NodeGroups, placement: Placement, edges: Mapping[ir.Value,
         name = groups.find(node.name)
         if node.op_type != "Conv" or edge is None or edge.writer is None or name not in written:
             continue
-        behind = written[name]
-        if edge.writer != name and behind.readers and not behind.float_reader:
-            yield Absorbed(name, edge.writer, behind.readers)
+        after = written[name]
+        if edge.writer != name and after.readers and not after.float_reader:
+            yield Absorbed(name, edge.writer, after.readers)
 
 
 class _Edges:

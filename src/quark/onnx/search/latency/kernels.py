@@ -31,7 +31,7 @@ from quark.onnx_ops.custom_libraries import session_options
 
 SUFFIX = "_kernel_time"
 TOKEN = re.compile(r"_token_\d+$")
-"""What ONNX Runtime puts behind the name of a node that it makes, to tell it from others."""
+"""What ONNX Runtime puts after the name of a node that it makes, to tell it from others."""
 BLOCKED, CHANNELS_LAST = "com.microsoft.nchwc", "com.ms.internal.nhwc"
 """Domains of kernels whose tensors lie otherwise than ONNX says."""
 
@@ -152,7 +152,7 @@ def _times(session: onnxruntime.InferenceSession, kernels: Sequence[TimedKernel]
 def same_kernels(names: Sequence[str], others: Sequence[str]) -> dict[str, str]:
     """The names of kernels of one session -> those of the same kernels in another session of the model.
 
-    What ONNX Runtime makes of the nodes of a model gets a number behind their names, and the numbers of one session may
+    What ONNX Runtime makes of the nodes of a model gets a number after their names, and the numbers of one session may
     be those of other kernels in the next: where they differ, the nth of a name is the nth of it.
     """
     found = {name: name for name in set(names).intersection(others)}

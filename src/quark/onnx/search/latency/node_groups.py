@@ -3,7 +3,7 @@
     Conv, Relu                float: one convolution          integers: one QLinearConv
     Sigmoid, Mul              float: one QuickGelu            integers: QLinearSigmoid, QLinearMul
 
-One kernel has one time, so that its nodes stay together. A change of layout before or behind a kernel is a part of it.
+One kernel has one time, so that its nodes stay together. A change of layout before or after a kernel is a part of it.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def tensors(kernel: TimedKernel) -> list[str]:
 
 
 def _float_tensor(value: ir.Value) -> ir.Value:
-    """The tensor whose values a tensor behind Q/DQ holds."""
+    """The tensor whose values a tensor after Q/DQ holds."""
     while (node := value.producer()) is not None and node.op_type in QDQ and node.inputs[0] is not None:
         value = node.inputs[0]
     return value

@@ -32,7 +32,7 @@ FAR, SOON = 0.2, 0.1
 TOLERANCE = 0.02
 """What sessions of one file differ by: 0.97 to 1.03 on a busy machine, under 1.01 in most of 32 looks."""
 MOST_PAIRS = 0.75
-"""Share of the runs, each beside that of the float model before or behind it, that have to be slower, too."""
+"""Share of the runs, each beside that of the float model before or after it, that have to be slower, too."""
 LOOKS = 2
 """A file is slower where as many sessions, each opened anew, say so."""
 

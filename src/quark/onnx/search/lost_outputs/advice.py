@@ -63,7 +63,7 @@ class _Advice:
 
     @property
     def blame(self) -> str:
-        """Where most is lost, a sentence with a space behind; nothing where no node is blamed."""
+        """Where most is lost, a sentence with a space after; nothing where no node is blamed."""
         shown = "; ".join(f"{node} ({loss})" for node, loss in zip(self.blamed, self.losses, strict=True))
         vain = "" if self.tried is None or not self.tried.lost else (
             f"Excluding {len(self.nodes)} nodes that lose most was tried and does not help ({self.tried}). "
@@ -72,7 +72,7 @@ class _Advice:
 
     @property
     def exclusion(self) -> str:
-        """What to exclude, with a comma behind; nothing where that was not tried, or does not help."""
+        """What to exclude, with a comma after; nothing where that was not tried, or does not help."""
         if self.tried is None or self.tried.lost:
             return ""
         return f"exclude {', '.join(self.nodes)} (tried: {self.tried}), "
@@ -178,7 +178,7 @@ def refuse_damage(
 
 
 def _exclusion(model: ir.Model, advice: _Advice) -> str:
-    """What excluding can do, with a comma behind: nothing where no nodes are known to help.
+    """What excluding can do, with a comma after: nothing where no nodes are known to help.
 
     Without an If, Loop or Scan there may be nothing left to quantize: nodes within it can be named as well.
     """

@@ -33,10 +33,10 @@ from quark.onnx.calibration.data.readers import as_reader
 from quark.onnx.calibration.data.samples import Store
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_op
-from quark.onnx.graph.output_parts import OutputPart, judged_parts
+from quark.onnx.graph.output_parts import OutputPart, compared_parts
 from quark.onnx.graph.proto_file import read_ends
 from quark.onnx.graph.sessions import integer_kernels_are_exact, open_session, run_sample
-from quark.onnx.search.lost_outputs.verdict import LEAST, Damage, Pair, Verdict, judge
+from quark.onnx.search.lost_outputs.verdict import LEAST, Damage, Pair, Verdict, verdict_of
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
 
 Model = onnx.ModelProto | Path
@@ -48,8 +48,8 @@ SHARE = 8
 """One sample in this many that calibration ran is looked at, if that is more: what it takes is a small part of it."""
 PRODUCTS = 1_000_000_000
 """Products, of each weight with each input value, that are looked at in any case: under a second."""
-LOUD = 1000.0
-"""Times the median of what inputs reach, from which on a sample is judged by itself: beside it, no other one counts."""
+OUTLYING = 1000.0
+"""Times the median of the largest inputs, from which on a sample is compared by itself: else no other one counts."""
 MADE = "What was quantized"
 """What errors call it: the file has a name for the moment only."""
 MOST, MOST_BYTES = 512, 1 << 26
@@ -138,9 +138,9 @@ def damage(
     Raises:
         FormatError: ONNX Runtime does not load the quantized model.
     """
-    if not feeds or not _are_alike(model, quantized):
+    if not feeds or not _have_same_outputs(model, quantized):
         return None
-    looked = _Looked(judged_parts(model), Padding.of(model))
+    looked = _Looked(compared_parts(model), Padding.of(model))
     if not looked.parts:
         return None
     try:
@@ -160,7 +160,7 @@ def damage(
     return Damage(sqnr, str(worst.part), looked.count, worst.decisions, worst.lost(least), silent)
 
 
-def _are_alike(model: ir.Model, quantized: Model) -> bool:
+def _have_same_outputs(model: ir.Model, quantized: Model) -> bool:
     """Whether a session takes the quantized model, and both have the same inputs and outputs."""
     if isinstance(quantized, onnx.ModelProto) and quantized.ByteSize() > PROTOBUF_LIMIT:
         return False  # no session takes it from memory
@@ -297,13 +297,13 @@ class _Looked:
 
     def verdicts(self) -> list[Verdict]:
         """Of each part that can be judged; of one that is lost on the usual samples, that."""
-        bound = LOUD * float(np.median(self._peaks))
+        bound = OUTLYING * float(np.median(self._peaks))
         usual = [index for index, peak in enumerate(self._peaks) if not bound or peak <= bound]
         found = []
         for part in self.parts:
-            verdict = judge(part, list(self._pairs(part, range(self.count))))
+            verdict = verdict_of(part, list(self._pairs(part, range(self.count))))
             if verdict is not None and not verdict.lost() and len(usual) < self.count:
-                verdict = judge(part, list(self._pairs(part, usual))) or verdict
+                verdict = verdict_of(part, list(self._pairs(part, usual))) or verdict
             found.append(verdict)
         return [verdict for verdict in found if verdict is not None]
 

@@ -4,7 +4,7 @@
     brown   X(f) / f along each axis: most is said by a few of them, as in sound and pictures, and little by the rest
 
 at three loudnesses, as nobody knows which inputs are usual. Outputs are lost where they are for most of the loudnesses
-of one colour: a detector may say nothing of noise, and saturate where it is loud. They are in doubt where parts are
+of one colour: a detector may say nothing of noise, and saturate where it is noisy. They are in doubt where parts are
 that no operator keeps from 0 to 1: what a classifier makes of noise says little of it (2.7 to 54.7 dB of one that keeps
 40 on pictures), and no other of 16 trained models is below 20 dB at most loudnesses, but one that is lost.
 """
@@ -24,14 +24,14 @@ from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, QuarkError
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.graph.model_file import split_weights
-from quark.onnx.graph.output_parts import judged_parts
+from quark.onnx.graph.output_parts import compared_parts
 from quark.onnx.graph.sessions import integer_kernels_are_exact, open_session, run_sample
 from quark.onnx.search.history import TimeBudget
 from quark.onnx.search.latency.noise_sample import noise_sample
-from quark.onnx.search.lost_outputs.verdict import LEAST, Verdict, judge
+from quark.onnx.search.lost_outputs.verdict import LEAST, Verdict, verdict_of
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
 
-LOUDNESSES = (1.0, 1e-2, 1e2)
+AMPLITUDES = (1.0, 1e-2, 1e2)
 DOUBTFUL = 20.0
 """dB: below it, the noise has a tenth of the size of the output."""
 SECONDS = 10.0
@@ -92,7 +92,7 @@ def _mostly_below(bound: float, found: Sequence[Sequence[Verdict]]) -> float | N
     """The best SQNR of those below a bound, of the worst part for each loudness; None where these are not most."""
     worst = [min((each.sqnr for each in told if each.sqnr is not None), default=None) for told in found]
     low = [sqnr for sqnr in worst if sqnr is not None and sqnr < bound]
-    return max(low) if 2 * len(low) > len(LOUDNESSES) else None
+    return max(low) if 2 * len(low) > len(AMPLITUDES) else None
 
 
 def _left(model: ir.Model, quantized: onnx.ModelProto | Path, sample: Feed, colour: str) -> Iterator[list[Verdict]]:
@@ -100,22 +100,22 @@ def _left(model: ir.Model, quantized: onnx.ModelProto | Path, sample: Feed, colo
     proto, weights = split_weights(model)
     after = open_session(quantized, in_float=not integer_kernels_are_exact())
     sessions = open_session(proto, weights=weights), after
-    parts, budget = judged_parts(model), TimeBudget.of(SECONDS / 2)
+    parts, budget = compared_parts(model), TimeBudget.of(SECONDS / 2)
     names = list(dict.fromkeys(part.tensor for part in parts))
-    for loudness in LOUDNESSES:
+    for amplitude in AMPLITUDES:
         if not parts or budget.left() < 0:
             return
-        feed = {name: _noise(array, colour, loudness) for name, array in sample.items()}
+        feed = {name: _noise(array, colour, amplitude) for name, array in sample.items()}
         try:
             before, after = (dict(zip(names, run_sample(each, names, feed), strict=True)) for each in sessions)
-        except CalibrationError:  # a table has no row for what is so loud
+        except CalibrationError:  # a table has no row for what is so noisy
             continue
         pairs = [(part, before[part.tensor], after[part.tensor]) for part in parts]
-        found = [judge(part, [(part.of(x), part.of(y))]) for part, x, y in pairs if np.shape(x) == np.shape(y)]
+        found = [verdict_of(part, [(part.of(x), part.of(y))]) for part, x, y in pairs if np.shape(x) == np.shape(y)]
         yield [each for each in found if each is not None and not each.silent]
 
 
-def _noise(array: NumpyArray, colour: str, loudness: float) -> NumpyArray:
+def _noise(array: NumpyArray, colour: str, amplitude: float) -> NumpyArray:
     """White noise of a colour and a loudness; integers as they are."""
     if array.dtype.kind != "f":
         return array
@@ -127,4 +127,4 @@ def _noise(array: NumpyArray, colour: str, loudness: float) -> NumpyArray:
             spectrum = np.moveaxis(np.fft.rfft(values, axis=axis), axis, -1) / frequencies
             values = np.moveaxis(np.fft.irfft(spectrum, size), -1, axis)
     deviation = float(values.std()) or 1.0
-    return np.asarray((values * (loudness / deviation)).astype(array.dtype))
+    return np.asarray((values * (amplitude / deviation)).astype(array.dtype))

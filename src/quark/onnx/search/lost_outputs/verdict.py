@@ -41,7 +41,7 @@ class Verdict:
         part: Of an output.
         sqnr: In dB; -inf where y is not finite, None of labels.
         decisions: Share of the decisions that are kept; None where nothing stands out.
-        silent: Whether it held nothing on all samples.
+        silent: Whether it stored nothing on all samples.
         unclear: Whether more samples may tell more.
     """
 
@@ -101,7 +101,7 @@ class _Sums:
         return any(max(each, default=0) - min(each, default=0) > DISAGREE for each in (powers, ratios))
 
 
-def judge(part: OutputPart, pairs: Iterable[Pair]) -> Verdict | None:
+def verdict_of(part: OutputPart, pairs: Iterable[Pair]) -> Verdict | None:
     """The verdict of a part.
 
     Args:
@@ -109,7 +109,7 @@ def judge(part: OutputPart, pairs: Iterable[Pair]) -> Verdict | None:
         pairs: Of each sample the part of the float output, and the same of the quantized one; read three times.
 
     Returns:
-        None where there is no value, or no signal, to judge by.
+        None where there is no value, or no signal, to compare by.
     """
     pairs = [(x, y) for x, y in pairs if x.size or x.shape != y.shape]
     if not pairs or not all(x.shape == y.shape for x, y in pairs):
@@ -167,7 +167,7 @@ class Damage:
         samples: How many samples were run.
         decisions: Share of its decisions that are kept; None where no value stands out.
         lost: Whether that is too little for any task.
-        silent: Whether no output held anything on these samples.
+        silent: Whether no output stored anything on these samples.
     """
 
     sqnr: float

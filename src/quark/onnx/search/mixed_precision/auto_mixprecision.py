@@ -2,7 +2,7 @@
 
     sensitivity(k) = distance(float outputs, outputs with candidate k alone at its target)
     order          = ascending sensitivity
-    speed          the longest prefix of the order whose distance is <= threshold, and those behind it that still fit
+    speed          the longest prefix of the order whose distance is <= threshold, and those after it that still fit
     quality        the shortest prefix whose distance is <= threshold, without those that it does not need
     size budget    the shortest prefix whose weights fit, without those that it does not need, in this order or in that
                    of (sensitivity - distance of none) / bytes, whichever costs less
@@ -280,7 +280,7 @@ def _first(count: int, ends: Callable[[int], bool], guess: int | None = None) ->
 def _exchanged(
     now: _Prefix, prefixes: Sequence[_Prefix], limits: Mapping[int | None, float], speed: bool, score: Score
 ) -> _Prefix:
-    """With some of the candidates behind the first that is too much ("speed"), or without some before the last, while
+    """With some of the candidates after the first that is too much ("speed"), or without some before the last, while
     the threshold holds: the order is near to that of what they do together, and not the same.
 
     Args:

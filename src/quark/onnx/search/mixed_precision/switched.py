@@ -5,7 +5,7 @@
     constant w      the float values that its codes stand for
 
 s, z, both bounds and the constants are inputs of the float model, as far as trials differ in them. A bound is a
-multiple of s, which rounding leaves where it is, so that cutting off before it gives the code that cutting off behind
+multiple of s, which rounding leaves where it is, so that cutting off before it gives the code that cutting off after
 it does. Codes from 0 to 65535 are moved by 2^15, and z with them.
 
 The model runs in parts, cut where quantized tensors cross. What crosses under the first decision is kept: a trial
@@ -304,18 +304,18 @@ class _Inputs:
         self._writer = GraphWriter(self.model)
         self._taken = {value.name for node in self.model.graph for value in node.outputs}
         self._taken |= {value.name for value in (*self.model.graph.inputs, *self.model.graph.initializers.values())}
-        twins = dict(zip(decision.model.graph, self.model.graph, strict=True))
+        counterparts = dict(zip(decision.model.graph, self.model.graph, strict=True))
         placement = decision.placement
         for node, index in (*placement.weights, *_biases(decision)):
             values = _decoded(decision, (node, index)) if (node, index) in fixed else None
-            self._add((node, index), self._set_constant(twins[node], index, values))
+            self._add((node, index), self._set_constant(counterparts[node], index, values))
         readers = ActivationWriter(GraphWriter(decision.model), decision.settings, placement, {})
         for value in placement.activations:
             uses, is_output = readers.reads(value)
             if uses or is_output:
-                own = [(twins[node], index) for node, index in uses]
-                twin = _twin(value, twins, self.model)
-                self._add(value, self._add_pair(twin, fixed.get(value), own, is_output))
+                own = [(counterparts[node], index) for node, index in uses]
+                counterpart = _counterpart(value, counterparts, self.model)
+                self._add(value, self._add_pair(counterpart, fixed.get(value), own, is_output))
         drop_unused_constants(self.model.graph)
         self.model.graph.sort()
 
@@ -368,11 +368,11 @@ class _Inputs:
         return [low, high, scale, zero]
 
 
-def _twin(value: ir.Value, twins: Mapping[ir.Node, ir.Node], model: ir.Model) -> ir.Value:
-    """The same tensor in the copy of a model."""
+def _counterpart(value: ir.Value, counterparts: Mapping[ir.Node, ir.Node], model: ir.Model) -> ir.Value:
+    """The tensor of a copied model that is the copy of `value`."""
     producer = value.producer()
     if producer is not None:
-        return twins[producer].outputs[producer.outputs.index(value)]
+        return counterparts[producer].outputs[producer.outputs.index(value)]
     return next(one for one in model.graph.inputs if one.name == value.name)
 
 

@@ -1,10 +1,10 @@
-"""The choices that noise makes: which nodes stay in float, and by which statistic each loud tensor has its range.
+"""The choices that noise makes: which nodes stay in float, and by which statistic each noisy tensor has its range.
 
     observer(t) = argmin over candidates c of  power( Q_c(x_t) - x_t )        power: `sensitivity.py`
 
 The nodes are those whose noise weighs most in the outputs, decided once for a model. No statistic is the best for all
 tensors: one that is cut off costs its outliers, one that is not costs the digits of all others, and what either does to
-the outputs follows from the layers behind. So each tensor (with all that share its scale) is quantized alone under each
+the outputs follows from the layers after. So each tensor (with all that share its scale) is quantized alone under each
 candidate, as a noise in the float model, and the outputs decide. Quiet tensors keep the range that they have.
 """
 
@@ -117,7 +117,7 @@ class TensorRanges:
 
     Attributes:
         candidates: (observer, percentile) whose ranges are tried.
-        count: How many of the loudest tensors.
+        count: How many of the noisiest tensors.
         runs: Float forwards of each sample to find these.
         samples: How many samples are run.
     """
@@ -136,7 +136,7 @@ class TensorRanges:
 def choose_ranges(
     prepared: Prepared, config: TensorRanges, settings: Settings, measure: PartValues | None = None
 ) -> Settings:
-    """Settings with the ranges of the loudest tensors.
+    """Settings with the ranges of the noisiest tensors.
 
     Args:
         prepared: The float model and its samples; not changed.
@@ -157,10 +157,10 @@ def choose_ranges(
     with noise.open() as run:
         probes = [Probe(run, samples, i, parts, measure) for i in range(min(config.samples, len(samples)))]
         trial = _Trial(noise.sources, tensors, probes)
-        loud = trial.loudest(config.runs, config.count)
-        least = {root: GAIN * trial.power(root) for root in loud}
+        noisy = trial.noisiest(config.runs, config.count)
+        least = {root: GAIN * trial.power(root) for root in noisy}
         chosen: dict[str, tuple[float, float]] = {}
-        looked = {root: [classes[root].params] for root in loud if root in classes}
+        looked = {root: [classes[root].params] for root in noisy if root in classes}
         for observer, percentile in config.candidates:
             ranges = _ranges({root: classes[root] for root in looked}, observer, percentile, settings, statistics)
             # What is the same under two statistics is run once.
@@ -172,9 +172,9 @@ def choose_ranges(
                 if power < least[root]:
                     least[root], chosen[root] = power, ranges[root][0]
     if not chosen:
-        raise NothingQualifiesError(f"TensorRanges: none of the {len(loud)} loudest tensors has a better range.")
+        raise NothingQualifiesError(f"TensorRanges: none of the {len(noisy)} loudest tensors has a better range.")
     logger.info(
-        "%d of the %d loudest tensors have other ranges, for what they add to the outputs.", len(chosen), len(loud)
+        "%d of the %d loudest tensors have other ranges, for what they add to the outputs.", len(chosen), len(noisy)
     )
     known = dict(settings.calibration.ranges) | chosen
     return replace(settings, calibration=replace(settings.calibration, ranges=tuple(known.items())))
@@ -197,7 +197,7 @@ class _Trial:
             if root:
                 self._members.setdefault(root, []).append(index)
 
-    def loudest(self, runs: int, count: int) -> list[str]:
+    def noisiest(self, runs: int, count: int) -> list[str]:
         """The scales whose tensors add most to the outputs, found in as many runs."""
         powers = halved(self._count, runs, self._probes)
         return sorted(self._members, key=lambda root: -sum(powers[i] for i in self._members[root]))[:count]

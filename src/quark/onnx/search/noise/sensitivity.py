@@ -4,12 +4,12 @@ With n_i the noise where tensor i stands (`sources.py`), and a group g of tensor
 
     power(g) = mean over samples of sum over float outputs o of |f_o(x + sum_(i in g) c_i n_i) - f_o(x)|^2 / |f_o(x)|^2
 
-An output that a Concat joins counts once for each of its parts (`graph/output_parts.py`). Where models are judged by
-the scores of probabilities (`search/evaluator.py`), these take the place of f: what is searched is what is judged.
+An output that a Concat joins counts once for each of its parts (`graph/output_parts.py`). Where models are compared by
+the scores of probabilities (`search/evaluator.py`), these take the place of f: what is searched is what is compared.
 
 The signs keep noises that would cancel, or add up, from doing so: in the mean over signs the power of a group is the
-sum of those of its tensors, as far as f is linear. So loud tensors are found by halving: the loudest group is split, in
-the order of the graph, and both halves are run, until as many runs are made as were allowed. What is left in groups
+sum of those of its tensors, as far as f is linear. So tensors are found by halving: the noisiest group is split, in the
+order of the graph, and both halves are run, until as many runs are made as were allowed. What is left in groups
 shares the power of its group. With as many runs as tensors each is run alone: its power is then that of the model with
 this tensor alone quantized. Each run is a float forward for each sample; no trial quantizes a model or loads one.
 
@@ -196,7 +196,7 @@ def _relative(x: NumpyArray, y: NumpyArray) -> float:
 def halved(number: int, runs: int | None, probes: Iterable[Probe]) -> list[float]:
     """The power of each of `number` sources, the mean over samples, by at most `runs` runs of groups for each.
 
-    The first sample splits the groups, and the others measure what is left of them, so that one is held at a time.
+    The first sample splits the groups, and the others measure what is left of them, so that one is stored at a time.
     """
     sums: dict[tuple[int, ...], float] = {}
     count = 0
@@ -213,7 +213,7 @@ def halved(number: int, runs: int | None, probes: Iterable[Probe]) -> list[float
 
 
 def _split(number: int, runs: int | None, probe: Probe) -> dict[tuple[int, ...], float]:
-    """Groups of sources and their powers: the loudest is halved, until as many runs are made as were allowed."""
+    """Groups of sources and their powers: the noisiest is halved, until as many runs are made as were allowed."""
     left = number if runs is None else runs
     size = 1 if left >= number else -(-number // min(left, FIRST_GROUPS))
     groups: list[tuple[float, tuple[int, ...]]] = []

@@ -6,11 +6,11 @@
 What only moves the values of a quantized tensor (Transpose, MaxPool) leaves them on their grid: it adds no noise.
 
 x, v: of the float model. The float model is built twice. `observed` gives v, and f(x, Q(w)) beside f(x, w); `injected`
-reads n as an input of its own behind each source, and adds it:
+reads n as an input of its own after each source, and adds it:
 
     v' = v + n                                          the outputs under any sum of noises, in one run of one session
 
-Nothing about a source changes the graph, so no trial quantizes a model or loads one. All noises of a sample are held,
+Nothing about a source changes the graph, so no trial quantizes a model or loads one. All noises of a sample are stored,
 as codes: n = scale * code, of 8 bits, or of a float16 where a few values are far larger than the others, as those are
 that a range cuts off. Half a step of 8 bits is 48 dB below the noise of rounding.
 """
@@ -151,13 +151,13 @@ class NoiseModel:
         self._inject_writer = GraphWriter(self._injected)
         self._taken = {value.name for value in self._injected.graph.inputs}
         order = {node: position for position, node in enumerate(self._injected.graph)}
-        twins = dict(zip(self._injected.graph, self._observed.graph, strict=True))
+        copies = dict(zip(self._injected.graph, self._observed.graph, strict=True))
         # The nodes that read constants keep what they write until all activations have their input.
         written = {node: list(node.outputs) for node, _ in placement.weights}
         found = list(self._activations(decision, order))
         for (node, index), spec in placement.weights.items():
             sites = self._constant_sites(
-                node, index, twins[node], written[node], decision.qparams.weights[node, index], spec
+                node, index, copies[node], written[node], decision.qparams.weights[node, index], spec
             )
             weight, name = node.inputs[index], node.name or ""
             found.append(
@@ -192,27 +192,27 @@ class NoiseModel:
             yield position, NoiseSource(name, "", frozenset(names)), [site]
 
     def _constant_sites(
-        self, node: ir.Node, index: int, twin: ir.Node, outputs: list[ir.Value], params: QParams, spec: TensorSpec
+        self, node: ir.Node, index: int, copied: ir.Node, outputs: list[ir.Value], params: QParams, spec: TensorSpec
     ) -> list[_Site]:
-        """Compute the node a second time, with the constant quantized; add the difference behind the node."""
+        """Compute the node a second time, with the constant quantized; add the difference after the node."""
         graph = self._observed.graph
-        weight = twin.inputs[index]
+        weight = copied.inputs[index]
         array = decoded(np.asarray(constant(weight), np.float32), params, spec)
-        inputs = list(twin.inputs)
-        inputs[index] = add_constant(graph, free_name(f"{twin.name}_{index}_quantized", graph.initializers), array)
+        inputs = list(copied.inputs)
+        inputs[index] = add_constant(graph, free_name(f"{copied.name}_{index}_quantized", graph.initializers), array)
         again = ir.node(
-            twin.op_type, inputs, dict(twin.attributes), domain=twin.domain, num_outputs=len(outputs),
-            name=f"{twin.name}_{index}_quantized",
+            copied.op_type, inputs, dict(copied.attributes), domain=copied.domain, num_outputs=len(outputs),
+            name=f"{copied.name}_{index}_quantized",
         )  # fmt: skip
         sites = []
         for position, (output, copy) in enumerate(zip(outputs, again.outputs, strict=True)):
-            copy.name = f"{twin.name}_{index}_quantized_{position}"
+            copy.name = f"{copied.name}_{index}_quantized_{position}"
             uses = [(use.node, use.idx) for use in output.uses()]
             if not output.name or not (uses or output.is_graph_output()):
                 continue
-            before = twin.outputs[position].name or ""
+            before = copied.outputs[position].name or ""
             sites.append(_Site(self._inject(output, uses, output.is_graph_output()), before, copy.name))
-        graph.insert_after(twin, [again])
+        graph.insert_after(copied, [again])
         return sites
 
     def _inject(self, value: ir.Value, uses: Sequence[tuple[ir.Node, int]], is_output: bool) -> str:

@@ -42,7 +42,7 @@ from quark.onnx.search.evaluator import Evaluator, PartScorer, ScoredModel
 from quark.onnx.search.history import TimeBudget, Trial
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.noise.choices import Measured
-from quark.onnx.search.recovery.rival import Rival
+from quark.onnx.search.recovery.alternative import Alternative
 from quark.onnx.search.recovery.steps import STEPS, WEIGHTS_STEPS, Step
 from quark.onnx.search.settle import check_algorithms, convert, start_as_chosen
 
@@ -61,7 +61,7 @@ NO_HOPE = "left out: "
 REACH = 15.0
 """dB that steps bring a model at most: 25 searches on 16 models that wheels ship gained up to 14.5."""
 
-RIVAL = "as without samples"
+ALTERNATIVE = "as without samples"
 """What the table calls a model that is made so."""
 
 
@@ -77,7 +77,7 @@ class Recovery:
         plain, score: The metric of the plain config, and of the best model.
         trials: The plain config, then the steps, in order.
         fitted, held_out: How many samples were calibrated with, and measured on.
-        by_scores: Whether a part of an output that is a distribution, or of probabilities, was judged by its scores.
+        by_scores: Whether a part of an output that is a distribution, or of probabilities, was compared by its scores.
         lost: Whether the task suffers with the best model.
         types: What the model holds: (element type, "activations" or "weights") -> how many.
     """
@@ -121,7 +121,7 @@ def recover(
     steps: Iterable[Step] = STEPS,
     quick: bool = False,
     allow_wider: bool = False,
-    rival: Rival | None = None,
+    alternative: Alternative | None = None,
     weights: WeightsAlone | None = None,
 ) -> tuple[Recovery, ir.Model]:
     """Find the best model; see `ModelQuantizer.recover`.
@@ -137,15 +137,15 @@ def recover(
         quick: Where there are too few samples to hold some out, judge by all of them; without a target, judge
             distributions by their scores. End where what is lost is seldom felt.
         allow_wider: Whether steps may give more bits than the config asks for.
-        rival: What is made without samples, which the result has to be better than.
+        alternative: What is made without samples, which the result has to be better than.
         weights: What else is tried where the task suffers.
     """
     clock = own_time if quick else time.monotonic  # a result that nobody set a time for does not depend on the load
     time_left = TimeBudget.of(budget, clock)
     _check(settings, metric, target)
     asked, settings = settings, prepare(model, settings)
-    if rival is not None:
-        rival.begin_with(model, asked, settings)
+    if alternative is not None:
+        alternative.begin_with(model, asked, settings)
     data = repeatable(reader, model, settings)
     fit, held_out = (data, data) if quick and data is not None and 0 < len(data) < EVERY else split(data)
     prepared = Prepared(model, fit)
@@ -161,11 +161,11 @@ def recover(
         return None if weights is None else weights.recovered(data, metric, target, budget)
 
     # Where static integers win no time, no search makes them worth it.
-    if rival is None or not search.gives_way(rival):
+    if alternative is None or not search.gives_way(alternative):
         if search.needs_steps(apart):
             search.run(steps, allow_wider, quick)
-        if rival is not None:
-            search.gives_way(rival, at_last=True)
+        if alternative is not None:
+            search.gives_way(alternative, at_last=True)
     best = search.best
     found = Recovery(
         None, best.settings, metric, target, plain.score, best.score, search.trials, len(fit), len(held_out),
@@ -266,7 +266,7 @@ class _Search:
         return self.budget.left(kept)
 
     def quantize_plain(self, settings: Settings) -> ScoredModel:
-        """The same for the config as it is. A step that finds nothing is told unless the config holds such a one."""
+        """Quantize by the plain settings. A step that finds nothing raises, unless the config holds such a one."""
         try:
             return self.evaluator.evaluate(replace(settings, allow_noop=False))
         except NothingQualifiesError:
@@ -292,19 +292,19 @@ class _Search:
             else:
                 self.attempt(step)
 
-    def gives_way(self, rival: Rival, at_last: bool = False) -> bool:
+    def gives_way(self, alternative: Alternative, at_last: bool = False) -> bool:
         """Take what was made without samples as the best, if it is better than what was made with them.
 
         Args:
-            rival: What makes it.
+            alternative: What makes it.
             at_last: Whether no step follows.
         """
         # The last step may have had no time left; this has a few seconds in any case.
         start, before, self.fit.until = self.fit.clock(), self.best, math.inf
-        other = rival.instead_of(before, self.scorer, self.fit, at_last)
+        other = alternative.instead_of(before, self.scorer, self.fit, at_last)
         if other is not None:
             self.best = other
-            self._tell(Trial(RIVAL, before.score, other.score, self.fit.clock() - start, "kept"))
+            self._tell(Trial(ALTERNATIVE, before.score, other.score, self.fit.clock() - start, "kept"))
         return other is not None
 
     def leave_out(self, step: Step) -> None:

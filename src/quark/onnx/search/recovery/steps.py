@@ -49,7 +49,7 @@ STRICTER = 0.9
 """Share of the noise that is allowed on the samples that layers are chosen with."""
 
 FEWEST_RUNS = 24
-"""Runs that tell the loudest groups of tensors from the others."""
+"""Runs that tell the noisiest groups of tensors from the others."""
 
 POWER_OF_TWO = {"min_max": "pof2_non_overflow", "mse": "pof2_min_mse"}
 
@@ -71,7 +71,7 @@ def ranges(observer: str, percentile: float | None = None, of: tuple[str, ...] =
 
 
 def tensor_ranges(config: TensorRanges) -> Change:
-    """The range of each loud activation by the statistic that serves it best."""
+    """The range of each noisy activation by the statistic that serves it best."""
 
     def change(settings: Settings, situation: Situation) -> Settings | str | None:
         if skipped := situation.skipped(config.forwards):
@@ -94,7 +94,7 @@ def _calibrated(settings: Settings, situation: Situation) -> Prepared:
 
 
 def again(other: Change) -> Change:
-    """The same once more, if algorithms were kept since that change what is seen."""
+    """A change that is made once more, if algorithms were kept since that change the ranges."""
 
     def change(settings: Settings, situation: Situation) -> Settings | str | None:
         new = set(map(type, settings.algorithms)) - set(map(type, situation.plain.algorithms))
@@ -139,7 +139,7 @@ def floating(config: FloatNodes, where_lost: bool = False) -> Change:
 
 
 def with_plain_ranges(other: Change) -> Change:
-    """The same with the ranges of the plain config: what it does may make those that came since needless."""
+    """A change on top of the ranges of the plain config: it may make those that came since needless."""
 
     def change(settings: Settings, situation: Situation) -> Settings | str | None:
         plain = situation.plain.specs
@@ -318,7 +318,7 @@ ResNet-18, held out, at .01, .03 and .06: 8 bits 27.40, 27.22, 27.11 dB; 4 bits 
 ENOUGH = 0.1
 """dB that learning has to gain before it is worth ten times as long."""
 FAR = 1.0
-"""dB that ranges may be behind the best, and yet be better with what an algorithm makes of the model."""
+"""dB that ranges may be below the best, and yet be better with what an algorithm makes of the model."""
 STEPS = (
     *(Step(f"ranges: {name}", change) for name, change in RANGES.items()),
     Step("weight ranges: MinMSE", ranges("mse", of=("weight",))),
@@ -332,7 +332,7 @@ STEPS = (
         for name, change in RANGES.items()
     ),
     Step("ranges of each tensor", tensor_ranges(TensorRanges())),
-    # It runs both models layer by layer, and so does each step behind it that keeps it.
+    # It runs both models layer by layer, and so does each step after it that keeps it.
     Step("BiasCorrection", algorithm(BiasCorrectionConfig())),
     # Seconds, where learning takes minutes.
     Step("GPTQ, of weights of few bits", solve_few_bits),

@@ -1,13 +1,14 @@
-"""rival: the model that is made without samples, which one made with them has to be better than.
+"""alternative: the model that is made without samples, which one made with them has to be better than.
 
 Static integers lose what inputs quantized as they come, or weights alone, keep: they are worth it where they win time
-that no two measurements differ by, and where the task does not suffer. So the rival wins where it is the more exact,
-and
+that no two measurements differ by, and where the task does not suffer. So the alternative wins where it is the more
+exact, and
 
-    time of the rival <= (1 + WON) * time of the other          bytes of the rival <= (1 + MORE) * bytes of the other
+    time of the alternative <= (1 + WON) * time of the other
+    bytes of the alternative <= (1 + MORE) * bytes of the other
 
 or the other has lost so much that tasks suffer, and nothing is left to better it by. Where the held-out samples of a
-detector hold no event, they do not tell what ranges do to one: the rival wins unless it has lost them.
+detector hold no event, they do not tell what ranges do to one: the alternative wins unless it has lost them.
 
 Both files run by turns on one sample; a ratio that is near the bound is that of more looks, each with sessions opened
 anew.
@@ -46,7 +47,7 @@ CLEAR = 0.1
 LOOKS = 3
 
 
-class Rival:
+class Alternative:
     """A model that is made without samples.
 
     Args:
@@ -70,7 +71,7 @@ class Rival:
     def instead_of(
         self, other: ScoredModel, scorer: PartScorer, data: Samples, at_last: bool = False
     ) -> ScoredModel | None:
-        """The rival where it is the better one; None where it is not, or cannot be made or run.
+        """The alternative where it is the better one; None where it is not, or cannot be made or run.
 
         Args:
             other: What was made with samples.
@@ -101,7 +102,7 @@ class Rival:
         return scored if wins else None
 
     def _wins(self, scored: ScoredModel, other: ScoredModel, feed: Feed) -> tuple[bool, str]:
-        """Whether the rival costs no more than the other, and what that costs beside it, in words."""
+        """Whether the alternative costs no more than the other, and what that costs beside it, in words."""
         if self._compared is not None and self._compared[0] is other.model:
             return self._compared[1]  # no step has bettered it since
         self._proto = self._proto or _file(scored)
@@ -135,10 +136,10 @@ def _file(scored: ScoredModel) -> onnx.ModelProto:
     return to_proto(model)
 
 
-def _time_ratio(rival: onnx.ModelProto, other: onnx.ModelProto, feed: Feed, threads: int) -> float:
-    """The time of the other over that of the rival: of one look, or the median of a few near the bound."""
+def _time_ratio(alternative: onnx.ModelProto, other: onnx.ModelProto, feed: Feed, threads: int) -> float:
+    """The time of the other over that of the alternative: of one look, or the median of a few near the bound."""
     bound = 1 / (1 + WON)
-    looks = [time_ratio(rival, other, feed, threads, bound)]
+    looks = [time_ratio(alternative, other, feed, threads, bound)]
     if abs(looks[0] / bound - 1) < CLEAR:
-        looks += [time_ratio(rival, other, feed, threads, bound) for _ in range(LOOKS - 1)]
+        looks += [time_ratio(alternative, other, feed, threads, bound) for _ in range(LOOKS - 1)]
     return median(looks)

@@ -16,8 +16,8 @@ from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
 from quark.onnx.search.evaluator import LOST, PartScorer
-from quark.onnx.search.recovery import rival as module
-from quark.onnx.search.recovery.rival import Rival, ScoredModel
+from quark.onnx.search.recovery import alternative as module
+from quark.onnx.search.recovery.alternative import Alternative, ScoredModel
 from quark.onnx.search.recovery.search import recover
 from quark.onnx.search.recovery.steps import QUICK_STEPS
 from quark.onnx.search.settle import convert
@@ -49,7 +49,7 @@ def test_static_integers_are_worth_their_loss_where_they_win_time(
     other, scorer, data = made_with_samples()
     asked = iter(ratios)
     monkeypatch.setattr(module, "time_ratio", lambda *_: next(asked))
-    found = Rival(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings).instead_of(
+    found = Alternative(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings).instead_of(
         other, scorer, data, at_last=True
     )
     assert (found is not None) == wins and next(asked, None) is None
@@ -61,8 +61,8 @@ def test_static_integers_are_worth_their_loss_where_they_win_time(
 def test_no_time_makes_up_for_a_lost_task(at_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as steps may better it, time counts."""
     monkeypatch.setattr(module, "time_ratio", lambda *_: 0.2)
-    rival = Rival(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings)
-    assert (rival.instead_of(*made_with_samples(lost=True), at_last=at_last) is not None) == at_last
+    alternative = Alternative(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings)
+    assert (alternative.instead_of(*made_with_samples(lost=True), at_last=at_last) is not None) == at_last
 
 
 def test_what_is_less_exact_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,15 +72,17 @@ def test_what_is_less_exact_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> Non
     data = Samples(images(4), model_inputs(model))
     scorer = PartScorer(model, data, Metric("sqnr"), settings)
     exact = ScoredModel(settings, model, np.inf, scorer.score(model)[1], 0.0)
-    assert Rival(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings).instead_of(exact, scorer, data) is None
+    assert Alternative(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings).instead_of(exact, scorer, data) is None
 
 
 def test_it_is_looked_at_when_the_time_of_a_search_has_ended() -> None:
     """The samples then still say that no time is left."""
     data = Samples(images(6), model_inputs(load(cnn())))
     settings = ModelQuantizer("INT8_CPU").settings
-    rival = Rival(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings)
-    found, _ = recover(load(cnn()), settings, data, Metric("sqnr"), 90.0, 1e-3, QUICK_STEPS, quick=True, rival=rival)
+    alternative = Alternative(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings)
+    found, _ = recover(
+        load(cnn()), settings, data, Metric("sqnr"), 90.0, 1e-3, QUICK_STEPS, quick=True, alternative=alternative
+    )
     assert found.score >= found.plain
 
 
