@@ -35,9 +35,7 @@ from quark.onnx.config.algo_configs import (
 )
 from quark.onnx.config.settings import Settings
 
-DATA: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples], None]] = {
-    BiasCorrectionConfig: check_examples,
-}
+DATA: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples], None]] = {BiasCorrectionConfig: check_examples}
 BEFORE: dict[type[Any], Callable[[ir.Model, Any, Settings, Samples | None], int]] = {
     CLEConfig: equalize,
     SmoothQuantConfig: smooth,

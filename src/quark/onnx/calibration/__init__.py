@@ -11,12 +11,7 @@ from typing import Any
 from quark.errors import did_you_mean
 
 HOMES = {
-    "quark.onnx.config.enums": (
-        "ExtendedCalibrationMethod",
-        "Int16Method",
-        "LayerWiseMethod",
-        "PowerOfTwoMethod",
-    ),
+    "quark.onnx.config.enums": ("ExtendedCalibrationMethod", "Int16Method", "LayerWiseMethod", "PowerOfTwoMethod"),
     "quark.onnx.calibration.data.readers": ("CachedDataReader", "CalibrationDataReader"),
     "quark.onnx.calibration.data.path_reader": ("PathDataReader",),
     "quark.onnx.calibration.data.random_reader": ("RandomDataReader",),

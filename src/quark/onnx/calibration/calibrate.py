@@ -237,11 +237,7 @@ def range_classes(placement: Placement) -> dict[ir.Value, list[str]]:
 
 
 def _complete(
-    statistics: Statistics,
-    path: str | None,
-    prepared: Prepared,
-    tensors: list[str],
-    settings: Settings,
+    statistics: Statistics, path: str | None, prepared: Prepared, tensors: list[str], settings: Settings
 ) -> None:
     """Collect what statistics lack of these tensors, and keep it in their file, if they have one."""
     missing = [name for name in tensors if name not in statistics.states]

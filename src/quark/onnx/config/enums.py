@@ -5,12 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from onnx import TensorProto
-from onnxruntime.quantization import (
-    CalibrationMethod,
-    QuantFormat,
-    QuantizationMode,
-    QuantType,
-)
+from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantizationMode, QuantType
 
 from quark.core.dtypes import DTYPES
 from quark.errors import ConfigError, did_you_mean

@@ -172,11 +172,7 @@ class _Layers:
     """
 
     def __init__(
-        self,
-        models: Sequence[onnx.ModelProto],
-        folders: Sequence[Path | None],
-        threads: int,
-        in_float: bool = False,
+        self, models: Sequence[onnx.ModelProto], folders: Sequence[Path | None], threads: int, in_float: bool = False
     ) -> None:
         matched = match_layers(*(model.graph for model in models))
         self._layers, self._unlike = [layer for _, _, layer in matched], set[int]()

@@ -83,10 +83,7 @@ ROWS = [
         "turn float16 tensors into float32 first, inputs and outputs included",
     ),
     Pass(
-        convert_nchw_to_nhwc,
-        "ConvertNCHWToNHWC",
-        False,
-        "make image inputs NHWC, as the calibration data must then be",
+        convert_nchw_to_nhwc, "ConvertNCHWToNHWC", False, "make image inputs NHWC, as the calibration data must then be"
     ),
     Pass(
         remove_input_init,

@@ -21,10 +21,7 @@ _erf = op("Erf", either(op("Div", "x", math.sqrt(2)), op("Mul", "x", math.sqrt(0
 _cube = either(op("Pow", "x", 3.0), op("Mul", op("Mul", "x", "x"), "x"))
 _scaled_cube = either(op("Mul", _cube, CUBIC), op("Mul", "x", op("Mul", "x", op("Mul", "x", CUBIC))))
 _tanh = op("Tanh", op("Mul", op("Add", "x", _scaled_cube), math.sqrt(2 / math.pi)))
-PATTERNS = {
-    "none": product("x", 0.5, op("Add", _erf, 1.0)),
-    "tanh": product("x", 0.5, op("Add", _tanh, 1.0)),
-}
+PATTERNS = {"none": product("x", 0.5, op("Add", _erf, 1.0)), "tanh": product("x", 0.5, op("Add", _tanh, 1.0))}
 """Value of Gelu's attribute `approximate` -> the subgraph that it stands for."""
 
 

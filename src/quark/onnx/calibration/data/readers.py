@@ -63,11 +63,7 @@ class CachedDataReader(CalibrationDataReader):
     """
 
     def __init__(
-        self,
-        dr: Any,
-        data_size: int | None = None,
-        convert_nchw_to_nhwc: bool = False,
-        quantize_fp16: bool = False,
+        self, dr: Any, data_size: int | None = None, convert_nchw_to_nhwc: bool = False, quantize_fp16: bool = False
     ) -> None:
         if quantize_fp16:
             raise NotSupportedError("CachedDataReader(quantize_fp16=True) is not part of this version.")

@@ -32,9 +32,7 @@ from quark.onnx.config.lowering.tensors import data_type_of
 from quark.onnx.config.tensor_specs import QTensorConfig
 from quark.onnx.operators.targets import TARGETS, Target
 
-UNSUPPORTED_FIELDS = {
-    "reduce_range": "7-bit codes are not part of this version",
-}
+UNSUPPORTED_FIELDS = {"reduce_range": "7-bit codes are not part of this version"}
 FIELD_OPTIONS = {
     "crypto_mode": "CryptoMode",
     "input_nodes": "InputNodes",

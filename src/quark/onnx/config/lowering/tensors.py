@@ -43,11 +43,7 @@ POWER_OF_TWO = {CalibMethod.MinMax: "pof2_non_overflow", CalibMethod.MinMSE: "po
 POWER_OF_TWO_MODES = {"All": "pof2_min_mse", "MostCommon": "pof2_most_common", "Percentile": "pof2_mse_percentile"}
 FLOAT_MODES = {"All": "mse", "Percentile": "mse_percentile", "HistCenter": "mse_centers"}
 """Mode of MinMSE -> observer: of activations under powers of two, and of weights under float scales."""
-SCALES = {
-    ScaleType.Float32: CoreScale.float32,
-    ScaleType.PowerOf2: CoreScale.pof2,
-    ScaleType.Int16: CoreScale.int16,
-}
+SCALES = {ScaleType.Float32: CoreScale.float32, ScaleType.PowerOf2: CoreScale.pof2, ScaleType.Int16: CoreScale.int16}
 BY_CORE = {data_type.core: data_type for data_type in DATA_TYPES.values()}
 BFP_TYPES = {form: BY_CORE[name] for name, form in BFP_FORMATS.items()}
 """(bfp_method, bit_width) of BFPAttributes -> data type."""

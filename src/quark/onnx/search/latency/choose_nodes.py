@@ -104,7 +104,7 @@ def cost(choice: KernelChoice, integers: set[str]) -> float:
 
 
 def _cut_cost(choice: KernelChoice, integers: set[str]) -> float:
-    """Seconds of all groups and conversions; groups that may not stand alone in integers cost nothing more."""
+    """Seconds of a cut: all groups and conversions; infinite where a group needs another in integers."""
     if any(first in integers and second not in integers for first, second in choice.needs):
         return inf
     total = sum(
@@ -134,11 +134,7 @@ def choose_nodes(choice: KernelChoice) -> set[str]:
         broken = next((each for each in choice.absorbed if each.breaks(chosen)), None)
         if broken is None:
             return chosen
-        for change in (
-            {broken.group: True},
-            {broken.before: False},
-            *({name: False} for name in sorted(broken.after)),
-        ):
+        for change in ({broken.group: True}, {broken.before: False}, *({name: False} for name in sorted(broken.after))):
             if any(pins.get(name, value) != value for name, value in change.items()):
                 continue
             other = _cut(choice, pins | change)

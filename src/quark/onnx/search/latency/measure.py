@@ -260,11 +260,7 @@ def _slower(model: ir.Model, settings: Settings, feed: Feed, timer: Timer) -> _S
     placement = place(placed, settings)
     names, in_kernels, tables = (
         {node.name or "" for node in nodes}
-        for nodes in (
-            placement.nodes,
-            placement.dynamic,
-            [node for node in placement.nodes if is_op(node, "Gather")],
-        )
+        for nodes in (placement.nodes, placement.dynamic, [node for node in placement.nodes if is_op(node, "Gather")])
     )
     if not in_kernels | tables:
         return _Slower(frozenset(), frozenset(), len(names))

@@ -34,13 +34,7 @@ from quark.onnx.config.algo_configs import (
 from quark.onnx.config.settings import Settings
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.search.change import Change, Situation
-from quark.onnx.search.noise.choices import (
-    FloatNodes,
-    TensorRanges,
-    choose_ranges,
-    known_noise,
-    leave_in_float,
-)
+from quark.onnx.search.noise.choices import FloatNodes, TensorRanges, choose_ranges, known_noise, leave_in_float
 
 TUNING = (AdaRoundConfig, AdaQuantConfig, GPTQConfig)
 FEW_BITS = 4
@@ -254,8 +248,7 @@ def _each_spec(settings: Settings, fields: tuple[str, ...], change: Callable[[Te
     def changed(layer: LayerSpec) -> LayerSpec:
         specs = {name: getattr(layer, name) for name in fields}
         return replace(
-            layer,
-            **{name: change(s) for name, s in specs.items() if s and s.has_zero_point and not s.dynamic},
+            layer, **{name: change(s) for name, s in specs.items() if s and s.has_zero_point and not s.dynamic}
         )
 
     return replace(settings, specs=settings.specs.with_layers(changed))
