@@ -23,3 +23,21 @@ SEVERAL_MEANINGS = {
 NAMED_OTHERWISE = {
     "cli.py": "the entry point of a program is looked for under this name",
 }
+
+# Functions that are simple without those that are defined in them, and not with them.
+HOLD_CLOSURES = dict.fromkeys(
+    (
+        "base/loading.py:lightly",
+        "core/solvers/gptq.py:solve",
+        "torch/algorithms/block_sweep.py:sweep",
+        "torch/algorithms/layer_inputs.py:_meet",
+        "torch/algorithms/rounding/gptq.py:_Solver._solve",
+        "torch/flows/per_block.py:quantize_blocks",
+        "torch/graph/quantizers/insert_quantizers.py:equal_scales",
+        "torch/kernels/int8_int8.py:int8_codes",
+        "torch/model/blocks/calls.py:_cut",
+        "torch/model/blocks/offloading.py:_make_parts",
+        "torch/model/blocks/recording.py:_require_handed_on",
+    ),
+    "to be taken apart",
+)

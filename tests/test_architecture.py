@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from tests.architecture_exceptions import (
+    HOLD_CLOSURES,
     IN_BOTH_FLOWS,
     LISTS,
     NAMED_OTHERWISE,
@@ -184,16 +185,23 @@ def test_files_stay_short() -> None:
 
 
 def test_functions_stay_simple() -> None:
-    """Cyclomatic complexity: one, and one more for each branch, loop, comprehension and operand of `and` and `or`."""
+    """Cyclomatic complexity: one, and one more for each branch, loop, comprehension and operand of `and` and `or`.
+
+    What is defined within a function counts there.
+    """
     from radon.complexity import cc_visit_ast
+    from radon.visitors import Function
+
+    def complexity(block: Function) -> int:
+        return int(block.complexity) + sum(map(complexity, block.closures))
 
     found = {
-        f"{relative(file)}:{block.fullname}": block.complexity
+        f"{relative(file)}:{block.fullname}": complexity(block)
         for file in FILES
         for block in cc_visit_ast(parsed(file))
-        if block.letter != "C" and block.complexity > MOST_COMPLEXITY
+        if block.letter != "C" and complexity(block) > MOST_COMPLEXITY
     }
-    assert not found, found
+    check(found, HOLD_CLOSURES)
 
 
 def loaded_after(statement: str) -> set[str]:
