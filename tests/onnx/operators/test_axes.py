@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 
-from quark.onnx.operators import ON_REQUEST, RULES
-from quark.onnx.operators.axes import data_axis, input_axis, output_axis, result_axis
+from quark.onnx.operators import ON_REQUEST, RULES, data_axis, input_axis, output_axis, result_axis
 
 Array = np.ndarray[Any, Any]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

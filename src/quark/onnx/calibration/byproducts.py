@@ -21,7 +21,7 @@ from quark.core.observers.base import Observer
 from quark.core.spec import TensorSpec
 from quark.onnx.calibration.data.padding import Padding
 from quark.onnx.calibration.data.samples import Store
-from quark.onnx.operators.axes import result_axis
+from quark.onnx.operators import result_axis
 from quark.onnx_ops.graph_writer import add_constant
 
 AT_ONCE = 16

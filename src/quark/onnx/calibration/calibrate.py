@@ -80,8 +80,9 @@ def activation_params(prepared: Prepared, placement: Placement, settings: Settin
     if settings.calibration.figures:
         check_figures(_by_name({root: observers[root] for root in open_classes}))
     statistics = _observe(prepared, open_classes, observers, settings)
-    for root, free in _from_zero(observers, placement, settings).items():
-        observers[root] = _again(observers[root], free, settings, open_classes.get(root, []), statistics)
+    if TARGETS[settings.qdq.target].unsigned_positive:
+        for root, free in _from_zero(observers, placement).items():
+            observers[root] = _again(observers[root], free, settings, open_classes.get(root, []), statistics)
     observers = with_values(observers, placement)
     masks = leave_masks_in_float(prepared.model.graph, observers, placement, mask_values(prepared.model))
     params = {root: _solved(root.name, observer) for root, observer in observers.items() if root not in masks}
@@ -189,16 +190,9 @@ def _restored(
     return found
 
 
-def _from_zero(
-    observers: Mapping[ir.Value, Observer], placement: Placement, settings: Settings
-) -> dict[ir.Value, TensorSpec]:
-    """The classes where no value was negative, at the unsigned type with 0 as the smallest code, which they get.
-
-    None where the target is not one that gives them that.
-    """
+def _from_zero(observers: Mapping[ir.Value, Observer], placement: Placement) -> dict[ir.Value, TensorSpec]:
+    """The classes where no value was negative, at the unsigned type with 0 as the smallest code, which they get."""
     found = dict[ir.Value, TensorSpec]()
-    if not TARGETS[settings.qdq.target].unsigned_positive:
-        return found
     for root, observer in observers.items():
         spec = placement.activations[root]
         low = None if observer.low is None else float(np.min(np.asarray(observer.low)))

@@ -43,15 +43,14 @@ def prepare(model: ir.Model, settings: Settings, passed: Settings | None = None)
         passed: Settings with which the passes have been run on it: they are not run again (`same_passes`).
     """
     _refuse_unsupported(settings)
-    settings = _with_onnx_ranges(settings)
     _inline_functions(model)
-    settings = _pin_scopes(settings, model)
     _require_tensors(settings, model)
+    target_opset = _opset(model, settings)
+    settings = _pin_scopes(_with_onnx_ranges(settings), model)
     if passed is None:
         infer_shapes(model)
-        run_passes(model, {**settings.passes, CONVERT_OPSET: _opset(model, settings)})
-    _join_weights(model, settings)
-    _balance_weights(model, settings)
+        run_passes(model, {**settings.passes, CONVERT_OPSET: target_opset})
+    _arrange_weights(model, settings)
     _check_float_type(model, settings)
     return _drop_removed(settings, model)
 
@@ -84,24 +83,19 @@ def prepare_body(model: ir.Model, settings: Settings) -> None:
         passes[SIMPLIFY] = True
     infer_shapes(model)
     run_passes(model, passes)
-    _join_weights(model, settings)
-    _balance_weights(model, settings)
+    _arrange_weights(model, settings)
 
 
-def _join_weights(model: ir.Model, settings: Settings) -> None:
-    """Make weights that are constants in parts whole, and those of bodies constants, where they get codes."""
-    simplifies = settings.passes.get(SIMPLIFY, True) not in (None, False)
-    if simplifies and settings.specs.weights_apart and settings.qdq.matmul_nbits is None:
+def _arrange_weights(model: ir.Model, settings: Settings) -> None:
+    """Make weights that get codes whole, constants of bodies constants, and columns of one scale alike in range."""
+    specs, weight = settings.specs, settings.specs.layer.weight
+    if settings.qdq.matmul_nbits is not None:
+        return
+    if specs.weights_apart and settings.passes.get(SIMPLIFY, True) not in (None, False):
         join_constants(model)
         hoist_constants(model)
-
-
-def _balance_weights(model: ir.Model, settings: Settings) -> None:
-    """Make columns of stacked matrices alike where a kernel of integers has one scale for them."""
-    specs, weight = settings.specs, settings.specs.layer.weight
     in_integers = weight is not None and weight.has_zero_point and not (specs.weights_only or weight.is_block)
-    asked = specs.all_op_types or not specs.op_types or "MatMul" in specs.op_types
-    if in_integers and asked and settings.qdq.matmul_nbits is None:
+    if in_integers and (specs.all_op_types or not specs.op_types or "MatMul" in specs.op_types):
         excluded = {name for scope in specs.exclude if isinstance(scope, frozenset) for name in scope}
         balance_columns(model, excluded)
 

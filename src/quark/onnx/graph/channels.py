@@ -11,8 +11,7 @@ import onnx_ir as ir
 from quark.core.array import NumpyArray, row_chunks
 from quark.onnx.graph.edit import is_op, read_once, set_initializer
 from quark.onnx.graph.model_file import constant, is_constant
-from quark.onnx.operators import PRODUCTS
-from quark.onnx.operators.axes import input_axis, output_axis
+from quark.onnx.operators import PRODUCTS, input_axis, output_axis
 from quark.onnx_ops.graph_writer import add_constant
 
 CHUNK_BYTES = 1 << 26

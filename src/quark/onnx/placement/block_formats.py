@@ -20,8 +20,7 @@ from quark.core.granularity import PerGroup
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
 from quark.onnx.graph.check_proto import MOST_NODES
-from quark.onnx.operators import rule_of
-from quark.onnx.operators.axes import data_axis, input_axis, result_axis
+from quark.onnx.operators import data_axis, input_axis, result_axis, rule_of
 from quark.onnx.placement.placement import Placement
 from quark.onnx_ops.operators import block, function
 

@@ -20,8 +20,7 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, is_constant
-from quark.onnx.operators import FUSED_LAYERS, RECURRENT, rule_of
-from quark.onnx.operators.axes import output_axis
+from quark.onnx.operators import FUSED_LAYERS, RECURRENT, output_axis, rule_of
 from quark.onnx.passes.store_float16 import as_float16
 from quark.onnx.placement.kernels import fits_block_kernel
 from quark.onnx.placement.placement import Placement

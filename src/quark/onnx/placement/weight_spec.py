@@ -11,8 +11,7 @@ from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import constant
-from quark.onnx.operators import rule_of
-from quark.onnx.operators.axes import output_axis
+from quark.onnx.operators import output_axis, rule_of
 
 
 def weight_spec(node: ir.Node, spec: TensorSpec, settings: Settings) -> TensorSpec:

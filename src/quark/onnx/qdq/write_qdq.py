@@ -33,7 +33,7 @@ from quark.onnx.calibration.qparams import ModelQParams
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import carried_over, is_op
 from quark.onnx.graph.model_file import constant, is_constant
-from quark.onnx.operators.axes import output_axis
+from quark.onnx.operators import output_axis
 from quark.onnx.placement.dual_pairs import drop_identities
 from quark.onnx.placement.kernels import DYNAMIC_KERNELS
 from quark.onnx.placement.placement import Placement

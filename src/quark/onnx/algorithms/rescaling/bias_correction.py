@@ -41,8 +41,7 @@ from quark.onnx.graph.channels import matmul_bias, output_channels
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.graph.sessions import open_session
-from quark.onnx.operators import BIASED, PRODUCTS
-from quark.onnx.operators.axes import result_axis
+from quark.onnx.operators import BIASED, PRODUCTS, result_axis
 from quark.onnx.placement.select_nodes import select_nodes
 from quark.onnx_ops.graph_writer import add_constant
 

@@ -21,8 +21,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.channels import ChannelConstant, added_bias, output_channels, weight_by_input, weight_by_output
 from quark.onnx.graph.edit import axes_of, dims, is_op, read_once
 from quark.onnx.graph.model_file import constant, is_constant
-from quark.onnx.operators import HOMOGENEOUS, LAYERS
-from quark.onnx.operators.axes import result_axis
+from quark.onnx.operators import HOMOGENEOUS, LAYERS, result_axis
 
 MOST_STEPS = 100
 """Of `cle_steps=-1`, which goes on until nothing changes any more."""

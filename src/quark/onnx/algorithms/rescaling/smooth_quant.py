@@ -30,8 +30,7 @@ from quark.onnx.graph.channels import ChannelConstant, is_linear, output_constan
 from quark.onnx.graph.edit import dims, is_op, read_once
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.graph.norms import fused_norm
-from quark.onnx.operators import rule_of
-from quark.onnx.operators.axes import output_axis
+from quark.onnx.operators import output_axis, rule_of
 from quark.onnx.placement.place import place
 from quark.onnx.placement.placement import FACTOR, Placement
 from quark.onnx_ops.graph_writer import add_constant

@@ -39,8 +39,7 @@ from quark.onnx.algorithms.layer_sweep import Visit, sweep
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers
 from quark.onnx.calibration.data.samples import required
 from quark.onnx.config.algo_configs import GPTQConfig
-from quark.onnx.operators import PRODUCTS
-from quark.onnx.operators.axes import output_axis
+from quark.onnx.operators import PRODUCTS, output_axis
 
 CONTINUOUS = (ScaleType.float32, ScaleType.float16, ScaleType.int16)
 REFINEMENTS = 1

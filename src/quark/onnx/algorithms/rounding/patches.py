@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from quark.core.array import NumpyArray
 from quark.errors import NotSupportedError
-from quark.onnx.operators.axes import data_axis, output_axis
+from quark.onnx.operators import data_axis, output_axis
 
 
 @dataclass(frozen=True)
