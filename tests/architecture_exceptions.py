@@ -27,7 +27,6 @@ NAMED_OTHERWISE = {
 # Functions that are simple without those that are defined in them, and not with them.
 HOLD_CLOSURES = dict.fromkeys(
     (
-        "base/loading.py:lightly",
         "core/solvers/gptq.py:solve",
         "torch/algorithms/block_sweep.py:sweep",
         "torch/algorithms/layer_inputs.py:_meet",

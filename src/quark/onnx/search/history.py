@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +62,24 @@ class TimeBudget:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one step of a search gave.
+    """A record in the log of a search.
 
     Attributes:
-        step: Its name.
-        before: The metric of the best model before it; None of the first trial, which is the plain config.
+        step: Name of the step; the text of a choice.
+        before: The metric of the best model before it; None of the first trial, which is the plain config, and where
+            each choice is made by itself.
         after: The metric with it; None where there was no model to measure.
-        seconds: What it took.
+        seconds: Of quantizing and measuring, where these are measured.
         result: "kept", "no gain", or why it came to nothing.
+        choice: The parameters, where a search chooses among such.
     """
 
     step: str
     before: float | None
     after: float | None
-    seconds: float
-    result: str
+    seconds: float = 0.0
+    result: str = "kept"
+    choice: Mapping[str, Any] = field(default_factory=dict)
 
 
 def text_of(config: Mapping[str, Any]) -> str:
@@ -104,7 +107,7 @@ class History:
         resume: Whether to go on with the trials that the file has.
 
     Attributes:
-        trials: Configs with their scores, of which less is better; inf for one that failed.
+        trials: Choices with their scores, of which less is better; inf for one that failed.
 
     Raises:
         ConfigError: The file has trials of another model, metric or study.
@@ -113,13 +116,13 @@ class History:
 
     def __init__(self, path: Path | None = None, study: str = "", identity: str = "", resume: bool = False) -> None:
         self._path, self._head = path, {"study": study, "identity": identity}
-        self.trials: list[tuple[dict[str, Any], float]] = []
+        self.trials: list[Trial] = []
         if path is None or not resume or not path.exists():
             return
         try:
             content = json.loads(path.read_text("utf-8"))
             head = {name: content[name] for name in self._head}
-            trials = [(dict(trial["params"]), float(trial["score"])) for trial in content["trials"]]
+            trials = [_of_choice(dict(trial["params"]), float(trial["score"])) for trial in content["trials"]]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(f"{path} is no file of trials: {error!r}.") from None
         if head != self._head:
@@ -133,16 +136,20 @@ class History:
     def score_of(self, config: Mapping[str, Any]) -> float | None:
         """The score of a config that was tried; None for another."""
         wanted = text_of(config)
-        return next((score for tried, score in self.trials if text_of(tried) == wanted), None)
+        return next((trial.after for trial in self.trials if trial.step == wanted), None)
 
     def add(self, config: dict[str, Any], score: float) -> None:
         """Note a trial, and write the file anew, whole or not at all."""
-        self.trials.append((config, score))
+        self.trials.append(_of_choice(config, score))
         if self._path is None:
             return
-        trials = [{"params": params, "score": value} for params, value in self.trials]
+        trials = [{"params": trial.choice, "score": trial.after} for trial in self.trials]
         with atomic_file(self._path) as temporary:
             temporary.write_text(json.dumps({**self._head, "trials": trials}, default=repr, indent=1), "utf-8")
+
+
+def _of_choice(config: Mapping[str, Any], score: float) -> Trial:
+    return Trial(text_of(config), None, score, choice=config)
 
 
 @contextmanager

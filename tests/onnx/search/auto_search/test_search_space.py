@@ -194,7 +194,7 @@ def test_the_best_of_a_study_is_none_that_failed(sign: float, best: str) -> None
     study = Study(cast(SearchTrials, ScoresAsAsked()), History(), dict, lambda n: Path(f"{n}.onnx"), words, sign)
     choices = [{"name": "a", "score": 1}, {"name": "failed"}, {"name": "b", "score": 2}]
     assert study.best_of(choices)["name"] == best
-    assert [score for _, score in study.history.trials] == [sign, float("inf"), 2 * sign]
+    assert [trial.after for trial in study.history.trials] == [sign, float("inf"), 2 * sign]
     # Of a second stage of which every config fails, what the last one said; not a config that failed.
     with pytest.raises(ConfigError, match="no second"):
         study.best_of([{"name": "first"}, {"name": "second"}])

@@ -196,8 +196,9 @@ class Study:
 
     def sampled(self, sampler: Any, count: int) -> Choice:
         """Try what a sampler gives, a number of times; the best of these and of those before."""
-        before = [trial for trial in self.history.trials if set(trial[0]) <= set(sampler.space)]
-        choices, scores = [choice for choice, _ in before], [score for _, score in before]
+        before = [trial for trial in self.history.trials if set(trial.choice) <= set(sampler.space)]
+        choices = [dict(trial.choice) for trial in before]
+        scores = [math.inf if trial.after is None else trial.after for trial in before]
         for _ in range(count):
             choices.append(sampler.suggest(list(zip(choices, scores, strict=True))))
             scores.append(self.score(choices[-1]))
