@@ -26,7 +26,7 @@ from quark.onnx.qdq.write_qdq import write_qdq
 
 @dataclass
 class Decision:
-    """What is quantized, and with which numbers.
+    """The placement of a model and its scales and zero points.
 
     Attributes:
         model: The float model; after `write`, the quantized one.
@@ -105,7 +105,7 @@ def fold_relu(model: ir.Model, placement: Placement, params: dict[ir.Value, QPar
 
 
 def _is_clipped(relu: ir.Node, placement: Placement, params: dict[ir.Value, QParams]) -> bool:
-    """Whether the codes of what a Relu gives end at zero, and all that read it read codes."""
+    """True where the codes of the output of a Relu end at zero, and all readers of it read codes."""
     output = relu.outputs[0]
     spec = placement.activations.get(output)
     zero = params[placement.root(output)].zero_point if spec is not None and spec.has_zero_point else None

@@ -48,7 +48,7 @@ Model = str | os.PathLike[str] | onnx.ModelProto
 
 @dataclass(frozen=True)
 class _Source:
-    """What is quantized.
+    """The model that is quantized, as it was given.
 
     Attributes:
         given: By the user.

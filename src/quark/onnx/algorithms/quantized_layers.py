@@ -1,4 +1,4 @@
-"""What an algorithm works on once all scales are known: the quantized layers, beside the float model they come from."""
+"""The quantized layers, which algorithms change once all scales are known, with those of the float model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class QuantizedLayer:
 
     @property
     def factor(self) -> float:
-        """What the bias is multiplied by: beta of a Gemm."""
+        """The factor of the bias: beta of a Gemm."""
         return self.counterpart.attributes.get_float("beta", 1.0) if self.counterpart.op_type == "Gemm" else 1.0
 
     @property
@@ -84,7 +84,7 @@ class QuantizedLayer:
 
     @property
     def data(self) -> ir.Value:
-        """What the node reads in the float model."""
+        """The input of the node in the float model."""
         value = self.counterpart.inputs[0]
         assert value is not None
         return value
@@ -126,13 +126,13 @@ class QuantizedLayers:
         self._replaced = write(self.decision)
 
     def input_of(self, layer: QuantizedLayer) -> ir.Value:
-        """What a layer reads in the quantized model."""
+        """The input of a layer in the quantized model."""
         value = self._replaced.get(layer.node, layer.node).inputs[0]
         assert value is not None
         return value
 
     def output_of(self, layer: QuantizedLayer) -> ir.Value:
-        """What a layer gives in the quantized model, before its activation."""
+        """The output of a layer in the quantized model, before its activation."""
         return self._replaced.get(layer.node, layer.node).outputs[0]
 
     def set_params(self, layer: QuantizedLayer, params: QParams) -> None:
@@ -173,7 +173,7 @@ class QuantizedLayers:
 
 
 def decoded(array: NumpyArray, params: QParams, spec: TensorSpec) -> NumpyArray:
-    """What the codes of an array stand for; blocks find their scales themselves."""
+    """The float values of the codes of an array; blocks find their scales themselves."""
     params = compute_qparams(array, spec) if spec.is_block else params
     return np.asarray(dequantize(quantize(array, params, spec), params, spec))
 

@@ -118,7 +118,7 @@ class SampleOutputs:
         return [found[name] for name in self.names] if all(name in found for name in self.names) else None
 
     def are_of(self, model: ir.Model) -> bool:
-        """Whether a model is, node for node and weight for weight, the one that ran."""
+        """True for the model that ran, node for node and weight for weight."""
         return self._form is not None and self._form == _form(model)
 
 

@@ -72,7 +72,7 @@ class FloatOutputs:
         return self._count
 
     def arrays(self, name: str) -> Iterator[NumpyArray]:
-        """What the float model gave at an output, of each sample; 0 where it is not finite."""
+        """An output of the float model, of each sample; 0 where it is not finite."""
         for sample in range(self._count):
             array = self._store[sample, name]
             yield _where_finite(array, array)[0]

@@ -32,7 +32,7 @@ from quark.onnx.placement.dual_pairs import source_name
 from quark.onnx.placement.place import place
 
 SAMPLES = 2
-"""What ranges of parts are compared on: they differ by hundreds where they differ in kind."""
+"""Samples on which ranges of parts are compared: these differ by hundreds where they differ in kind."""
 FEWEST_CODES = 64
 """Codes that a part needs of those of the joined tensor: with 6 bits of 8 it loses 12 dB."""
 PASSES_ON = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Concat")
@@ -151,7 +151,7 @@ def _range(array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> tuple[fl
 
 
 def _costs_a_part(end: _JoinedEnd, ranges: Mapping[str, tuple[float, float]]) -> bool:
-    """Whether one scale would leave a part that holds anything too few codes."""
+    """True where one scale would leave too few codes to a part that is not all zero."""
     parts = [ranges[source_name(value)] for value in end.node.inputs if value is not None]
     step = (max(high for _, high in parts) - min(low for low, _ in parts)) / end.codes
     live = [ranges[source_name(value)] for value in live_inputs(end.node)]

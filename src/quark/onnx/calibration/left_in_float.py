@@ -67,7 +67,7 @@ def _observed_range(observers: Mapping[ir.Value, Observer], placement: Placement
 
 
 def _carries_mask(observer: Observer, half: bool) -> bool:
-    """Whether a tensor holds -3e38, or -inf, with which it is an attention mask wherever it stands.
+    """True for a tensor with -3e38 or -inf, which is an attention mask wherever it stands.
 
     NaN and +inf are no mask: an observer refuses them.
     """

@@ -148,7 +148,7 @@ def _name(value: ir.Value) -> str:
 
 
 def _held(values: Iterable[ir.Value]) -> dict[str, NumpyArray]:
-    """What constants hold, and inputs that have a default."""
+    """Values of constants, and of inputs that have a default, by name."""
     defaults = {_name(value): value.const_value.numpy() for value in values if value.const_value is not None}
     return defaults | {_name(value): constant(value) for value in values if constant(value) is not None}
 

@@ -1,4 +1,4 @@
-"""What comes before everything else: settings that can be met, and a model in the form that they need."""
+"""The preparation of a float model: its settings are checked, and passes bring it into the form that they need."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def prepare(model: ir.Model, settings: Settings, passed: Settings | None = None)
 
 
 def same_passes(one: Settings, other: Settings) -> bool:
-    """Whether the passes make the same model by both, and no scope names a node that they may have removed."""
+    """True where the passes make one model by both settings, and no scope names a node that they may have removed."""
     scopes = [(s.nodes, s.exclude, s.by_name, s.first, s.last) for s in (one.specs, other.specs)]
     same = (one.passes, _needed_opset(one)) == (other.passes, _needed_opset(other))
     return same and not any(any(each) for each in scopes)
@@ -224,7 +224,7 @@ def _refuse_unsupported(settings: Settings) -> None:
 
 
 def _runs(target: Target, spec: TensorSpec) -> bool:
-    """Whether the integer kernels of a target read activations of a spec."""
+    """True where the integer kernels of a target read activations of a spec."""
     return spec.dtype.name in target.activations and (spec.symmetric or not target.symmetric)
 
 

@@ -18,12 +18,12 @@ from quark.onnx.search.evaluator import PartValues
 from quark.onnx.search.noise.choices import Measured
 
 NOISY = 2.0
-"""What a forward takes with noise added to its tensors, in times of one without."""
+"""Time of a forward with noise added to its tensors, in times of one without."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to be reached.
+    """The metric that a search betters, and its target.
 
     Attributes:
         metric: Of the worst output.
@@ -40,7 +40,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a step may take into account.
+    """The state of a search before a step.
 
     Attributes:
         plain: The settings that recovery began with.

@@ -154,11 +154,11 @@ class PartScorer(Scorer):
         return values[worst], worst
 
     def is_lost(self, score: float, part: OutputPart | None) -> bool:
-        """Whether a score tells that the task suffers; only the SQNR in dB does."""
+        """True for a score with which tasks suffer: an SQNR in dB below the bound; no other metric has one."""
         return self.metric.name == "sqnr" and score < self._lost(part)
 
     def is_plenty(self, score: float, part: OutputPart | None, model: ir.Model) -> bool:
-        """Whether the loss of a model is seldom felt: by its SQNR, or of scores by what they decide, too."""
+        """True where the loss of a model is seldom felt: by its SQNR, or by the decisions of scores that are kept."""
         if self.metric.name != "sqnr" or self.is_lost(score, part):
             return False
         return score >= self._lost(part) + SPARE or (part in self.scored and self._decisions_kept(model) >= KEPT)
@@ -300,7 +300,7 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class OutputMetrics:
-    """What EvalMetrics found, over all samples and float outputs.
+    """The result of EvalMetrics, over all samples and float outputs.
 
     Attributes:
         mean_cosine, min_cosine: Cosine similarity; 1 where both are alike.

@@ -56,7 +56,7 @@ class TimeBudget:
 
     @property
     def shown(self) -> float | None:
-        """What is left, as people are told; None without an end."""
+        """Seconds that are left, at least 0; None without an end."""
         return None if math.isinf(self.end) else max(0.0, self.left())
 
 
@@ -88,7 +88,7 @@ def text_of(config: Mapping[str, Any]) -> str:
 
 
 def identity_of(model: str | os.PathLike[str] | onnx.ModelProto, *others: Any) -> str:
-    """What scores depend on beside the config, as a hash: the model, and what else is named."""
+    """A hash of the model and of `others`, on which scores depend in addition to the config."""
     own = (
         hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
         if isinstance(model, onnx.ModelProto)
@@ -154,7 +154,7 @@ def _of_choice(config: Mapping[str, Any], score: float) -> Trial:
 
 @contextmanager
 def logged_to(path: Path) -> Iterator[None]:
-    """What is logged goes to a file too, after what it has."""
+    """Log lines go to a file too, at its end."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)

@@ -102,7 +102,7 @@ class Alternative:
         return scored if wins else None
 
     def _wins(self, scored: ScoredModel, other: ScoredModel, feed: Feed) -> tuple[bool, str]:
-        """Whether the alternative costs no more than the other, and what that costs beside it, in words."""
+        """True where the alternative costs no more time and bytes than the other; and both costs in words."""
         if self._compared is not None and self._compared[0] is other.model:
             return self._compared[1]  # no step has bettered it since
         self._proto = self._proto or _file(scored)
@@ -128,7 +128,7 @@ class Alternative:
 
 
 def _file(scored: ScoredModel) -> onnx.ModelProto:
-    """What would be written."""
+    """The message that would be written to a file."""
     if weight_bytes(scored.model) >= PROTOBUF_LIMIT:
         raise QuarkError("a model over 2 GB is not run from memory.")
     model = scored.model.clone()

@@ -53,7 +53,7 @@ MARGIN = 0.8
 """Share of the time left that is planned with: layers differ in what they cost."""
 
 RESERVE = 1.5
-"""What is kept for the last resort, in times of what the best model took."""
+"""Seconds for the last resort, in times of those of the best model."""
 
 NO_HOPE = "left out: "
 """How the result of a step begins that was not tried for what another one gave."""
@@ -62,12 +62,12 @@ REACH = 15.0
 """dB that steps bring a model at most: 25 searches on 16 models that wheels ship gained up to 14.5."""
 
 ALTERNATIVE = "as without samples"
-"""What the table calls a model that is made so."""
+"""Name of a model that is made so, in the table of trials."""
 
 
 @dataclass
 class Recovery:
-    """What recovery found.
+    """The result of a recovery.
 
     Attributes:
         model: The best model; None where it was written to a file.
@@ -97,17 +97,17 @@ class Recovery:
 
     @property
     def reached(self) -> bool:
-        """Whether there was a target, and it was reached."""
+        """True where there was a target, and it was reached."""
         return reaches(self.score, self.target, self.metric)
 
 
 def reaches(score: float, target: float | None, metric: Metric) -> bool:
-    """Whether there is a target, and a score is as good."""
+    """True where there is a target, and a score is as good."""
     return target is not None and not metric.better(target, score)
 
 
 def measure_text(metric: Metric, by_scores: bool) -> str:
-    """What a recovery measures, in words."""
+    """The measure of a recovery, in words."""
     return f"{metric.name}{' of scores before the softmax or sigmoid' if by_scores else ''}"
 
 
@@ -222,27 +222,27 @@ class _Search:
 
     @property
     def done(self) -> bool:
-        """Whether the target is reached."""
+        """True where the best model reaches the target."""
         return reaches(self.best.score, self.target, self.scorer.metric)
 
     @property
     def measure(self) -> str:
-        """What is measured, in words."""
+        """The measure of this search, in words."""
         return measure_text(self.scorer.metric, bool(self.scorer.scored))
 
     @property
     def lost(self) -> bool:
-        """Whether the task suffers with the best so far."""
+        """True where tasks suffer with the best model so far."""
         return self.scorer.is_lost(self.best.score, self.best.output)
 
     @property
     def _is_plenty(self) -> bool:
-        """Whether nobody asked for more, and what is lost is seldom felt."""
+        """True where there is no target, and the loss of the best model is seldom felt."""
         best = self.best
         return self.target is None and self.scorer.is_plenty(best.score, best.output, best.model)
 
     def needs_steps(self, other: Callable[[], tuple[Recovery, ir.Model] | None]) -> bool:
-        """Whether steps may make the best as good as another model, which is made to see it where the best is far.
+        """True where steps may make the best as good as another model, which is made where the best is far from a task.
 
         It is far where steps bring no model to what tasks take; where there is a target, all is tried.
         """
@@ -428,7 +428,7 @@ class WeightsAlone:
     def recovered(
         self, data: Samples | None, metric: Metric, target: float | None, budget: float | None
     ) -> tuple[Recovery, ir.Model]:
-        """What a quick recovery finds, in half of the budget; the first call finds it."""
+        """The result of a quick recovery in half of the budget, which the first call makes."""
         if self._found is None:
             seconds = None if budget is None else budget / 2
             self._found = recover(self._model, self._settings, data, metric, target, seconds, WEIGHTS_STEPS, quick=True)

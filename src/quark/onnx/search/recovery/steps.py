@@ -1,4 +1,4 @@
-"""What recovery tries: how each step changes settings (`search/change.py`), and their order.
+"""The steps of recovery: how each changes settings (`search/change.py`), and their order.
 
 A new step is a row of STEPS.
 """
@@ -350,4 +350,4 @@ QUICK_STEPS = (
 )
 """Those that gain most for their seconds, for a configuration that nobody chose."""
 WEIGHTS_STEPS = (Step("BiasCorrection", algorithm(BiasCorrectionConfig())), *FEW_IN_FLOAT)
-"""What helps weights alone."""
+"""The steps for models of which weights alone are quantized."""
