@@ -89,7 +89,8 @@ def lower_specs(request: Request, layer: LayerSpec, int32_bias: bool) -> SpecSet
     return SpecSettings(
         layer=LayerSpec() if solved and alone else layer,
         by_name=tuple((tuple(map(as_scope, scopes)), single(config)) for config, scopes in request.by_name.items()),
-        by_type=((PRODUCTS, solved), *by_type) if solved else tuple(by_type),
+        # MatMul first, as messages name them.
+        by_type=((PRODUCTS[::-1], solved), *by_type) if solved else tuple(by_type),
         mixed=tuple((single(config), names) for config, names in targets(request.algorithms, options)),
         exclude=tuple(map(as_scope, request.exclude)),
         first=tuple(value_of(options, "InputNodes")),
