@@ -9,6 +9,7 @@ from typing import Any
 
 from quark.base.log import logger
 from quark.core.blocks.block_types import fitting_block_type
+from quark.core.names.patterns import matches_any
 from quark.core.spec import LayerSpec, TensorSpec, block_spec
 from quark.errors import ConfigError, did_you_mean
 from quark.gguf.architectures.table import architecture_of
@@ -52,16 +53,18 @@ def gguf_config(
         NotSupportedError: A model that GGUF files are not written of.
     """
     roles = dict(roles_of(model))
-    layers = {name: config_of_layer(LayerSpec(weight=spec)) for name, spec in _specs(model, mix, roles)}
+    chosen = dict(_specs(model, mix, roles))
+    wanted = {name: spec for name, spec in chosen.items() if not matches_any(name, exclude_layers)}
+    layers = {name: config_of_layer(LayerSpec(weight=spec)) for name, spec in wanted.items()}
     template = LLMTemplate.get(model.config.model_type)
     algorithms = template.get_config("int8_wo", algorithm).algo_config or []
     if imatrix is not None:
         tensors = {name: f"{role.name}.weight" for name, role in roles.items()}
         algorithms = [ImatrixConfig(file=str(imatrix), tensors=tensors), *algorithms]
-    chosen = {pattern: template.scheme(name) for pattern, name in (layer_config or {}).items()}
+    rules = {pattern: template.scheme(name) for pattern, name in (layer_config or {}).items()}
     return QConfig(
         global_quant_config=config_of_layer(LayerSpec()),
-        layer_quant_config=chosen | layers,
+        layer_quant_config=rules | layers,
         exclude=list(exclude_layers),
         algo_config=algorithms or None,
     )
