@@ -22,8 +22,7 @@ import torch
 
 from quark.gguf.mixes import MIXES
 from quark.torch import ModelQuantizer, gguf_config
-from quark.torch.writers.gguf.tensors import write_gguf
-from tests.models.gguf_rows import CONFIGS, FACTS, VARIANTS, facts_of, filled, known_facts
+from tests.models.gguf_rows import CONFIGS, FACTS, VARIANTS, facts_of, filled, known_facts, write_gguf
 from tests.models.torch_zoo import LANGUAGE_MODEL
 
 IDS = np.random.RandomState(0).randint(3, 2048, 40)

@@ -12,7 +12,11 @@ import gguf
 import numpy as np
 import torch
 
+from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
+from quark.torch.plan import Plan
+from quark.torch.writers.folder import of_model
+from quark.torch.writers.gguf.file import GgufTarget
 
 SIZES = {
     "vocab_size": 2048,
@@ -242,6 +246,11 @@ def filled(name: str) -> Any:
 
 FACTS = Path(__file__).with_name("gguf_rows.json")
 """What files of `filled` models are like of which llama.cpp computed the logits of the model."""
+
+
+def write_gguf(model: Any, file: Path, tokenizer: Path) -> None:
+    """The file of a float model, its experts taken apart."""
+    GgufTarget(tokenizer).writer(of_model(model, QConfig(QLayerConfig()), Plan({}, ()))).write(file)
 
 
 def known_facts() -> dict[str, Any]:

@@ -77,13 +77,23 @@ def move_folder(folder: Path, path: str | os.PathLike[str]) -> None:
     target = check_folder(path, overwrite=True)
     with temporary_folder(target) as temporary:
         whole = temporary / target.name
-        try:
-            folder.rename(whole)
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-            shutil.copytree(folder, whole)
+        _renamed(folder, whole)
         _put(whole, target, temporary)
+
+
+def move_file(file: Path, path: str | os.PathLike[str]) -> None:
+    """Move a file to `path`, which is replaced if it is there; as `move_folder`."""
+    with atomic_file(path) as whole:
+        _renamed(file, whole)
+
+
+def _renamed(path: Path, to: Path) -> None:
+    try:
+        path.rename(to)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.copytree(path, to) if path.is_dir() else shutil.copyfile(path, to)
 
 
 @contextmanager

@@ -1,21 +1,24 @@
-"""Writes a GGUF file: what its header says, then its tensors, of which one is in memory at a time."""
+"""Makes a GGUF file: its header, and room for its tensors, whose places follow from types and shapes.
+
+    header, metadata, names, types, shapes and offsets of the tensors
+    data     each tensor from a multiple of the alignment on, in the order of the header
+
+So a file is made with its full size, and its tensors are written in any order, by any process.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import torch
 
-from quark.base.files import atomic_file
 from quark.base.libraries.transformers import folder_of
-from quark.base.progress import progress
-from quark.core.array import to_numpy
+from quark.errors import FormatError
 from quark.gguf.architectures.architecture import Architecture
 from quark.gguf.architectures.metadata import write_hyperparameters
 from quark.gguf.mixes import MIXES, Mix, role_of
@@ -28,12 +31,11 @@ OTHER_FILE_TYPES = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of the file: name, type, shape in values, and how its bytes are made."""
+    """A tensor of the file: name, type, and shape in values."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
-    make: Callable[[], torch.Tensor]
 
     @property
     def size(self) -> int:
@@ -41,15 +43,6 @@ class GgufTensor:
         gguf = import_gguf()
         values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.kind]]
         return int(np.prod(self.shape)) // int(values) * int(size)
-
-    def data(self) -> np.ndarray[Any, Any]:
-        """Its bytes, or float32 values."""
-        tensor = self.make().detach().cpu()
-        if self.kind == "F32":
-            return to_numpy(tensor.float().contiguous())
-        if self.kind == "BF16":
-            tensor = tensor.contiguous().view(torch.uint8)
-        return to_numpy(tensor.contiguous())
 
 
 @dataclass(frozen=True)
@@ -126,39 +119,53 @@ def write_infos(writer: Any, tensors: Sequence[GgufTensor]) -> None:
     writer.write_ti_data_to_file()
 
 
-def write_file(
-    file: Path, header: Header | DenoiserHeader, tensors: Sequence[GgufTensor], overwrite: bool = False
-) -> None:
-    """Write a file; it appears when all of it is written.
+def create_file(file: Path, beginning: bytes, tensors: Sequence[GgufTensor], begun: bool = False) -> dict[str, int]:
+    """Make a file of full size; return the first byte of each tensor by its name.
 
     Args:
-        file: The file to make.
-        header: What it says before its tensors.
+        file: The file; with `begun` it is there already, partly filled, and stays as it is.
+        beginning: From `header_bytes`.
         tensors: These.
-        overwrite: Replace the file if it is there.
+
+    Raises:
+        FormatError: A file that is begun was made for another header.
     """
-    with atomic_file(file, overwrite) as temporary:
-        writer = import_gguf().GGUFWriter(temporary, header.arch)
+    begins, end = {}, _padded(len(beginning))
+    for tensor in tensors:
+        begins[tensor.name] = end
+        end += _padded(tensor.size)
+    if begun:
+        with file.open("rb") as handle:
+            if handle.read(len(beginning)) != beginning or handle.seek(0, 2) != end:
+                raise FormatError(f"{file} was begun for another model, plan or tokenizer.")
+        return begins
+    with file.open("wb") as handle:
+        handle.write(beginning)
+        handle.truncate(end)
+    return begins
+
+
+def header_bytes(header: Header | DenoiserHeader, tensors: Sequence[GgufTensor]) -> bytes:
+    """All that stands before the first tensor, but for what fills it up to a multiple of the alignment."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "header.gguf"
+        writer = import_gguf().GGUFWriter(file, header.arch)
         try:
             header.write(writer, tensors)
-            for tensor in progress(tensors, "write", total=len(tensors)):
-                writer.write_tensor_data(tensor.data())
         finally:
             writer.close()
+        return file.read_bytes()
 
 
 def bytes_before(header: Header, tensors: Sequence[GgufTensor]) -> int:
     """Bytes of a file beside those of its tensors, at most: reads no value."""
-    gguf = import_gguf()
-    with TemporaryDirectory() as folder:
-        writer = gguf.GGUFWriter(Path(folder) / "header.gguf", header.architecture.arch)
-        try:
-            header.write(writer, tensors)
-        finally:
-            writer.close()
-        size = sum(file.stat().st_size for file in Path(folder).iterdir())
-    # Each tensor begins at a multiple of the alignment, and so does the first.
-    return int(size + gguf.GGUF_DEFAULT_ALIGNMENT * (len(tensors) + 1))
+    return len(header_bytes(header, tensors)) + int(import_gguf().GGUF_DEFAULT_ALIGNMENT) * (len(tensors) + 1)
+
+
+def _padded(size: int) -> int:
+    """The next multiple of the alignment."""
+    alignment = int(import_gguf().GGUF_DEFAULT_ALIGNMENT)
+    return -(-size // alignment) * alignment
 
 
 def _file_type(tensors: Sequence[GgufTensor], config: Any) -> str:

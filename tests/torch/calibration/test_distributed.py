@@ -235,7 +235,7 @@ def hidden_folder(folder: Path) -> None:
         Path.is_dir = lambda self: False  # type: ignore[assignment, method-assign]
     with (
         pytest.raises(OutputError, match=r"Rank 1 does not see .*, which rank 0 made\. The output must lie on"),
-        distributed.shared_folder(folder / "out"),
+        distributed.shared_output(folder / "out"),
     ):
         raise AssertionError
 

@@ -28,7 +28,14 @@ from quark.errors import (
 )
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
 from quark.torch.calibration.calibrate import tensor_qparams
-from quark.torch.checkpoint.safetensors_file import DTYPES, ByteRange, TensorFile, create_file, write_tensor
+from quark.torch.checkpoint.safetensors_file import (
+    DTYPES,
+    ByteRange,
+    TensorFile,
+    create_file,
+    write_across,
+    write_tensor,
+)
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_tensor
 from quark.torch.flows import file2file
@@ -128,12 +135,12 @@ def test_tensors_are_copied_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
     source, config, pieces = save_float(tmp_path / "float"), scheme("int4_wo_32"), []
     expected = file_to_file(config, source, tmp_path / "whole")
 
-    def write(tensor: torch.Tensor, place: ByteRange) -> None:
-        pieces.append(place.length)
-        write_tensor(tensor, place)
+    def write(tensor: torch.Tensor, places: list[ByteRange]) -> list[ByteRange]:
+        pieces.append(tensor.nbytes)
+        return write_across(tensor, places)
 
     monkeypatch.setattr(file2file, "PIECE", 64)
-    monkeypatch.setattr(file2file, "write_tensor", write)
+    monkeypatch.setattr(file2file, "write_across", write)
     assert file_to_file(config, source, tmp_path / "pieces") == expected
     assert pieces.count(64) > 100
 

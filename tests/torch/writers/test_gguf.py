@@ -45,7 +45,6 @@ from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
 from quark.torch.writers.gguf.format import GgufFormat, GgufLayout
-from quark.torch.writers.gguf.tensors import write_gguf
 from tests.models.gguf_rows import (
     CONFIGS,
     LLAMA3,
@@ -56,6 +55,7 @@ from tests.models.gguf_rows import (
     facts_of,
     filled,
     known_facts,
+    write_gguf,
 )
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, mlp
 from tests.models.versions import needs_transformers

@@ -18,9 +18,8 @@ from quark.gguf.block_bytes import halves_of
 from quark.gguf.reader import open_gguf
 from quark.torch import import_model_from_gguf
 from quark.torch.writers.gguf.model_of_file import model_of_gguf
-from quark.torch.writers.gguf.tensors import write_gguf
 from tests.commands.program import quark
-from tests.models.gguf_rows import PLAIN, YARN, build
+from tests.models.gguf_rows import PLAIN, YARN, build, write_gguf
 from tests.models.torch_zoo import LANGUAGE_MODEL
 
 F32 = torch.float32

@@ -21,8 +21,7 @@ from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
 from quark.torch.writers.gguf.folder_of_file import FolderOfFile, folder_of_gguf
 from quark.torch.writers.gguf.import_file import decoded_rows
-from quark.torch.writers.gguf.tensors import write_gguf
-from tests.models.gguf_rows import CONFIGS, VARIANTS, build
+from tests.models.gguf_rows import CONFIGS, VARIANTS, build, write_gguf
 from tests.models.torch_zoo import LANGUAGE_MODEL
 from tests.torch.writers.test_gguf_damage import Copy
 

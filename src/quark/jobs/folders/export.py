@@ -60,7 +60,10 @@ class Export:
     def target(self) -> OutputTarget:
         """What a model becomes that is written tensor by tensor."""
         from quark.torch.writers.folder import FolderTarget
+        from quark.torch.writers.gguf.file import GgufTarget
 
+        if self.form == GGUF:
+            return GgufTarget(self.source)
         return FolderTarget(**self.options)
 
     def check(self, schemes: Iterable[str], of_folder: bool = True) -> None:
@@ -112,9 +115,14 @@ class Export:
             return self.output if self.output.suffix == ".gguf" else self.output / f"{self.source.resolve().name}.gguf"
         return self.output / "quark_model.onnx" if self.form == ONNX else self.output
 
+    def size(self) -> int:
+        """The bytes of the weights on disk, once they are written tensor by tensor."""
+        from quark.jobs.folders.models import folder_bytes
+
+        return self.path.stat().st_size if self.form == GGUF else folder_bytes(self.path)
+
     def write(self, model: Any) -> int:
         """Write the model; return the bytes of its weights on disk."""
-        from quark.jobs.folders.models import folder_bytes
         from quark.torch import export_gguf, export_safetensors
 
         if self.form == ONNX:
@@ -124,10 +132,10 @@ class Export:
                     temporary.write_text(text, encoding="utf-8")
             return size
         if self.form == GGUF:
-            file = self.path
-            return export_gguf(model, file.parent, file.stem, self.source, overwrite=self.force).stat().st_size
-        folder = export_safetensors(model, self.output, overwrite=self.force, **self.options)
-        return folder_bytes(folder)
+            export_gguf(model, self.path.parent, self.path.stem, self.source, overwrite=self.force)
+        else:
+            export_safetensors(model, self.output, overwrite=self.force, **self.options)
+        return self.size()
 
     def _write_onnx(self, model: Any) -> int:
         """`quark_model.onnx` in the folder, for any number of samples, and of tokens."""

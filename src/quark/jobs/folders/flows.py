@@ -14,8 +14,9 @@ from quark.base.log import logger
 from quark.base.memory_and_disk import available_memory
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.jobs.folders.calibration import Calibration
-from quark.jobs.folders.export import FILES, Export
+from quark.jobs.folders.export import Export
 from quark.jobs.request import FolderRequest
+from quark.jobs.words import ONNX
 
 STORED_FLOAT = "fake_quantized"
 """The weight format that is as large as the float model."""
@@ -46,12 +47,10 @@ def write_folder(flow: FolderFlow) -> tuple[int, list[Any]]:
     Returns:
         The bytes of its weights on disk, and the `quant_errors` of a model in memory.
     """
-    from quark.jobs.folders.models import folder_bytes
-
     stream, calibration = flow.request.stream, flow.calibration
     of_weights = stream is None and calibration == Calibration()
     if of_weights and _from_file_to_file(flow):
-        return folder_bytes(flow.export.output), []
+        return flow.export.size(), []
     if calibration.synthetic is not None:
         if stream:
             raise ConfigError("--synthetic with --stream: only a model in memory writes texts. Possible: one of them.")
@@ -113,14 +112,14 @@ def _from_file_to_file(flow: FolderFlow) -> bool:
 
     request, config, export = flow.request, flow.config, flow.export
     inside = config.algo_config or config.kv_cache_quant_config or config.softmax_quant_spec
-    if export.form in FILES or inside or not is_read(request.model):
+    if export.form == ONNX or inside or not is_read(request.model):
         return False
     check_loading(request.load)
     if request.dtype != "auto":
         return False
     try:
         quantize_files(
-            config, request.model, export.output, devices=[request.device], overwrite=export.force,
+            config, request.model, export.path, devices=[request.device], overwrite=export.force,
             keep_unexpected=request.keep_unexpected, target=export.target(),
             trust_remote_code=request.trust_remote_code,
         )  # fmt: skip
@@ -132,7 +131,7 @@ def _from_file_to_file(flow: FolderFlow) -> bool:
 
 def _streamed(flow: FolderFlow) -> int:
     """The same without a model in memory, whose errors are in the log only."""
-    from quark.jobs.folders.models import folder_bytes, inputs_of, load_meta_model
+    from quark.jobs.folders.models import inputs_of, load_meta_model
     from quark.torch.flows.from_disk import stream
 
     request, export, model = flow.request, flow.export, flow.request.model
@@ -142,10 +141,10 @@ def _streamed(flow: FolderFlow) -> int:
         )
     data = flow.calibration.read(inputs_of(model, load_meta_model(model, request.trust_remote_code)))
     stream(
-        flow.config, model, export.output, data, device=request.device, overwrite=export.force,
+        flow.config, model, export.path, data, device=request.device, overwrite=export.force,
         keep_unexpected=request.keep_unexpected, target=export.target(), trust_remote_code=request.trust_remote_code,
     )  # fmt: skip
-    return folder_bytes(export.output)
+    return export.size()
 
 
 def _streams(flow: FolderFlow, stream: bool | None) -> bool:
@@ -153,17 +152,21 @@ def _streams(flow: FolderFlow, stream: bool | None) -> bool:
     from quark.jobs.folders.models import float_bytes
     from quark.torch.calibration.distributed import from_first
 
-    form = flow.export.form
-    if form in FILES and stream:
+    form, summed = flow.export.form, flow.request.save_imatrix
+    if form == ONNX and stream:
         raise ConfigError(
-            f"--stream with --export-format {form}: block by block only folders are written. Possible: another "
-            "--export-format, or no --stream."
+            f"--stream with --export-format {form}: block by block folders and GGUF files are written. Possible: "
+            "another --export-format, or no --stream."
         )
+    if stream and summed is not None:
+        raise ConfigError("--save-imatrix with --stream: only a model in memory is summed up. Possible: one of them.")
+    if summed is not None:
+        return False
     if stream is None:
         # What is free of the memory differs between processes.
         size = float_bytes(flow.request.model, flow.request.trust_remote_code)
         stream = not from_first(fits_memory(size))
-    return form not in FILES and stream
+    return form != ONNX and stream
 
 
 def fits_memory(weight_bytes: int) -> bool:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from quark.base.files import atomic_folder, remove_dead
+from quark.base.files import atomic_file, atomic_folder, remove_dead
 from quark.core.observers import Observer
 from quark.errors import CalibrationError, ConfigError, OutputError, ProcessLostError, one_line
 from quark.torch.calibration.heartbeat import Heartbeat
@@ -326,34 +326,35 @@ def from_first(value: T) -> T:
 
 
 @contextmanager
-def shared_folder(path: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Path]:
-    """`atomic_folder` for all ranks, on a file system that all of them see: it becomes `path` when all are done.
+def shared_output(path: str | os.PathLike[str], overwrite: bool = False, is_file: bool = False) -> Iterator[Path]:
+    """`atomic_folder` or `atomic_file` for all ranks, on a file system that all of them see: it becomes `path` when all
+    are done.
 
     Raises:
         OutputError: A rank does not see the folder that rank 0 made; names it. Or see `atomic_folder`.
         ProcessLostError: Rank 0 could not make it, or another process is lost.
     """
     if rank() > 0:
-        folder_of_first = from_first(None)
-        if folder_of_first is None:
+        made: Path | None = from_first(None)
+        if made is None:
             raise ProcessLostError(f"Rank {rank()} cannot go on: rank 0 could not make {path}.")
-        _require_seen(folder_of_first)
+        _require_seen(made.parent)
         try:
-            yield folder_of_first
+            yield made
             wait()
         except (ProcessLostError, OSError) as error:
-            if isinstance(error, OSError) and folder_of_first.is_dir():
+            if isinstance(error, OSError) and made.parent.is_dir():
                 raise OutputError(f"Rank {rank()} could not write {path}: {error.strerror or error}.") from error
-            remove_dead(folder_of_first.parents[1])  # rank 0 would have, were it alive
-            raise error if isinstance(error, ProcessLostError) else _lost(f"{folder_of_first} is gone") from error
+            remove_dead(made.parents[1])  # rank 0 would have, were it alive
+            raise error if isinstance(error, ProcessLostError) else _lost(f"{made} is gone") from error
         return
     told = False
     try:
-        with atomic_folder(path, overwrite) as folder:
-            from_first(folder)
+        with (atomic_file if is_file else atomic_folder)(path, overwrite) as made:
+            from_first(made)
             told = True
-            _require_seen(folder)
-            yield folder
+            _require_seen(made.parent)
+            yield made
             wait()
     finally:
         if not told:

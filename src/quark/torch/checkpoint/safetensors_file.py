@@ -14,8 +14,8 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,19 @@ def write_tensor(tensor: torch.Tensor, place: ByteRange) -> None:
             rest = memoryview(data.reshape(-1).view(torch.uint8).numpy().data)
             while rest:
                 rest = rest[handle.write(rest) :]
+
+
+def write_across(tensor: torch.Tensor, places: Sequence[ByteRange]) -> list[ByteRange]:
+    """Write a tensor to places one after the other; return what is left of them."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    for index, place in enumerate(places):
+        taken = min(len(data), place.length)
+        write_tensor(data[:taken], replace(place, length=taken))
+        data = data[taken:]
+        if taken < place.length:
+            return [replace(place, begin=place.begin + taken, length=place.length - taken), *places[index + 1 :]]
+    assert not len(data), f"{len(data)} bytes of {tuple(tensor.shape)} are left over"
+    return []
 
 
 def read_range(place: ByteRange) -> bytes:

@@ -15,7 +15,6 @@ from quark.errors import NotSupportedError
 from quark.goals.expert_names import expert_names, unread_experts
 from quark.goals.goal import RuntimeGoal
 from quark.torch.calibration.reached import check_reached
-from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.config.config import QConfig
 from quark.torch.config.selectors import output_head
 from quark.torch.flows.replaced import replaced
@@ -26,8 +25,7 @@ from quark.torch.model.names import layers_published
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.plan import Plan
 from quark.torch.writers.folder import FolderTarget, of_model
-from quark.torch.writers.gguf.format import GgufFormat
-from quark.torch.writers.gguf.further_tokens import check_further
+from quark.torch.writers.gguf.file import GgufTarget
 
 
 def check_plan(meta: Any, config: QConfig, made: Plan, form: str, reader: str = TRANSFORMERS) -> str | None:
@@ -44,14 +42,9 @@ def check_plan(meta: Any, config: QConfig, made: Plan, form: str, reader: str = 
     """
     if form == "onnx":
         return None
-    if form == "gguf":
-        check_further(meta, made)
-        made = replace(made, beside={})
-        with replaced(meta, made):
-            GgufFormat().check(dict(meta.named_modules()), folder_of(meta, config, made, solved=False))
-        return None
+    target = GgufTarget() if form == "gguf" else FolderTarget(form, reader=reader)
     with replaced(meta, made):
-        return FolderTarget(form, reader=reader).writer(of_model(meta, config, made, solved=False)).check()
+        return target.writer(of_model(meta, config, made, solved=False)).check()
 
 
 def check_data(meta: Any, made: Plan, data: Iterable[Any] | None) -> None:

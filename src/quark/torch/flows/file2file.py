@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -21,14 +21,13 @@ import torch
 from quark.base.files import check_apart
 from quark.base.log import logger
 from quark.base.progress import progress
-from quark.core.blocks.block_types import BlockType
 from quark.core.checks import naming
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, QuarkError
 from quark.torch.calibration.calibrate import FROM_OWN_RANGE, qparams_under, sharing_scales, tensor_qparams
-from quark.torch.calibration.distributed import check_alive, rank, shared_folder, world
+from quark.torch.calibration.distributed import check_alive, rank, shared_output, world
 from quark.torch.checkpoint.loading import stored_on_meta
-from quark.torch.checkpoint.safetensors_file import ByteRange, write_tensor
+from quark.torch.checkpoint.safetensors_file import ByteRange, write_across
 from quark.torch.checkpoint.shards import Entry
 from quark.torch.checkpoint.sources.origins import Origin
 from quark.torch.checkpoint.sources.source import Source
@@ -40,7 +39,10 @@ from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.layers import QuantLayer
 from quark.torch.plan import Plan
 from quark.torch.writers.folder import QUARK
-from quark.torch.writers.writer import OutputTarget, Writer
+from quark.torch.writers.writer import Move, OutputTarget, Writer
+
+Way = tuple[Move, list[ByteRange]]
+"""What becomes of a stored tensor, and the places of its rows."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ class TensorJob:
         source: Where it lies in the source checkpoint.
         dtype, shape: Of the float tensor in the model.
         spec: How it is quantized; None: it is stored as it is.
-        places: Where its stored tensors go, by their suffixes.
+        ways: What becomes of its stored tensors, by their suffixes, and where they go.
         layout: How these are stored, where it is quantized.
+        make: Makes what is stored of a tensor that lies in the source under no name of its own.
     """
 
     name: str
@@ -61,8 +64,15 @@ class TensorJob:
     dtype: torch.dtype
     shape: tuple[int, ...]
     spec: TensorSpec | None
-    places: dict[str, ByteRange]
+    ways: Mapping[str, Way]
     layout: Layout | None = None
+    make: Callable[[], Tensors] | None = None
+
+    def write(self, tensors: Tensors) -> None:
+        """Write its stored tensors, or some of them."""
+        for suffix, tensor in tensors.items():
+            move, places = self.ways[suffix]
+            write_across(move(tensor), places)
 
 
 MOST_WORKERS = 4
@@ -99,7 +109,7 @@ def quantize_files(
     Args:
         config: Weights, and activations that are dynamic or float.
         source: Folder of a checkpoint, float or one that is read as float.
-        output: Folder to make; it appears when all of it is written.
+        output: Folder or file to make; it appears when all of it is written.
         devices: Where the arithmetic runs; each gets `workers` threads.
         workers: Threads per device, each of which holds a tensor or two; None: one, and for the CPU as many as torch
             has threads, at most MOST_WORKERS.
@@ -114,20 +124,20 @@ def quantize_files(
         FormatError: The source is incomplete or corrupt.
         NonFiniteError, ShapeError: See there; each names the tensor.
     """
-    check_apart(output, source, whole=True)
+    check_apart(output, source, whole=not target.is_file)
     job = CheckpointJob(config, source, target, keep_unexpected, trust_remote_code=trust_remote_code)
     _refuse_data(config, job.plan)
     conversion = Conversion(job.files, job.quantization)
-    with shared_folder(output, overwrite) as folder, replaced(job.model, job.plan) as layers:
+    with shared_output(output, overwrite, target.is_file) as made, replaced(job.model, job.plan) as layers:
         contents = job.contents()
         writer = contents.writer
-        places = create_files(writer, folder)
+        places = create_files(writer, made)
         items = [item for entry in contents.entries for item in _tensor_jobs(entry, contents, layers, places)]
         items += [_carried_job(entry, writer, job, places) for entry in writer.carried]
         groups = sibling_groups(job.model, config.shared_scale_groups)
         _run(conversion, _share(_families(items, groups), job.checkpoint, rank(), world()), devices, workers)
         if rank() == 0:
-            writer.write_rest(folder)
+            writer.write_rest(made)
     logger.info("Quantized %s to %s.", source, output)
 
 
@@ -153,12 +163,15 @@ def _tensor_jobs(
     name, _, shapes = entry
     if name in contents.copied:
         return [
-            TensorJob(file, Origin((source,)), shapes[file].dtype, tuple(shapes[file].shape), None, {"": places[file]})
+            TensorJob(
+                file, Origin((source,)), shapes[file].dtype, tuple(shapes[file].shape), None,
+                {"": (Move((file,)), [places[file]])},
+            )
             for file, source in contents.copied[name].items()
-        ]
+        ]  # fmt: skip
     parent, _, leaf = name.rpartition(".")
     source, writer = contents.sources.get(name, Origin((name,))), contents.writer
-    stored = {suffix: places[writer.names(name, suffix)] for suffix in shapes}
+    stored = _ways(entry, writer, places)
     layer = layers.get(parent)
     if layer is None:
         return [TensorJob(name, source, shapes[""].dtype, tuple(shapes[""].shape), None, stored)]
@@ -170,14 +183,22 @@ def _tensor_jobs(
 
 def _carried_job(entry: Entry, writer: Writer, job: CheckpointJob, places: Mapping[str, ByteRange]) -> TensorJob:
     """The job of a tensor that the class of the model does not build."""
-    name, _, shapes = entry
-    stored = {suffix: places[writer.names(name, suffix)] for suffix in shapes}
+    name, make, shapes = entry
+    stored = _ways(entry, writer, places)
+    if name not in {*job.checkpoint.names()}:
+        like = shapes[""]
+        return TensorJob(name, Origin((name,)), like.dtype, tuple(like.shape), None, stored, make=make)
     parent, _, leaf = name.rpartition(".")
     layer = job.plan.beside.get(parent) if leaf == "weight" else None
     if layer is None or layer.weight is None:
         return TensorJob(name, Origin((name,)), shapes[""].dtype, job.checkpoint.shape(name), None, stored)
     layout, dtype = writer.layout(layer.weight, layer, job.model.dtype), job.model.dtype
     return TensorJob(name, Origin((name,)), dtype, job.checkpoint.shape(name), layer.weight, stored, layout)
+
+
+def _ways(entry: Entry, writer: Writer, places: Mapping[str, ByteRange]) -> dict[str, Way]:
+    moves = {suffix: writer.move(entry[0], suffix) for suffix in entry[2]}
+    return {suffix: (move, [places[key] for key in move.keys]) for suffix, move in moves.items()}
 
 
 def _families(items: list[TensorJob], groups: Sequence[Sequence[str]]) -> list[Family]:
@@ -258,23 +279,24 @@ class Converter:
         if len(family) > 1:
             largest = torch.stack([self._second_scale(item) for item in family]).amax(0)
         for item in family:
+            if item.make is not None:
+                item.write(item.make())
+                continue
             if item.spec is None:
                 self._copy(item)
                 continue
             if largest is None and self._converts_by_rows(item, item.spec):
                 continue
-            for suffix, tensor in self._convert(item, item.spec, largest).items():
-                write_tensor(tensor, item.places[suffix])
+            item.write(self._convert(item, item.spec, largest))
             item.source.release(self.source)
 
     def _copy(self, item: TensorJob) -> None:
         """Write a tensor as it is, and give back each piece of it before the next one."""
-        place = item.places[""]
-        flat = item.source.read(self.source, item.dtype, item.shape).reshape(-1)
-        for values in torch.split(flat, max(1, PIECE // item.dtype.itemsize)):
-            length = values.numel() * item.dtype.itemsize
-            write_tensor(values, replace(place, length=length))
-            place = replace(place, begin=place.begin + length, length=place.length - length)
+        move, places = item.ways[""]
+        x = item.source.read(self.source, item.dtype, item.shape)
+        pieces = torch.split(x.reshape(-1), max(1, PIECE // item.dtype.itemsize)) if move.stays else [move(x)]
+        for values in pieces:
+            places = write_across(values, places)
             item.source.release(self.source)
 
     def _converts_by_rows(self, item: TensorJob, spec: TensorSpec) -> bool:
@@ -286,23 +308,24 @@ class Converter:
         """
         layout = item.layout
         assert layout is not None
-        unit = layout.rows_alone(item.shape) if self.device.type == "cpu" and _of_own_range(spec) else None
+        unit, order = layout.rows_alone(item.shape), item.ways[""][0].order
+        if self.device.type != "cpu" or not _of_own_range(spec) or (order is not None and unit != 1):
+            return False
         row = max(1, math.prod(item.shape[1:]) * item.dtype.itemsize)
         step = unit and max(1, PIECE // row // unit) * unit
         if not step or step >= item.shape[0]:
             return False
         x, constants = self._read(item), layout.constants(item.shape)
         whole = stored_on_meta(layout, spec, item.shape, item.dtype)
-        stored = _StoredRows({suffix: x for suffix, x in whole.items() if suffix not in constants}, item.places)
+        stored = _StoredRows({suffix: x for suffix, x in whole.items() if suffix not in constants}, item.ways)
         try:
-            for rows in torch.split(x, step):
+            for rows in torch.split(x, step) if order is None else (x[rows] for rows in torch.split(order, step)):
                 stored.add(layout.store(rows, tensor_qparams(rows, spec)))
                 item.source.release(self.source)
         except QuarkError:
             return False  # what is said of the whole says where, and how much
         stored.write()
-        for suffix, tensor in constants.items():
-            write_tensor(tensor, item.places[suffix])
+        item.write(constants)
         return True
 
     def _convert(self, item: TensorJob, spec: TensorSpec, largest: torch.Tensor | None) -> Tensors:
@@ -330,7 +353,7 @@ class Converter:
 
 def _of_own_range(spec: TensorSpec) -> bool:
     """Whether each scale follows from the values under it alone."""
-    return not spec.is_cast and spec.observer in FROM_OWN_RANGE and not isinstance(spec.dtype, BlockType)
+    return not spec.is_cast and spec.observer in FROM_OWN_RANGE
 
 
 class _StoredRows:
@@ -340,11 +363,11 @@ class _StoredRows:
 
     Args:
         whole: The tensors of all rows, on the meta device, by suffix.
-        places: Where each goes.
+        ways: Where each goes.
     """
 
-    def __init__(self, whole: Tensors, places: Mapping[str, ByteRange]) -> None:
-        self._whole, self._places = whole, dict(places)
+    def __init__(self, whole: Tensors, ways: Mapping[str, Way]) -> None:
+        self._whole, self._places = whole, {suffix: places for suffix, (_, places) in ways.items()}
         self._held: Tensors = {}
         self._filled = dict.fromkeys(whole, 0)
 
@@ -354,9 +377,7 @@ class _StoredRows:
             piece = pieces[suffix]
             axis = next(axis for axis in range(like.ndim) if piece.shape[axis] != like.shape[axis])
             if axis == 0:
-                place, length = self._places[suffix], piece.nbytes
-                write_tensor(piece, replace(place, length=length))
-                self._places[suffix] = replace(place, begin=place.begin + length, length=place.length - length)
+                self._places[suffix] = write_across(piece, self._places[suffix])
                 continue
             if suffix not in self._held:
                 self._held[suffix] = torch.empty_like(like, device="cpu")
@@ -366,4 +387,4 @@ class _StoredRows:
     def write(self) -> None:
         """Write what is not written."""
         for suffix, tensor in self._held.items():
-            write_tensor(tensor, self._places[suffix])
+            write_across(tensor, self._places[suffix])

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from quark.base.files import check_apart, check_folder, check_place, move_folder
+from quark.base.files import check_apart, check_file, check_folder, check_place, move_file, move_folder
 from quark.base.log import logger, severity
 from quark.base.memory_and_disk import give_back_memory
 from quark.errors import FormatError, StructureError
@@ -28,7 +28,6 @@ from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import first_then_all, rank, wait, world
 from quark.torch.calibration.reached import check_reached
-from quark.torch.checkpoint.shards import write_entry
 from quark.torch.checkpoint.sources.origins import Origin
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
@@ -36,7 +35,7 @@ from quark.torch.flows.checkpoint_job import CheckpointJob, Contents, create_fil
 from quark.torch.flows.per_block import blocks_without_weights, observed_tensors, quantize_blocks, refuse_whole
 from quark.torch.flows.preflight import estimate, preflight
 from quark.torch.flows.replaced import attention_quantized, replaced
-from quark.torch.flows.resume import Manifest, fingerprint_of_data, fingerprint_of_files, in_use
+from quark.torch.flows.resume import MODEL, Manifest, fingerprint_of_data, fingerprint_of_files, in_use
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention.probabilities import forget_ranges
 from quark.torch.model.calibration_data import calibration_data
@@ -66,7 +65,7 @@ def stream(
     Args:
         config: As for `ModelQuantizer`.
         source: Folder of a checkpoint, float or one that is read as float.
-        output: Folder to make; it appears when all of it is written.
+        output: Folder or file to make; it appears when all of it is written.
         data: Calibration batches, where activations are static or an algorithm needs them.
         device: Where blocks run.
         overwrite: As for `export_safetensors`.
@@ -81,14 +80,14 @@ def stream(
         FormatError: The source, or what `work` holds, is incomplete or corrupt.
         CalibrationError, NonFiniteError, ShapeError, NotSupportedError: See there; each names the tensor or layer.
     """
-    check_apart(output, source, whole=True)
-    check_folder(output, overwrite)
+    check_apart(output, source, whole=not target.is_file)
+    (check_file if target.is_file else check_folder)(output, overwrite)
     job = CheckpointJob(config, source, target, keep_unexpected, data, trust_remote_code)
     batches = None if data is None else list(calibration_data(job.model, data) or ())
     settings = _settings(config, target, [source / "config.json", *job.files], batches)
     refuse_whole(algorithms_of(config.algo_config or []))
     work = check_place(output.with_name(f"{output.name}.partial"), overwrite=True) if work is None else work.resolve()
-    check_apart(work, source, whole=True)
+    check_apart(work, source, whole=not target.is_file)
     with (
         replaced(job.model, job.plan) as layers,
         attention_quantized(job.model, config, job.plan, layers),
@@ -99,12 +98,13 @@ def stream(
         check_reached(job.model, layers, batches)
         manifest = first_then_all(lambda first: Manifest.open(work, settings))
         with _kept_if_begun(manifest):
-            run = _Run(job, contents, layers, manifest, torch.device(device))
+            made = manifest.folder / MODEL / output.name if target.is_file else manifest.folder / MODEL
+            run = _Run(job, contents, layers, manifest, made, torch.device(device))
             run.quantize(algorithms_of(config.algo_config or []), batches)
         wait()
         if rank() == 0:
-            contents.writer.write_rest(run.folder)
-            move_folder(run.folder, output)
+            contents.writer.write_rest(made)
+            (move_file if target.is_file else move_folder)(made, output)
             manifest.remove()
         wait()
     logger.info("Quantized %s to %s.", source, output)
@@ -145,17 +145,17 @@ class _Run:
         contents: Contents,
         layers: Mapping[str, QuantLayer],
         manifest: Manifest,
+        output: Path,
         device: torch.device,
     ) -> None:
-        self.job, self.model, self.layers, self.manifest = job, job.model, layers, manifest
-        self.folder = manifest.folder / "model"
+        self.job, self.model, self.layers, self.manifest, self.output = job, job.model, layers, manifest, output
         writer = contents.writer
-        self.writer, self.names = writer, writer.names
+        self.writer = writer
         self.weights = FromDisk(job.model, job.checkpoint, contents.sources, contents.ties, device)
-        self.places = create_files(writer, self.folder, manifest.begun)
+        self.places = create_files(writer, output, manifest.begun)
         self.dropped = {name: make for name, make, _ in writer.carried}
         self.planned = {
-            name: [self.names(name, suffix) for suffix in shapes]
+            name: [key for suffix in shapes for key in writer.move(name, suffix).keys]
             for name, _, shapes in [*contents.entries, *writer.carried]
         }
         if rank() == 0:
@@ -171,7 +171,7 @@ class _Run:
             observes = bool(observed_tensors(self.model, self.layers, algorithms))
             needed = estimate(self.model, size, algorithms, data, whole=False, observes=observes, names=names)
             # Of a run that goes on, a part is written already.
-            preflight(replace(needed, output=0) if self.manifest.begun else needed, self.folder, data, "fewer samples")
+            preflight(replace(needed, output=0) if self.manifest.begun else needed, self.output, data, "fewer samples")
         work = self.manifest.folder
         config = self.job.config
         quantize_blocks(
@@ -186,7 +186,7 @@ class _Run:
         for parent in dict.fromkeys(name.rpartition(".")[0] for name in names):
             own = {name for name in names if name.rpartition(".")[0] == parent}
             for name in own & self.dropped.keys():
-                write_entry(name, self.dropped[name](), self.places, self.names)
+                self.writer.put(name, self.dropped[name](), self.places)
             if not (own := own - self.dropped.keys()):
                 continue
             # What files hold in one tensor may lie in several modules.
@@ -210,7 +210,7 @@ class _Run:
         if rank() > 0:
             return
         for name, make, _ in self.writer.entries(names):
-            write_entry(name, make(), self.places, self.names)
+            self.writer.put(name, make(), self.places)
 
 
 class FromDisk(BlockWeights):

@@ -2,7 +2,7 @@
 
     work/manifest.json           settings, finished blocks with the hashes of their bytes, the file of inputs
     work/inputs-3-0.safetensors  inputs of block 3 on rank 0, and the state of the random numbers there
-    work/model/                  shards of full size, filled as far as the manifest says
+    work/model/                  files of full size, filled as far as the manifest says
 
 It is written anew after each block, under another name and then renamed, so what it says is always true. It comes first
 and goes last: a folder without it is no work of ours, and one without the model is of a run that is over.
@@ -34,6 +34,8 @@ from quark.torch.checkpoint.shards import read_tensors, save_tensors
 SAMPLE, SAMPLES = 1 << 14, 64
 """Bytes of a sample, and samples of a file, that a fingerprint reads beside its first megabyte."""
 
+MODEL = "model"
+"""Where in the folder of a run its output is made: it, or the file in it."""
 SERIES = ("hidden", "float", "observed")
 """Names of the inputs of a block, in the order of `LoopState`."""
 
@@ -63,7 +65,7 @@ class Manifest:
             FormatError: It is corrupt.
         """
         settings = json.loads(json.dumps({"quark": __version__, **settings}))
-        path, model = folder / "manifest.json", folder / "model"
+        path, model = folder / "manifest.json", folder / MODEL
         if not path.exists():
             if folder.exists() and not (folder.is_dir() and all(map(is_temporary, folder.iterdir()))):
                 raise ConfigError(f"{folder} is no folder of an unfinished run. Choose another, or remove it.")
@@ -73,7 +75,7 @@ class Manifest:
             begun, blocks = stored["settings"], list(stored["blocks"])
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(f"{path} is corrupt: {error}. Remove {folder} to start again.") from None
-        if not model.is_dir():
+        if not model.is_dir() or not any(model.iterdir()):
             return cls._begun(folder, settings)
         other = differences(begun, settings)
         if other:
@@ -90,7 +92,7 @@ class Manifest:
         manifest._save()
         for inputs in folder.glob("inputs-*.safetensors"):
             inputs.unlink()
-        (folder / "model").mkdir()
+        (folder / MODEL).mkdir(exist_ok=True)
         return manifest
 
     def state(self) -> LoopState:
@@ -134,7 +136,7 @@ class Manifest:
 
     def remove(self) -> None:
         """The run is finished. The manifest goes last, so that what is left at any moment is known as ours."""
-        shutil.rmtree(self.folder / "model", ignore_errors=True)
+        shutil.rmtree(self.folder / MODEL, ignore_errors=True)
         for learned in self.folder.glob(LEARNED.format(index="*", rank="*")):
             shutil.rmtree(learned, ignore_errors=True)
         for inputs in self.folder.glob("inputs-*.safetensors"):

@@ -31,7 +31,7 @@ from quark.torch.plan import Plan
 from quark.torch.writers.carried import carried_beside_model
 from quark.torch.writers.config_files import write_config, write_generation_config
 from quark.torch.writers.model_card import CARD, write_card
-from quark.torch.writers.writer import OutputTarget, Quantized, Writer
+from quark.torch.writers.writer import Move, OutputTarget, Quantized, Writer
 
 
 def _check_choice(option: str, value: str, choices: Iterable[str]) -> None:
@@ -169,23 +169,26 @@ class FolderWriter(Writer):
             given.model, self.target.pack_method, self.real, self.form, only, plain=given.plain, forms=self.forms
         )
 
+    def move(self, name: str, suffix: str) -> Move:
+        return Move((self.names(name, suffix),))
+
     def layout(self, spec: TensorSpec, layer: LayerSpec, dtype: torch.dtype) -> Layout:
         return self.form.make_layout(spec, layer, dtype, self.target.pack_method, self.real)
 
-    def create(self, folder: Path, begun: bool = False) -> dict[str, ByteRange]:
+    def create(self, output: Path, begun: bool = False) -> dict[str, ByteRange]:
         if not begun:
-            check_disk(folder, sum(tensor.nbytes for tensor in self._shapes.values()))
-        return create_shards(folder, self._shapes, self.target.max_shard_size, begun, stem_of(self.quantized.model))
+            check_disk(output, sum(tensor.nbytes for tensor in self._shapes.values()))
+        return create_shards(output, self._shapes, self.target.max_shard_size, begun, stem_of(self.quantized.model))
 
-    def write_rest(self, folder: Path) -> None:
+    def write_rest(self, output: Path) -> None:
         given, target = self.quantized, self.target
         # Branches and rotations are there when the algorithms have run.
         content = self._content(True) if given.config.algo_config else self.content
-        write_config(given.model, self.form.describe(content), given.source, folder)
-        _write_companions(given.model, given.source, target.tokenizer, folder)
-        write_card(given.model, self.plan.layers, given.config, given.source, folder, target.goal)
+        write_config(given.model, self.form.describe(content), given.source, output)
+        _write_companions(given.model, given.source, target.tokenizer, output)
+        write_card(given.model, self.plan.layers, given.config, given.source, output, target.goal)
         for name, text in target.attachments.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            (output / name).write_text(text, encoding="utf-8")
 
 
 def _write_companions(model: Any, source: Path | None, tokenizer: Any, folder: Path) -> None:

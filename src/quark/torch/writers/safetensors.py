@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from quark.base.files import check_apart, final_place
 from quark.base.libraries.diffusers import is_network
 from quark.base.log import logger
 from quark.errors import ConfigError, NotSupportedError
-from quark.torch.calibration.distributed import rank, shared_folder
+from quark.torch.calibration.distributed import rank, shared_output
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
-from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
@@ -26,9 +24,7 @@ from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import check_files
 from quark.torch.plan import Plan
 from quark.torch.writers.folder import FolderTarget, of_model
-from quark.torch.writers.gguf.format import GgufFormat
-from quark.torch.writers.gguf.further_tokens import check_further
-from quark.torch.writers.gguf.tensors import write_gguf
+from quark.torch.writers.gguf.file import GgufTarget
 from quark.torch.writers.onnx.export import export_onnx
 
 
@@ -86,7 +82,7 @@ def export_safetensors(
     if (source := source_folder(model)) is not None:
         check_apart(output_dir, source, whole=True)
         check_files(source)  # what is copied at the end is refused at the beginning
-    with shared_folder(output_dir, overwrite) as folder:
+    with shared_output(output_dir, overwrite) as folder:
         if rank() == 0:
             writer.write(folder)
     logger.info("Exported to %s.", final_place(output_dir))
@@ -146,14 +142,13 @@ def export_gguf(
     """
     config, plan = _quantized_as(model)
     _require_transformers(model, "export_gguf")
-    further = check_further(model, plan)
-    own = replace(plan, beside={})
-    GgufFormat().check(dict(model.named_modules()), folder_of(model, config, own))
     file = Path(output_dir) / f"{model_type}.gguf"
-    if further.left:
-        left = further.left
-        logger.info("%d tensors that the model's class leaves out are not in the file: %s ...", len(left), left[0])
-    write_gguf(model, file, tokenizer_path, overwrite)
+    writer = GgufTarget(Path(tokenizer_path)).writer(of_model(model, config, plan))
+    writer.check()
+    with shared_output(file, overwrite, is_file=True) as made:
+        if rank() == 0:
+            writer.write(made)
+    logger.info("Exported to %s.", final_place(file))
     return file
 
 

@@ -10,17 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from quark.base.progress import progress
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.torch.checkpoint.safetensors_file import ByteRange
-from quark.torch.checkpoint.shards import Entry, Naming, Plain, write_entry
+from quark.torch.checkpoint.safetensors_file import ByteRange, write_across
+from quark.torch.checkpoint.shards import Entry, Plain
 from quark.torch.config.config import QConfig
 from quark.torch.formats import Format
-from quark.torch.formats.layout import Layout
+from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.model.names import OtherForm
 from quark.torch.plan import Plan
 from quark.torch.writers.carried import Carried
@@ -50,16 +50,39 @@ class Quantized:
     solved: bool = True
 
 
+@dataclass(frozen=True)
+class Move:
+    """What becomes of a stored tensor on its way into the files.
+
+    Attributes:
+        keys: Of the places of its rows, in equal shares, one after the other.
+        order: Which of its rows each row there is; None: they stay.
+        change: What becomes of its values; None: they stay.
+    """
+
+    keys: tuple[str, ...]
+    order: torch.Tensor | None = None
+    change: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def stays(self) -> bool:
+        """Whether the tensor is written as it is."""
+        return self.order is None and self.change is None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor as it is written."""
+        x = x if self.order is None else x[self.order]
+        return x if self.change is None else self.change(x)
+
+
 class Writer(ABC):
     """Writes one quantized model.
 
     Attributes:
-        names: Name of a tensor of the model, and suffix of what is stored of it -> its key among the places.
         carried: Entries of what the source folder holds and the class of the model does not build.
         forms: What is stored in other tensors than those of the model.
     """
 
-    names: Naming
     carried: Sequence[Entry]
     forms: Sequence[OtherForm] = ()
 
@@ -79,12 +102,19 @@ class Writer(ABC):
         """The tensors of the model as it is now, or those of these names."""
 
     @abstractmethod
+    def move(self, name: str, suffix: str) -> Move:
+        """The way of what is stored of a tensor of the model, under a suffix."""
+
+    @abstractmethod
     def layout(self, spec: TensorSpec, layer: LayerSpec, dtype: torch.dtype) -> Layout:
         """How a tensor of a layer is stored, in a model of this dtype."""
 
     @abstractmethod
-    def create(self, folder: Path, begun: bool = False) -> dict[str, ByteRange]:
+    def create(self, output: Path, begun: bool = False) -> dict[str, ByteRange]:
         """Make the files at their full size, their headers written; with `begun` they are there already.
+
+        Args:
+            output: A folder that is there, or the file where the target is one.
 
         Returns:
             Where each tensor goes, by its key.
@@ -94,20 +124,32 @@ class Writer(ABC):
         """
 
     @abstractmethod
-    def write_rest(self, folder: Path) -> None:
+    def write_rest(self, output: Path) -> None:
         """Write what lies beside the tensors, which are all written."""
 
-    def write(self, folder: Path) -> None:
+    def put(self, name: str, tensors: Tensors, places: Mapping[str, ByteRange]) -> None:
+        """Write what is stored of a tensor of the model, by suffix, to its places."""
+        for suffix, x in tensors.items():
+            move = self.move(name, suffix)
+            write_across(move(x), [places[key] for key in move.keys])
+
+    def write(self, output: Path) -> None:
         """Write all of a model in memory."""
-        places = self.create(folder)
+        places = self.create(output)
         items = [*self.entries(), *self.carried]
         for name, make, _ in progress(items, "write", total=len(items)):
-            write_entry(name, make(), places, self.names)
-        self.write_rest(folder)
+            self.put(name, make(), places)
+        self.write_rest(output)
 
 
 class OutputTarget(ABC):
-    """What a model is to be written as, known before there is a model."""
+    """What a model is to be written as, known before there is a model.
+
+    Attributes:
+        is_file: Whether it is one file; else a folder.
+    """
+
+    is_file: ClassVar[bool] = False
 
     @property
     @abstractmethod

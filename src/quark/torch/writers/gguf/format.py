@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -16,13 +17,34 @@ from quark.gguf.block_bytes import Parts, pack_blocks, unpack_blocks
 from quark.gguf.mixes import MIXES
 from quark.gguf.types import BLOCK, HEAD, block_type, code_bytes, head_bytes, values_of
 from quark.torch.formats.format import Format, only_weight
-from quark.torch.formats.layout import CodedLayout, Layout, Tensors
+from quark.torch.formats.layout import CodedLayout, Layout, Tensors, rows_together
+from quark.torch.formats.quark.layout import params_of_rows
+
+PIECE = 1 << 20
+"""Bytes of float32 that are turned into blocks at once."""
 
 
 class GgufLayout(CodedLayout):
     """A matrix as rows of blocks: uint8 (O, I / 32 * bytes of a block), or (O, I) of a 16-bit type."""
 
+    word_rows = 1
+
     def store(self, x: torch.Tensor, params: QParams | None, frozen: bool = False) -> Tensors:
+        unit = None if x.is_meta or params is None else rows_together(self.spec, tuple(x.shape), 1)
+        step = x.shape[0] if unit is None else max(unit, PIECE // (4 * x.shape[1]) // unit * unit)
+        if step >= x.shape[0]:
+            return self._store_rows(x, params, frozen)
+        assert params is not None
+        cuts = [slice(start, min(start + step, x.shape[0])) for start in range(0, x.shape[0], step)]
+        parts = [self._store_rows(x[cut], self._params_of(params, cut, tuple(x.shape)), frozen)[""] for cut in cuts]
+        return {"": torch.cat(parts)}
+
+    def _params_of(self, params: QParams, rows: slice, shape: tuple[int, ...]) -> QParams:
+        """Those of some rows."""
+        second, own = params.second, params_of_rows(replace(params, second=None), self.spec, rows, shape)
+        return own if second is None else replace(own, second=params_of_rows(second, self.spec, rows, shape))
+
+    def _store_rows(self, x: torch.Tensor, params: QParams | None, frozen: bool) -> Tensors:
         kind = block_type(self.spec)
         assert kind is not None
         if self.spec.is_cast:

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quark.core.spec import TensorSpec
-from quark.errors import NotSupportedError
 from quark.gguf.architectures.architecture import Architecture
-from quark.gguf.architectures.table import ARCHITECTURES, architecture_of
+from quark.gguf.architectures.table import ARCHITECTURES
 from quark.gguf.names import IN_LAYERS
 from quark.torch.checkpoint.shards import Entry
 from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_beside, carried_of
@@ -116,16 +115,3 @@ def further_if_known(model: Any, plan: Plan | None) -> FurtherLayers:
     """As `further_layers`; none of a model that GGUF files are not written of."""
     kind = str(model.config.model_type)
     return further_layers(model, ARCHITECTURES[kind], plan) if kind in ARCHITECTURES else FurtherLayers([], {}, {})
-
-
-def check_further(model: Any, plan: Plan) -> FurtherLayers:
-    """As `further_layers`. Raises NotSupportedError where a layer is to be quantized that has no place in the file."""
-    architecture = architecture_of(model.config)
-    further = further_layers(model, architecture, plan)
-    if plan.beside and not further.count:
-        raise NotSupportedError(
-            f"{next(iter(plan.beside))} is not built by the model's class, and GGUF files of the architecture "
-            f"{architecture.arch!r} have no names for such layers. Possible: a folder (--export-format quark, "
-            "compressed-tensors)."
-        )
-    return further

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
 
+from quark.base.files import atomic_file
 from quark.base.log import logger
+from quark.base.progress import progress
 from quark.core.checks import naming
 from quark.core.spec import block_spec
 from quark.errors import NonFiniteError, NotSupportedError
 from quark.gguf import MIXES
 from quark.gguf.types import FLOAT_TYPES
-from quark.gguf.writer import DenoiserHeader, GgufTensor, write_file
+from quark.gguf.writer import DenoiserHeader, GgufTensor, create_file, header_bytes
 from quark.torch.calibration.calibrate import tensor_qparams
+from quark.torch.checkpoint.safetensors_file import ByteRange, write_tensor
 from quark.torch.writers.comfyui.names import OriginalTensor
 from quark.torch.writers.comfyui.plan import SMALL, PlannedLayer, file_shape
 from quark.torch.writers.comfyui.solved import SolvedDenoiser, weight_of
@@ -47,16 +49,19 @@ def write_denoiser(
         NotSupportedError: A name is too long for the readers.
         NonFiniteError: A value is no number, or too large for its type; names the tensor.
     """
-    tensors = [_tensor(source, tensor, plan, solved) for tensor in source.tensors]
+    tensors = [_tensor(source, tensor, plan) for tensor in source.tensors]
     real = {tensor.name: tuple(source.like(tensor).shape) for tensor in source.tensors}
     shapes = {tensor.name: real[tensor.name] for tensor in tensors if tensor.shape != real[tensor.name]}
-    write_file(file, DenoiserHeader(source.kind.gguf, MIXES[mix], shapes), tensors, overwrite)
+    with atomic_file(file, overwrite) as temporary:
+        header = DenoiserHeader(source.kind.gguf, MIXES[mix], shapes)
+        begins = create_file(temporary, header_bytes(header, tensors), tensors)
+        for original, tensor in progress(zip(source.tensors, tensors, strict=True), "write", total=len(tensors)):
+            stored = _stored(source, original, tensor.kind, tensor.shape, solved)
+            write_tensor(stored, ByteRange(temporary, begins[tensor.name], tensor.size))
     logger.info("Exported to %s.", file)
 
 
-def _tensor(
-    source: DenoiserSource, tensor: OriginalTensor, plan: Mapping[str, PlannedLayer], solved: SolvedDenoiser | None
-) -> GgufTensor:
+def _tensor(source: DenoiserSource, tensor: OriginalTensor, plan: Mapping[str, PlannedLayer]) -> GgufTensor:
     if len(tensor.name) > LONGEST_NAME:
         raise NotSupportedError(f"{tensor.name}: names of ComfyUI-GGUF have at most {LONGEST_NAME} letters.")
     layer = plan.get(tensor.name.removesuffix(".weight"))
@@ -64,7 +69,7 @@ def _tensor(
         kind, shape = str(layer.what).upper(), layer.shape
     else:
         kind, shape = _float_type(source, tensor), file_shape(source, tensor)
-    return GgufTensor(tensor.name, kind, shape, partial(_stored, source, tensor, kind, shape, solved))
+    return GgufTensor(tensor.name, kind, shape)
 
 
 def _float_type(source: DenoiserSource, tensor: OriginalTensor) -> str:

@@ -1,20 +1,19 @@
-"""The tensors that a GGUF file of a quantized model has, and the file."""
+"""The tensors that a GGUF file of a quantized model has, where each lies, and what becomes of its values on the way.
+
+All of it follows from the class of the model and its plan, so that it is known before the first weight is read.
+"""
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from quark.base.log import logger
 from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
 from quark.gguf.architectures.architecture import Architecture
@@ -22,41 +21,165 @@ from quark.gguf.architectures.rope import rope_tensors
 from quark.gguf.architectures.table import architecture_of
 from quark.gguf.names import expert_of, part_name
 from quark.gguf.types import FLOAT_TYPES, block_type
-from quark.gguf.writer import GgufTensor, Header, bytes_before, write_file
-from quark.torch.checkpoint.shards import entries
-from quark.torch.checkpoint.stored_types import source_folder, stored_plain
+from quark.gguf.writer import GgufTensor, Header, bytes_before
+from quark.torch.checkpoint.safetensors_file import ByteRange
+from quark.torch.checkpoint.shards import Entry, Plain, entries, plain_entry
 from quark.torch.formats.layout import Tensors
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.plan import Plan
 from quark.torch.writers.gguf.format import GgufFormat
 from quark.torch.writers.gguf.further_tokens import further_layers
 from quark.torch.writers.gguf.of_model import is_conv1d, tensor_names, tied_weights
+from quark.torch.writers.writer import Move
 
 
-def write_gguf(model: Any, file: Path, tokenizer_path: str | os.PathLike[str], overwrite: bool = False) -> None:
-    """Write the file; it appears when all of it is written.
+@dataclass(frozen=True)
+class Placed:
+    """A tensor of the model, or all of what an expert has of it, in the file.
+
+    Attributes:
+        parts: The tensors of the file that its rows become, in equal shares; of an expert, its share of these.
+        move: Its way there.
+        expert: Which one of the block it is; None: it is of none.
+    """
+
+    parts: list[GgufTensor]
+    move: Move
+    expert: int | None = None
+
+
+@dataclass
+class FileTensors:
+    """The tensors of the file that a model becomes.
 
     Args:
-        model: A quantized transformers model of one of `ARCHITECTURES`.
-        file: The file to make.
-        tokenizer_path: Folder that holds the tokenizer.
-        overwrite: Replace the file if it is there.
+        model: Of transformers, with quantized layers or without; its weights may be elsewhere.
+        plan: How layers beside the model are quantized.
+        plain: Makes the entries of tensors that are not quantized.
+
+    Attributes:
+        architecture: Of the file.
+        beside: Entries of what is written and lies outside the model.
+        further: How many blocks of the file lie beside the model.
+        left: Names of tensors beside the model that have no place in the file.
+        moves: Name of each tensor of the model, and of the entries beside it -> what it is in the file.
+
+    Raises:
+        NotSupportedError: A tensor has no name, or no type, in such files.
     """
-    architecture = architecture_of(getattr(model, "config", None))
-    tensors = list(file_tensors(model, architecture))
-    write_file(file, _header(model, architecture, Path(tokenizer_path)), tensors, overwrite)
-    logger.info("Exported to %s.", file)
+
+    model: Any
+    plan: Plan | None = None
+    plain: Plain = plain_entry
+    architecture: Architecture = field(init=False)
+    beside: list[Entry] = field(init=False)
+    further: int = field(init=False)
+    left: tuple[str, ...] = field(init=False)
+    moves: dict[str, Placed] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.architecture = architecture_of(getattr(self.model, "config", None))
+        self._left_out = _left_out(self.model)
+        further = further_layers(self.model, self.architecture, self.plan)
+        self.beside, self.further, self.left = list(further.entries), further.count, further.left
+        self.moves = {}
+        layers = quantized_layers(self.model)
+        specs = {name: layer.spec.weight for name, layer in layers.items()} | {**further.specs}
+        whole = {name: tuple(layer.float_weight.shape) for name, layer in layers.items()} | {**further.shapes}
+        file_name = tensor_names(self.model, self.architecture, further.count)
+        experts: dict[str, int] = defaultdict(int)
+        for name, _, shapes in (*self.entries(), *further.entries):
+            parent, _, leaf = name.rpartition(".")
+            spec = specs.get(parent) if leaf == "weight" else None
+            shape = whole[parent] if spec else tuple(shapes[""].shape)
+            item = _item(self.model.config, self.architecture, name, file_name(name), spec, shape, shapes[""].dtype)
+            self.moves[name] = self._placed(name, item, shapes[""].dtype, experts)
+        for stored, make, size in rope_tensors(self.model.config):
+            self.beside.append((stored, partial(_alone, make), {"": torch.empty(size, device="meta")}))
+            self.moves[stored] = Placed([GgufTensor(stored, "F32", (size,))], Move((stored,)))
+
+    def entries(self, only: Container[str] | None = None) -> Iterator[Entry]:
+        """Those of the model's tensors, or of these, that are in the file."""
+        made = entries(self.model, "reorder", True, GgufFormat(), only, self.plain)
+        return (entry for entry in made if entry[0] != self._left_out)
+
+    def listed(self) -> list[GgufTensor]:
+        """The tensors of the file in their order, experts of a block as one.
+
+        Raises:
+            NotSupportedError: The experts of a block have several types.
+        """
+        listed = [part for placed in self.moves.values() if placed.expert is None for part in placed.parts]
+        experts: dict[str, list[GgufTensor]] = defaultdict(list)
+        for placed in self.moves.values():
+            for part in placed.parts if placed.expert is not None else ():
+                experts[part.name].append(part)
+        for name, items in experts.items():
+            if len({(item.kind, item.shape) for item in items}) > 1:
+                kinds = ", ".join(sorted({item.kind for item in items}))
+                raise NotSupportedError(f"{name}: GGUF holds all experts of a block in one type; here {kinds}.")
+            listed.append(GgufTensor(name, items[0].kind, (len(items), *items[0].shape)))
+        return listed
+
+    def places(self, file: Path, begins: Mapping[str, int]) -> dict[str, ByteRange]:
+        """The place of each tensor, or of each expert's share of it.
+
+        Args:
+            file: It is in.
+            begins: From `create_file`.
+        """
+        found = {}
+        for placed in self.moves.values():
+            for key, part in zip(placed.move.keys, placed.parts, strict=True):
+                found[key] = ByteRange(file, begins[part.name] + (placed.expert or 0) * part.size, part.size)
+        return found
+
+    def _placed(self, name: str, whole: GgufTensor, dtype: torch.dtype, experts: dict[str, int]) -> Placed:
+        """What a tensor is in the file.
+
+        Args:
+            name: In the model.
+            whole: All of it, under the name of its first part.
+            dtype: Of what is stored of it in the model.
+            experts: Name in the file -> how many experts of it are placed.
+        """
+        names = [part_name(name, part) for part in self.architecture.parts(name, self.model.config)]
+        shape, expert = whole.shape, None
+        change = self._change(name)
+        if change is torch.t:
+            shape = shape[::-1]
+        if names:
+            shape = (shape[0] // len(names), *shape[1:])
+        parts = [GgufTensor(part, whole.kind, shape) for part in names or [whole.name]]
+        keys = tuple(part.name for part in parts)
+        if expert_of(name) is not None:
+            expert, experts[whole.name] = experts[whole.name], experts[whole.name] + 1
+            keys = tuple(f"{key}[{expert}]" for key in keys)
+        if whole.kind == "F32" and dtype != torch.float32 and change is None:
+            change = torch.Tensor.float
+        return Placed(parts, Move(keys, self.architecture.row_order(name, self.model.config), change), expert)
+
+    def _change(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What becomes of the values of a tensor."""
+        config, changed = self.model.config, self.architecture.change(name)
+        if changed is not None:
+            return lambda x: changed.write(x.float(), config)
+        if self.architecture.adds_one(name):
+            return lambda x: x.float() + 1
+        return torch.t if is_conv1d(self.model, name) else None
 
 
-def _header(model: Any, architecture: Architecture, tokenizer_path: Path) -> Header:
-    return Header(model.config, architecture, tokenizer_path, _stops(model))
+def _alone(make: Callable[[], torch.Tensor]) -> Tensors:
+    return {"": make()}
 
 
-def _stops(model: Any) -> list[int]:
-    """Tokens that end a generated text, as the model's settings have them."""
+def header_of(model: Any, architecture: Architecture, tokenizer: Path) -> Header:
+    """What a file of a model says before its tensors, with the tokenizer of a folder."""
     settings = getattr(model, "generation_config", None) or model.config
-    found = getattr(settings, "eos_token_id", None)
-    return list(found) if isinstance(found, (list, tuple)) else [] if found is None else [found]
+    stops = getattr(settings, "eos_token_id", None)
+    listed = list(stops) if isinstance(stops, (list, tuple)) else [] if stops is None else [stops]
+    return Header(model.config, architecture, tokenizer, listed)
 
 
 def bytes_around(model: Any, layers: Iterable[str], tokenizer_path: Path | None) -> int:
@@ -67,58 +190,12 @@ def bytes_around(model: Any, layers: Iterable[str], tokenizer_path: Path | None)
         layers: Full names.
         tokenizer_path: Folder that holds the tokenizer; None: tensors alone are counted.
     """
-    architecture = architecture_of(getattr(model, "config", None))
+    tensors = FileTensors(model, getattr(model, "quant_plan", None))
     chosen = {f"{layer}.weight" for layer in layers}
-    size = sum(item.size for name, item in _items_of_layers(model, architecture) if name not in chosen)
+    size = sum(part.size for name, it in tensors.moves.items() if name not in chosen for part in it.parts)
     if tokenizer_path is None:
         return size
-    tensors = list(file_tensors(model, architecture))
-    return size + bytes_before(_header(model, architecture, tokenizer_path), tensors)
-
-
-def file_tensors(model: nn.Module, architecture: Architecture) -> Iterator[GgufTensor]:
-    """The tensors of the file, experts of a block as one. Raises NotSupportedError for one that has no name there."""
-    experts: dict[str, list[GgufTensor]] = defaultdict(list)
-    for name, item in _items_of_layers(model, architecture):
-        if expert_of(name) is None:
-            yield item
-        else:
-            experts[item.name].append(item)
-    for name, items in experts.items():
-        if len({(item.kind, item.shape) for item in items}) > 1:
-            raise NotSupportedError(f"{name}: GGUF holds all experts of a block in one type; here {_kinds(items)}.")
-        yield GgufTensor(name, items[0].kind, (len(items), *items[0].shape), partial(_stacked, items))
-
-
-def _kinds(items: list[GgufTensor]) -> str:
-    return ", ".join(sorted({item.kind for item in items}))
-
-
-def _stacked(items: list[GgufTensor]) -> torch.Tensor:
-    return torch.stack([item.make() for item in items])
-
-
-def _items_of_layers(model: Any, architecture: Architecture) -> Iterator[tuple[str, GgufTensor]]:
-    """The tensors under their names in the model, each expert's by itself; those of further layers behind them."""
-    layers, left_out = quantized_layers(model), _left_out(model)
-    further = further_layers(model, architecture, getattr(model, "quant_plan", None))
-    file_name = tensor_names(model, architecture, further.count)
-    specs = {name: layer.spec.weight for name, layer in layers.items()} | {**further.specs}
-    whole = {name: tuple(layer.float_weight.shape) for name, layer in layers.items()} | {**further.shapes}
-    floats = stored_plain(model, source_folder(model), narrow=False)
-    own = entries(model, "reorder", True, GgufFormat(), plain=floats)
-    for name, make, shapes in itertools.chain((entry for entry in own if entry[0] != left_out), further.entries):
-        parent, _, leaf = name.rpartition(".")
-        spec = specs.get(parent) if leaf == "weight" else None
-        shape = whole[parent] if spec else tuple(shapes[""].shape)
-        flipped = is_conv1d(model, name)
-        item = _item(model.config, architecture, name, file_name(name), spec, shape, shapes[""].dtype)
-        change = _change(architecture, name, model, flipped)
-        item = replace(item, shape=item.shape[::-1] if flipped else item.shape, make=partial(_made, make, change))
-        for part in _parts(item, [part_name(name, part) for part in architecture.parts(name, model.config)]):
-            yield name, part
-    for stored, make_factors, size in rope_tensors(model.config):
-        yield stored, GgufTensor(stored, "F32", (size,), make_factors)
+    return size + bytes_before(header_of(model, tensors.architecture, tokenizer_path), tensors.listed())
 
 
 def _item(
@@ -146,20 +223,7 @@ def _item(
     if not kind or stored is None:
         what = "no name" if kind else f"no type for {dtype}"
         raise NotSupportedError(f"{name}: GGUF files of the architecture {architecture.arch!r} have {what}.")
-    return GgufTensor(stored, kind, shape, torch.Tensor)
-
-
-def _parts(item: GgufTensor, names: list[str]) -> Iterator[GgufTensor]:
-    """The tensor, or those that its rows become."""
-    if not names:
-        yield item
-    shape = (item.shape[0] // max(1, len(names)), *item.shape[1:])
-    for index, name in enumerate(names):
-        yield GgufTensor(name, item.kind, shape, partial(_part, item.make, index, len(names)))
-
-
-def _part(make: Callable[[], torch.Tensor], index: int, count: int) -> torch.Tensor:
-    return make().chunk(count)[index].contiguous()
+    return GgufTensor(stored, kind, shape)
 
 
 def _left_out(model: Any) -> str | None:
@@ -169,21 +233,6 @@ def _left_out(model: Any) -> str | None:
     if tied is None or not all(isinstance(layer, QuantLayer) for layer in layers):
         return None
     head, embeddings = layers
-    same = head.spec.weight == embeddings.spec.weight and torch.equal(head.weight, embeddings.weight)
-    return tied[0] if same else None
-
-
-def _made(make: Callable[[], Tensors], change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    return change(make()[""])
-
-
-def _change(architecture: Architecture, name: str, model: Any, flipped: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What happens to a tensor on its way into the file."""
-    order, changed = architecture.row_order(name, model.config), architecture.change(name)
-    if order is not None:
-        return lambda x: x[order]
-    if changed is not None:
-        return lambda x: changed.write(x.float(), model.config)
-    if architecture.adds_one(name):
-        return lambda x: x.float() + 1
-    return lambda x: x.t().contiguous() if flipped else x
+    # The plan says it, and of a model in memory that was solved its values.
+    known = head.weight.is_meta or torch.equal(head.weight, embeddings.weight)
+    return tied[0] if known and head.spec.weight == embeddings.spec.weight else None
