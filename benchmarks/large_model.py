@@ -2,7 +2,7 @@
 
     python -m benchmarks.large_model FOLDER --layers 32         file to file: 14.5 GB are written to FOLDER, then 4 more
     python -m benchmarks.large_model FOLDER --layers 3 --gptq   streamed: seconds of each part, and the peak of memory
-    python -m benchmarks.large_model FOLDER --format awq        either of them into a folder of another format
+    python -m benchmarks.large_model FOLDER --format awq        either of them into another format, gguf too
 
 The weights are random, in bfloat16, a file for each block. From file to file, what `quark quantize` takes stands beside
 reading all files and writing as many bytes as the result has, to the disk; both in turns, RUNS times, each after the
@@ -28,14 +28,16 @@ from pathlib import Path
 from typing import Any
 
 HIDDEN, INTERMEDIATE, HEADS, KEYS, VOCABULARY = 4096, 14336, 32, 8, 32000
-SCHEME, SAMPLES, TOKENS, RUNS, PIECE = "uint4_wo_128", 4, 512, 3, 1 << 22
+SCHEME, MIX, SAMPLES, TOKENS, RUNS, PIECE = "uint4_wo_128", "q4_k_m", 4, 512, 3, 1 << 22
 
 
 def checkpoint(folder: Path, layers: int) -> None:
-    """Write the model, if it is not there; no two of its blocks are in memory."""
+    """Write the model, if it is not there; no two of its blocks are in memory. Its tokenizer has 2048 tokens."""
     import torch
     from safetensors.torch import save_file
     from transformers import LlamaConfig
+
+    from tests.models.torch_zoo import LANGUAGE_MODEL
 
     if (folder / "model.safetensors.index.json").exists():
         return
@@ -74,6 +76,8 @@ def checkpoint(folder: Path, layers: int) -> None:
         architectures=["LlamaForCausalLM"],
         dtype="bfloat16",
     ).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(LANGUAGE_MODEL / file, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
@@ -108,8 +112,8 @@ def command_seconds(source: Path, output: Path, form: str) -> tuple[dict[str, fl
     forget(source)
     shutil.rmtree(output, ignore_errors=True)
     start = time.perf_counter()
-    command = [sys.executable, "-m", "quark", "quantize", str(source), "--scheme", SCHEME, "-o", str(output)]
-    command += ["--export-format", form]
+    command = [sys.executable, "-m", "quark", "quantize", str(source), "-o", str(output), "--export-format", form]
+    command += ["--scheme", MIX if form == "gguf" else SCHEME]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
     wall = time.perf_counter() - start
@@ -166,11 +170,14 @@ def streamed(source: Path, output: Path, form: str) -> None:
     """Print what the parts of streaming with GPTQ take, and the peak."""
     import torch
 
-    from quark.torch import LLMTemplate
+    from quark.torch import LLMTemplate, gguf_config
     from quark.torch.algorithms import block_sweep
     from quark.torch.algorithms.rounding import gptq
     from quark.torch.flows import from_disk, per_block, resume
+    from quark.torch.model.meta_model import build_skeleton
     from quark.torch.writers.folder import FolderTarget
+    from quark.torch.writers.gguf.file import GgufTarget
+    from quark.torch.writers.writer import OutputTarget
 
     parts = Parts()
     for owner, function, part in (
@@ -191,11 +198,16 @@ def streamed(source: Path, output: Path, form: str) -> None:
         parts.count(owner, function, part)
     generator = torch.Generator().manual_seed(0)
     data = [torch.randint(0, VOCABULARY, (1, TOKENS), generator=generator) for _ in range(SAMPLES)]
-    config = LLMTemplate.get("auto").get_config(SCHEME, algorithm="gptq")
+    target: OutputTarget
+    if form == "gguf":
+        config, target = gguf_config(build_skeleton(source), MIX, ["gptq"]), GgufTarget(source)
+        output = output.with_suffix(".gguf")
+    else:
+        config, target = LLMTemplate.get("auto").get_config(SCHEME, algorithm="gptq"), FolderTarget(form)
     forget(source)
     with parts.counted("all else"):
-        from_disk.stream(config, source, output, data, overwrite=True, target=FolderTarget(form))
-    shutil.rmtree(output)
+        from_disk.stream(config, source, output, data, overwrite=True, target=target)
+    output.unlink() if target.is_file else shutil.rmtree(output)
     for part, seconds in sorted(parts.seconds.items(), key=lambda item: -item[1]):
         sys.stdout.write(f"{part:30s} {seconds:8.1f} s\n")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
