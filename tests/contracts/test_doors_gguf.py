@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec
 from quark.errors import NotSupportedError
+from quark.gguf import save_imatrix
 from quark.jobs.folders import flows
 from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, gguf_config
 from quark.torch.algorithms.block_loop import LoopState
@@ -27,6 +28,7 @@ from quark.torch.flows.from_disk import stream
 from quark.torch.flows.resume import Manifest
 from quark.torch.model.meta_model import build_skeleton
 from quark.torch.writers.gguf.file import GgufTarget
+from quark.torch.writers.gguf.imatrix import collect_imatrix
 from tests.commands.program import quark as program
 from tests.models.gguf_rows import LLAMA3, LONG, build
 from tests.models.sources import with_further_tokens
@@ -248,3 +250,15 @@ def test_layers_beside_a_model_without_a_place_are_refused(tmp_path: Path) -> No
     for door in (in_memory, streamed, file_to_file):
         with pytest.raises(NotSupportedError, match="have no names for such layers"):
             door(config, source, tmp_path / "out.gguf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [None, "gptq"])
+def test_an_importance_matrix_weighs_blocks_as_the_model_in_memory(algorithm: str | None, tmp_path: Path) -> None:
+    source, file = folder("qwen3_moe", tmp_path / "float", tie_word_embeddings=False), tmp_path / "imatrix.dat"
+    save_imatrix(collect_imatrix(load_float_model(source), IDS), file, ["text"])
+    options = {"algorithm": algorithm and [algorithm], "exclude_layers": ["lm_head"]}
+    config, data = mix("q4_0", imatrix=file, **options), IDS if algorithm else None
+    expected = in_memory(config(source), source, tmp_path / "memory.gguf", data)
+    assert streamed(config(source), source, tmp_path / "streamed.gguf", data) == expected
+    assert in_memory(mix("q4_0", **options)(source), source, tmp_path / "plain.gguf", data) != expected

@@ -180,6 +180,13 @@ class Algorithm:
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
         """Once, before the first block, on the whole float model."""
 
+    def on_weights(self, layers: Mapping[str, QuantLayer]) -> None:
+        """When the weights of layers are there: of all of them behind `prepare`, or of a block, and of what lies outside.
+
+        Args:
+            layers: Full name -> quantized layer.
+        """
+
     def learned_bytes(self, model: nn.Module, blocks: Sequence[str], data: Sequence[Any]) -> int:
         """Bytes of what `learn` will keep of all blocks, in memory or in its folder; of data of unknown size 0.
 

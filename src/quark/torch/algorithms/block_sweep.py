@@ -189,6 +189,8 @@ def prepare_algorithms(
                 continue
         else:
             algorithm.prepare(model, names, layers)
+        if weights is None or weights.whole:
+            algorithm.on_weights(layers)
         if algorithm.learns:
             if data is None:
                 raise ConfigError(f"{type(algorithm.config).__name__} needs calibration data to learn from.")

@@ -179,9 +179,10 @@ class _Run:
         )
         if rank() > 0:
             return
-        self._write_outside([name for name in self.planned if not any(is_inside(name, block) for block in names)])
+        outside = [name for name in self.planned if not any(is_inside(name, block) for block in names)]
+        self._write_outside(outside, algorithms)
 
-    def _write_outside(self, names: Sequence[str]) -> None:
+    def _write_outside(self, names: Sequence[str], algorithms: Sequence[Algorithm]) -> None:
         """Quantize and write what lies in no block."""
         for parent in dict.fromkeys(name.rpartition(".")[0] for name in names):
             own = {name for name in names if name.rpartition(".")[0] == parent}
@@ -195,6 +196,8 @@ class _Run:
             for each in parents:
                 self.weights.bring(each, recurse=False)
             if parent in self.layers:
+                for algorithm in algorithms:
+                    algorithm.on_weights({parent: self.layers[parent]})
                 calibrate_weights({parent: self.layers[parent]})
             self._write(own)
             for each in parents:

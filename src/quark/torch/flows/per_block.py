@@ -134,6 +134,8 @@ def quantize_blocks(
     def quantize(block: Block) -> tuple[Hidden, ...]:
         with torch.no_grad(), evaluating(block.module):
             inside = layers_inside(layers, block.name)
+            for algorithm in algorithms if not weights.whole else ():
+                algorithm.on_weights(inside)
             return _quantize_block(block, inside, stages, config, block.name in observed, experts)
 
     experts = ExpertCalibration(config.sync_moe_expert_input_amax, config.calibrate_all_experts)

@@ -46,25 +46,33 @@ class Imatrix(Algorithm):
     """
 
     reads_inputs: ClassVar[bool] = False
-    needs_whole: ClassVar[bool] = True
 
     def prepare(self, model: nn.Module, blocks: Sequence[str], layers: Mapping[str, QuantLayer]) -> None:
-        """Choose the scales of each layer that the file speaks of; those of others are searched as without a file.
+        """Find the moments of each layer that the file speaks of; scales of others are searched as without a file.
 
         Raises:
             FormatError: The file is none, is of another model, or lacks a layer of the blocks.
         """
-        moments, used = read_imatrix(self.config.file), 0
-        for name, layer in layers.items():
-            if isinstance(layer, nn.Linear) and not weight_spec(layer).is_cast:
-                used += self._choose(name, cast(Any, layer), moments)
-        logger.info("Scales of %d layers are weighed by %s.", used, self.config.file)
+        moments = read_imatrix(self.config.file)
+        linear = {n: layer for n, layer in layers.items() if isinstance(layer, nn.Linear)}
+        found = {n: self._moments(n, cast(Any, x), moments) for n, x in linear.items() if not weight_spec(x).is_cast}
+        self._found = {name: rows for name, rows in found.items() if rows is not None}
+        logger.info("Scales of %d layers are weighed by %s.", len(self._found), self.config.file)
 
-    def _choose(self, name: str, layer: Any, moments: Mapping[str, NumpyArray]) -> bool:
+    def on_weights(self, layers: Mapping[str, QuantLayer]) -> None:
+        for name, layer in cast(Mapping[str, Any], layers).items():
+            if name in self._found and weight_quantizer(layer).params is None:
+                importance = torch.from_numpy(self._found[name].copy()).to(layer.weight.device)
+                with naming(name):
+                    params = weighted_qparams(layer.weight.detach(), importance, weight_spec(layer))
+                    weight_quantizer(layer).store(params)
+
+    def _moments(self, name: str, layer: Any, moments: Mapping[str, NumpyArray]) -> NumpyArray | None:
+        """Those of what a layer reads; None where the file has none."""
         file, tensor = self.config.file, self.config.tensors.get(name, name)
         if tensor not in moments:
             if not tensor.startswith("blk."):
-                return False  # the head, of which few files speak
+                return None  # the head, of which few files speak
             raise FormatError(
                 f"{file} has no {tensor!r} ({name}): it was made for another model. It has {list(moments)[:3]}."
             )
@@ -73,8 +81,4 @@ class Imatrix(Algorithm):
         first = expert * columns if rows.size > columns else 0
         if rows.size % columns or first + columns > rows.size:
             raise FormatError(f"{file}: {tensor} has {rows.size} values; {name} reads {columns} columns.")
-        importance = torch.from_numpy(rows[first : first + columns].copy()).to(layer.weight.device)
-        with naming(name):
-            params = weighted_qparams(layer.weight.detach(), importance, weight_spec(layer))
-            weight_quantizer(layer).store(params)
-        return True
+        return rows[first : first + columns]
