@@ -15,7 +15,7 @@ from quark.base.log import logger
 from quark.core.array import NumpyArray
 from quark.core.checks import naming
 from quark.core.solvers.importance import weighted_qparams
-from quark.errors import FormatError
+from quark.errors import FormatError, NotSupportedError
 from quark.gguf import expert_of, read_imatrix
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.input_group import InputGroup
@@ -62,6 +62,11 @@ class Imatrix(Algorithm):
     def on_weights(self, layers: Mapping[str, QuantLayer]) -> None:
         for name, layer in cast(Mapping[str, Any], layers).items():
             if name in self._found and weight_quantizer(layer).params is None:
+                if layer.weight.is_meta:
+                    raise NotSupportedError(
+                        f"{name} lies on disk by the model's device_map, and is weighed before the first block. "
+                        "Possible: a device_map with that part on the CPU, or quark quantize --stream of the folder."
+                    )
                 importance = torch.from_numpy(self._found[name].copy()).to(layer.weight.device)
                 with naming(name):
                     params = weighted_qparams(layer.weight.detach(), importance, weight_spec(layer))
