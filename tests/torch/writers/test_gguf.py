@@ -44,6 +44,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
+from quark.torch.writers.gguf import format
 from quark.torch.writers.gguf.format import GgufFormat, GgufLayout
 from tests.models.gguf_rows import (
     CONFIGS,
@@ -143,6 +144,23 @@ def test_block_types_decode_to_the_quantized_values(name: str, dtype: torch.dtyp
         assert stored[""].shape[1] == shape[1] // BLOCK_TYPES[name].block * BLOCK_TYPES[name].bytes
         assert torch.equal(torch.from_numpy(decoded(layout, stored[""], shape)).to(dtype), expected)  # type: ignore[arg-type]
         assert torch.equal(layout.load(stored, shape), expected)
+
+
+@pytest.mark.parametrize("tensor_spec", [*EXACT, *map(block_spec, BLOCK_TYPES)], ids=str)
+def test_blocks_are_packed_some_rows_at_a_time(tensor_spec: TensorSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(19 if not isinstance(tensor_spec.granularity, PerBlock) else 20, 512).bfloat16()
+    params, layout, counts = compute_qparams(x, tensor_spec), GgufLayout(tensor_spec, BF16), []
+    expected, store = layout.store(x, params)[""], GgufLayout._store_rows
+
+    def counting(self: GgufLayout, rows: torch.Tensor, *given: Any) -> Any:
+        counts.append(len(rows))
+        return store(self, rows, *given)
+
+    monkeypatch.setattr(GgufLayout, "_store_rows", counting)
+    monkeypatch.setattr(format, "PIECE", 4 * 4 * 512)
+    for frozen, values in ((False, x), (True, layout.load({"": expected}, (len(x), 512)))):
+        assert torch.equal(layout.store(values, params, frozen)[""], expected)
+    assert max(counts) == 4 and sum(counts) == 2 * len(x)
 
 
 def test_the_offset_of_q4_1_is_a_float16() -> None:

@@ -207,7 +207,7 @@ def _item(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> GgufTensor:
-    """A tensor of the file, but for how it is made. Raises NotSupportedError where it has no name or type there."""
+    """A tensor of the model as the file has it. Raises NotSupportedError where it has no name or type there."""
     if spec:
         kind = block_type(spec)
     else:
