@@ -243,6 +243,17 @@ def test_a_model_that_does_not_fit_is_streamed(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
+def test_a_file_of_a_size_is_streamed(tmp_path: Path) -> None:
+    source, text = folder("llama", tmp_path / "float", tie_word_embeddings=True), tmp_path / "calib.txt"
+    text.write_text("quantized models are smaller, and what is left of them is kept. " * 40)
+    line = ("--for", "llama.cpp", "--calib", text, "--samples", "4", "--length", "16", "--algorithm", "importance")
+    for name, way in {"streamed": "--stream", "memory": "--no-stream"}.items():
+        done = program("quantize", source, "-o", tmp_path / f"{name}.gguf", *line, "--bits", "5.5", way)
+        assert done.code == 0, done.err
+    assert (tmp_path / "streamed.gguf").stat().st_size == (tmp_path / "memory.gguf").stat().st_size
+
+
+@pytest.mark.slow
 def test_layers_beside_a_model_without_a_place_are_refused(tmp_path: Path) -> None:
     source = folder("llama", tmp_path / "float")
     with_further_tokens(source, "model.layers.2.", "num_nextn_predict_layers")
