@@ -173,8 +173,8 @@ def streamed(source: Path, output: Path, form: str) -> None:
     from quark.torch import LLMTemplate, gguf_config
     from quark.torch.algorithms import block_sweep
     from quark.torch.algorithms.rounding import gptq
+    from quark.torch.checkpoint.opened import OpenedFolder
     from quark.torch.flows import from_disk, per_block, resume
-    from quark.torch.model.meta_model import build_skeleton
     from quark.torch.writers.folder import FolderTarget
     from quark.torch.writers.gguf.file import GgufTarget
     from quark.torch.writers.writer import OutputTarget
@@ -200,13 +200,13 @@ def streamed(source: Path, output: Path, form: str) -> None:
     data = [torch.randint(0, VOCABULARY, (1, TOKENS), generator=generator) for _ in range(SAMPLES)]
     target: OutputTarget
     if form == "gguf":
-        config, target = gguf_config(build_skeleton(source), MIX, ["gptq"]), GgufTarget(source)
+        config, target = gguf_config(OpenedFolder(source).skeleton, MIX, ["gptq"]), GgufTarget(source)
         output = output.with_suffix(".gguf")
     else:
         config, target = LLMTemplate.get("auto").get_config(SCHEME, algorithm="gptq"), FolderTarget(form)
     forget(source)
     with parts.counted("all else"):
-        from_disk.stream(config, source, output, data, overwrite=True, target=target)
+        from_disk.stream(config, OpenedFolder(source), output, data, overwrite=True, target=target)
     output.unlink() if target.is_file else shutil.rmtree(output)
     for part, seconds in sorted(parts.seconds.items(), key=lambda item: -item[1]):
         sys.stdout.write(f"{part:30s} {seconds:8.1f} s\n")

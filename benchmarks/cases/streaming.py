@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from quark.torch.checkpoint.opened import OpenedFolder
+
 HIDDEN, INTERMEDIATE, LAYERS, BATCHES, TOKENS = 512, 1536, 6, 8, 256
 PEAKS = 2
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -56,7 +58,7 @@ def streamed(source: Path, output: Path) -> float:
     from quark.torch.flows.from_disk import stream
 
     start = time.process_time()
-    stream(LLMTemplate.get("auto").get_config("int8"), source, output, batches(), overwrite=True)
+    stream(LLMTemplate.get("auto").get_config("int8"), OpenedFolder(source), output, batches(), overwrite=True)
     return time.process_time() - start
 
 

@@ -132,9 +132,9 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
 
         made = run_file(job).path
     else:
-        from quark.jobs.run_folder import run_folder
+        from quark.jobs.kinds import kind_of
 
-        made = run_folder(job).path
+        made = kind_of(job).run(job).path
     say_upload(made)
     return made
 
@@ -326,7 +326,7 @@ def _module(
     from quark.goals import GoalRequest, choose
     from quark.goals.facts import MIX_NAMES
     from quark.goals.upload import say_upload
-    from quark.jobs.configure_folder import for_goal
+    from quark.jobs.configure_folder import check_module, for_goal
     from quark.jobs.words import torch_algorithms
     from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors, gguf_config
     from quark.torch.config.llm_template import default_exclusions
@@ -353,7 +353,8 @@ def _module(
         chosen = chosen.fitted(lambda name: divides(template.get_config(name, exclude_layers=kept), model))
         config = template.get_config(chosen.scheme, algorithms, exclude_layers=kept)
         if is_transformers_model(model):
-            config, _ = for_goal(lambda: meta_copy(model), config, chosen)
+            config = for_goal(lambda: model, config, chosen)
+            check_module(meta_copy(model), config, chosen)
     quantizer = ModelQuantizer(config)
     made = quantizer.freeze(quantizer.quantize_model(model, data))
     if output is None:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from quark.commands import COMMANDS
 from quark.core.schemes import SCHEMES
 from quark.gguf import MIXES
+from quark.torch.checkpoint.opened import OpenedFolder
 from tests.commands.program import Done, quark
 from tests.models.denoisers import denoiser
 from tests.models.onnx_zoo import cnn, images
@@ -208,12 +209,12 @@ def test_evaluate_compares_models_and_layers(places: dict[str, Path]) -> None:
     out = succeed(line, places)
     data = token_windows(AutoTokenizer.from_pretrained(places["llama"]), places["text"], 64, 3)
     for place in ("llama", "quantized"):
-        assert f"{perplexity(load_model(places[place]), data):.3f}" in out
+        assert f"{perplexity(load_model(OpenedFolder(places[place])), data):.3f}" in out
         assert f"{len(weights(places[place])) / 1e6:.2f}" in out
     with torch.no_grad():
         scores = [
             torch.cat([model(window).logits[0] for window in data]).double().log_softmax(-1)
-            for model in (load_model(places["llama"]), load_model(places["quantized"]))
+            for model in (load_model(OpenedFolder(places["llama"])), load_model(OpenedFolder(places["quantized"])))
         ]
     kl = torch.nn.functional.kl_div(scores[1], scores[0], reduction="none", log_target=True).sum(-1).mean()
     assert f" {kl.item():.4g} " in out, kl
@@ -456,7 +457,7 @@ def test_a_plan_looks_for_no_garbage_unless_it_measures(
 ) -> None:
     collecting: list[bool] = []
     module = importlib.import_module("quark.commands.plan")
-    monkeypatch.setattr(module, "_plan_model", lambda job: collecting.append(gc.isenabled()))
+    monkeypatch.setattr(module, "_show_model", lambda job: collecting.append(gc.isenabled()))
     assert quark("plan", places["llama"], "--scheme", "int8_wo").code == 0
     assert quark("plan", places["llama"], "--bits", 6, "--calib", places["text"]).code == 0
     assert collecting == [False, True] and gc.isenabled()

@@ -219,8 +219,9 @@ FRESH = """
 import sys
 from pathlib import Path
 from quark.jobs.folders.models import load_model
+from quark.torch.checkpoint.opened import OpenedFolder
 assert "quark.torch.writers.safetensors" not in sys.modules
-model = load_model(Path(sys.argv[1]))
+model = load_model(OpenedFolder(Path(sys.argv[1])))
 model.save_pretrained(sys.argv[2])
 """
 

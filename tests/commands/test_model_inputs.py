@@ -18,7 +18,8 @@ from PIL import Image
 from quark.base.image_files import open_image
 from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.jobs.folders.model_inputs import ModelInputs
-from quark.torch.model.model_folder import load_config, model_class
+from quark.torch.checkpoint.opened import OpenedFolder
+from quark.torch.model.model_folder import model_class
 from tests.models.model_folders import DATA, model_folder
 from tests.models.torch_zoo import TEXT
 from tests.models.versions import needs_package_before
@@ -33,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def inputs(folder: Path, dtype: torch.dtype = torch.float32) -> ModelInputs:
-    config = load_config(folder)
+    config = OpenedFolder(folder).of_transformers
     return ModelInputs(folder, config, model_class(folder, config), dtype)
 
 

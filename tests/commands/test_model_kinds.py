@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quark.torch.checkpoint.float_model import stored_metas
+from quark.torch.checkpoint.opened import OpenedFolder
 from tests.commands.program import quark
 from tests.models.model_folders import DATA, KINDS, model_folder
 
@@ -28,8 +28,8 @@ def test_a_folder_becomes_one_that_its_class_loads(name: str, tmp_path: Path) ->
     done = quark("quantize", folder, "--scheme", "int8", "--calib", data, "--samples", "8", "-o", out)
     assert done.code == 0, done.err
     assert json.loads((out / "config.json").read_text())["architectures"] == [class_name]
-    written = stored_metas(out)
-    assert not set(stored_metas(folder)) - set(written)
+    written = OpenedFolder(out).metas
+    assert not set(OpenedFolder(folder).metas) - set(written)
     assert any(n.endswith(QUANTIZED) for n in written)
     model, report = getattr(transformers, class_name).from_pretrained(out, output_loading_info=True)
     assert not any(report.values()), report

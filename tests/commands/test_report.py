@@ -22,6 +22,7 @@ from quark.commands.folders.report import input_range
 from quark.core.metrics import kl, kl_by_row
 from quark.errors import ConfigError
 from quark.jobs.folders.models import load_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.llm.text import token_windows
 from tests.commands.program import Done, quark
@@ -89,7 +90,7 @@ def test_the_page_of_two_folders_says_where_tokens_moved(places: dict[str, Path]
     page = (tmp_path / "out.html").read_text(encoding="utf-8")
     assert "<script" not in page and "KL divergence by token" in sections(page)
     windows = token_windows(AutoTokenizer.from_pretrained(places["llama"]), places["text.txt"], 64, 2)
-    before, after = load_model(places["llama"]), load_model(places["int8"])
+    before, after = load_model(OpenedFolder(places["llama"])), load_model(OpenedFolder(places["int8"]))
     with torch.no_grad():
         rows = torch.cat([
             torch.nn.functional.kl_div(
@@ -104,7 +105,7 @@ def test_the_page_of_two_folders_says_where_tokens_moved(places: dict[str, Path]
 
 @pytest.mark.slow
 def test_clip_lines_are_the_ends_of_the_range(places: dict[str, Path]) -> None:
-    layer = next(iter(quantized_layers(load_model(places["int8"])).values()))
+    layer = next(iter(quantized_layers(load_model(OpenedFolder(places["int8"]))).values()))
     found = input_range(layer)
     scale = float(layer.input_quantizer.scale)  # type: ignore[arg-type, union-attr]
     assert found == pytest.approx((-128 * scale, 127 * scale))

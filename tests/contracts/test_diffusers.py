@@ -18,6 +18,7 @@ from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.bit_budget.measure import measure_sensitivity
 from quark.torch.bit_budget.rules import convolutions
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.plan import divides, make_plan
 from tests.models.denoisers import ROWS, denoiser, output, step
 
@@ -33,7 +34,7 @@ EVERY = [
 def test_diffusers_loads_a_folder_and_computes_the_frozen_model(name: str, scheme: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16
     denoiser(name, dtype).save_pretrained(tmp_path / "float")
-    model = load_float_model(tmp_path / "float")
+    model = load_float_model(OpenedFolder(tmp_path / "float"))
     assert model.dtype == dtype, "the type that is stored, which diffusers would not take by itself"
     config = LLMTemplate.get("auto").get_config(scheme)
     if not divides(config, model):

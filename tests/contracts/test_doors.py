@@ -13,6 +13,7 @@ from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_tensor
 from quark.torch.flows.from_disk import stream
@@ -164,9 +165,9 @@ def test_further_layers_are_not_calibrated(tmp_path: Path) -> None:
     out = tmp_path / "out"
     config = LLMTemplate.get("auto").get_config("int8_wo", layer_config={"model.layers.2.*": "int8"})
     for quantize in (
-        lambda: stream(config, source, out),
+        lambda: stream(config, OpenedFolder(source), out),
         lambda: ModelQuantizer(config).direct_quantize_checkpoint(source, out),
-        lambda: ModelQuantizer(config).quantize_model(load_float_model(source)),
+        lambda: ModelQuantizer(config).quantize_model(load_float_model(OpenedFolder(source))),
     ):
         with pytest.raises(ConfigError, match="no calibration data run through it"):
             quantize()
@@ -187,8 +188,10 @@ def test_further_layers_share_scales_as_others_do(tmp_path: Path) -> None:
         shared_scale_groups=[["gate_proj", "up_proj"]],
     )
     ModelQuantizer(config).direct_quantize_checkpoint(source, tmp_path / "files")
-    stream(config, source, tmp_path / "streamed")
-    export_safetensors(ModelQuantizer(config).quantize_model(load_float_model(source)), tmp_path / "memory")
+    stream(config, OpenedFolder(source), tmp_path / "streamed")
+    export_safetensors(
+        ModelQuantizer(config).quantize_model(load_float_model(OpenedFolder(source))), tmp_path / "memory"
+    )
     files, *others = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("files", "streamed", "memory")]
     assert [files, files] == others
     tensors = load_file(tmp_path / "files" / "model.safetensors")
@@ -210,8 +213,10 @@ def test_scales_fold_into_experts_streamed_as_in_memory(model_type: str, algorit
     config = LLMTemplate.get("auto").get_config("int8_wo", algorithm=[algorithm])
     generator = torch.Generator().manual_seed(0)
     data = [torch.randint(3, 64, (2, 32), generator=generator) for _ in range(2)]
-    stream(config, source, tmp_path / "streamed", data)
+    stream(config, OpenedFolder(source), tmp_path / "streamed", data)
     quantizer = ModelQuantizer(config)
-    export_safetensors(quantizer.freeze(quantizer.quantize_model(load_float_model(source), data)), tmp_path / "memory")
+    export_safetensors(
+        quantizer.freeze(quantizer.quantize_model(load_float_model(OpenedFolder(source)), data)), tmp_path / "memory"
+    )
     streamed, memory = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("streamed", "memory"))
     assert streamed == memory

@@ -20,13 +20,13 @@ from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, gguf_config
 from quark.torch.algorithms.block_loop import LoopState
 from quark.torch.calibration import calibrate
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.flows import file2file
 from quark.torch.flows.file2file import quantize_files
 from quark.torch.flows.from_disk import stream
 from quark.torch.flows.resume import Manifest
-from quark.torch.model.meta_model import build_skeleton
 from quark.torch.writers.gguf.file import GgufTarget
 from quark.torch.writers.gguf.imatrix import collect_imatrix
 from tests.commands.program import quark as program
@@ -60,7 +60,7 @@ def folder(kind: str, path: Path, **options: Any) -> Path:
 
 
 def mix(name: str, **options: Any) -> Config:
-    return lambda source: gguf_config(build_skeleton(source), name, **options)
+    return lambda source: gguf_config(OpenedFolder(source).skeleton, name, **options)
 
 
 def scheme(name: str) -> Config:
@@ -78,17 +78,17 @@ def everywhere(name: str, **layers: str) -> Config:
 
 def in_memory(config: QConfig, source: Path, output: Path, data: Any = None) -> bytes:
     quantizer = ModelQuantizer(config)
-    model = quantizer.freeze(quantizer.quantize_model(load_float_model(source, dequantize=True), data))
+    model = quantizer.freeze(quantizer.quantize_model(load_float_model(OpenedFolder(source), dequantize=True), data))
     return export_gguf(model, output.parent, output.stem, source).read_bytes()
 
 
 def streamed(config: QConfig, source: Path, output: Path, data: Any = None) -> bytes:
-    stream(config, source, output, data, target=GgufTarget(source))
+    stream(config, OpenedFolder(source), output, data, target=GgufTarget(source))
     return output.read_bytes()
 
 
 def file_to_file(config: QConfig, source: Path, output: Path) -> bytes:
-    quantize_files(config, source, output, devices=["cpu"], target=GgufTarget(source))
+    quantize_files(config, OpenedFolder(source), output, devices=["cpu"], target=GgufTarget(source))
     return output.read_bytes()
 
 
@@ -192,7 +192,7 @@ def test_a_run_that_was_killed_when_its_file_was_in_its_place_begins_anew(tmp_pa
         patch.setattr(Manifest, "remove", killed)
         streamed(config, source, output)
     expected = output.read_bytes()
-    stream(config, source, output, overwrite=True, target=GgufTarget(source))
+    stream(config, OpenedFolder(source), output, overwrite=True, target=GgufTarget(source))
     assert output.read_bytes() == expected and not (tmp_path / "out.gguf.partial").exists()
 
 
@@ -267,7 +267,7 @@ def test_layers_beside_a_model_without_a_place_are_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize("algorithm", [None, "gptq"])
 def test_an_importance_matrix_weighs_blocks_as_the_model_in_memory(algorithm: str | None, tmp_path: Path) -> None:
     source, file = folder("qwen3_moe", tmp_path / "float", tie_word_embeddings=False), tmp_path / "imatrix.dat"
-    save_imatrix(collect_imatrix(load_float_model(source), IDS), file, ["text"])
+    save_imatrix(collect_imatrix(load_float_model(OpenedFolder(source)), IDS), file, ["text"])
     options = {"algorithm": algorithm and [algorithm], "exclude_layers": ["lm_head"]}
     config, data = mix("q4_0", imatrix=file, **options), IDS if algorithm else None
     expected = in_memory(config(source), source, tmp_path / "memory.gguf", data)

@@ -13,7 +13,7 @@ from quark.goals.float_layers import FLOAT_LAYERS, float_layers
 from quark.torch import LLMTemplate
 from quark.torch.config.config import QConfig
 from quark.torch.flows.float_layers import left_in_float
-from quark.torch.flows.predicted_size import planned
+from quark.torch.flows.predicted_size import plan_layers
 from quark.torch.formats.fused_groups import architectures
 from quark.torch.model.meta_model import meta_copy
 from tests.contracts.test_reader_classes import CLASSES
@@ -39,10 +39,10 @@ def check(name: str) -> list[str]:
     model = meta_copy(build(name, CLASSES[name])[0])
     linear = [layer for layer, module in model.named_modules() if isinstance(module, nn.Linear)]
     kept = float_layers("vLLM", architectures(model), linear)
-    before = set(planned(meta_copy(model), config(model))[0].layers)
+    before = set(plan_layers(meta_copy(model), config(model)).layers)
     asked = [layer for layer in kept if layer in before]
     fitted = left_in_float(model, config(model), VLLM)
-    assert set(planned(meta_copy(model), fitted)[0].layers) == before.difference(kept)
+    assert set(plan_layers(meta_copy(model), fitted).layers) == before.difference(kept)
     if asked:
         with pytest.raises(NotSupportedError, match="builds .* without a quantization"):
             left_in_float(model, config(model, **{asked[0]: "int8_wo"}), VLLM)
@@ -61,7 +61,7 @@ def test_a_layer_with_nothing_before_its_name_is_left_out_by_it() -> None:
     model = family("gpt2")
     fitted = left_in_float(model, config(model), VLLM)
     assert "transformer.wpe" in fitted.exclude
-    assert "transformer.h.0.attn.c_attn" in planned(meta_copy(model), fitted)[0].layers
+    assert "transformer.h.0.attn.c_attn" in plan_layers(meta_copy(model), fitted).layers
 
 
 @pytest.mark.slow

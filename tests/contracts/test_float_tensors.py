@@ -17,9 +17,9 @@ from benchmarks.architectures.__main__ import build, result
 from quark.errors import StructureError
 from quark.torch import LLMTemplate, ModelQuantizer, QConfig, export_safetensors, import_model_from_safetensors
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.stored_types import forms_of
 from quark.torch.flows.from_disk import stream
-from quark.torch.model.meta_model import build_skeleton
 from quark.torch.model.passes.unfuse_experts import fused_blocks
 from tests.contracts.test_reader_classes import CLASSES, loaded, refused, whole
 
@@ -27,7 +27,7 @@ EVERYDAY = ("mixtral",)
 FAMILIES = [pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.slow) for name in CLASSES]
 DOORS: dict[str, Any] = {
     "files": lambda config, source, output: ModelQuantizer(config).direct_quantize_checkpoint(source, output),
-    "streamed": stream,
+    "streamed": lambda config, source, output: stream(config, OpenedFolder(source), output),
 }
 
 
@@ -47,8 +47,8 @@ def float_folder(name: str, folder: Path) -> tuple[Any, list[Any]]:
 
 def left_in_float(folder: Path) -> list[str]:
     """Patterns of the layers whose tensors the files of a folder hold otherwise, and of experts."""
-    meta = build_skeleton(folder)
-    names = [name for form in forms_of(meta, folder) for name in form.members]
+    meta = OpenedFolder(folder).skeleton
+    names = [name for form in forms_of(meta, OpenedFolder(folder)) for name in form.members]
     names += [f"{block}." for block in fused_blocks(meta)]
     return [f"{name.rpartition('.')[0]}*" for name in names]
 
@@ -87,16 +87,16 @@ def test_what_stays_in_float_is_copied_as_it_was(name: str, tmp_path: Path, capl
 
     def frozen() -> Any:
         quantizer = ModelQuantizer(config())
-        return quantizer.freeze(quantizer.quantize_model(load_float_model(source)))
+        return quantizer.freeze(quantizer.quantize_model(load_float_model(OpenedFolder(source))))
 
-    if not refused(build_skeleton(source), config(), "quark"):
+    if not refused(OpenedFolder(source).skeleton, config(), "quark"):
         memory, written = frozen(), tmp_path / "memory"
         export_safetensors(memory, written)
         check_kept(source, written, model)
         again = loaded(type(model), written)
         assert again is not None and whole(again[1]), again
         equal(again[0], memory, data[0])
-        equal(import_model_from_safetensors(load_float_model(source), written).eval(), memory, data[0])
+        equal(import_model_from_safetensors(load_float_model(OpenedFolder(source)), written).eval(), memory, data[0])
         for door in DOORS:
             try:
                 DOORS[door](config(), source, tmp_path / door)
@@ -106,11 +106,15 @@ def test_what_stays_in_float_is_copied_as_it_was(name: str, tmp_path: Path, capl
                 assert (tmp_path / door / "model.safetensors").read_bytes() == (
                     written / "model.safetensors"
                 ).read_bytes(), door
-    if not refused(build_skeleton(source), config(), "compressed-tensors"):
+    if not refused(OpenedFolder(source).skeleton, config(), "compressed-tensors"):
         memory = frozen()
         export_safetensors(memory, tmp_path / "server", "compressed-tensors", reader="vllm")
         check_kept(source, tmp_path / "server", model)
-        equal(import_model_from_safetensors(load_float_model(source), tmp_path / "server").eval(), memory, data[0])
+        equal(
+            import_model_from_safetensors(load_float_model(OpenedFolder(source)), tmp_path / "server").eval(),
+            memory,
+            data[0],
+        )
         with caplog.at_level(logging.WARNING):
             export_safetensors(memory, tmp_path / "packed", "compressed-tensors")
         again = loaded(type(model), tmp_path / "packed")
@@ -120,4 +124,8 @@ def test_what_stays_in_float_is_copied_as_it_was(name: str, tmp_path: Path, capl
                 result(again[0], data[0])
         else:
             equal(again[0], memory, data[0])
-        equal(import_model_from_safetensors(load_float_model(source), tmp_path / "packed").eval(), memory, data[0])
+        equal(
+            import_model_from_safetensors(load_float_model(OpenedFolder(source)), tmp_path / "packed").eval(),
+            memory,
+            data[0],
+        )

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quark.jobs.folders import flows
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.flows.from_disk import stream
 from quark.torch.flows.resume import Manifest
 from quark.torch.writers.folder import FolderTarget
@@ -127,7 +128,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("form", ["awq", pytest.param("compressed-tensors", marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, config = MAKERS["llama"]("llama", tmp_path / "float"), scheme(SCHEMES[form])
-    stream(config, source, tmp_path / "whole", target=FolderTarget(form))
+    stream(config, OpenedFolder(source), tmp_path / "whole", target=FolderTarget(form))
     finish = Manifest.finish
 
     def stop(*args: Any) -> None:
@@ -136,7 +137,7 @@ def test_a_killed_run_goes_on(form: str, tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Manifest, "finish", stop)
-        stream(config, source, tmp_path / "out", target=FolderTarget(form))
+        stream(config, OpenedFolder(source), tmp_path / "out", target=FolderTarget(form))
     assert (tmp_path / "out.partial" / "manifest.json").exists()
-    stream(config, source, tmp_path / "out", target=FolderTarget(form))
+    stream(config, OpenedFolder(source), tmp_path / "out", target=FolderTarget(form))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

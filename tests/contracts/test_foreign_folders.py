@@ -18,6 +18,7 @@ import quark
 from quark.errors import QuarkError, one_line
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.flows.from_disk import stream
 from quark.torch.llm.model_loading import get_model
 from quark.torch.model.names import source_names
@@ -33,7 +34,7 @@ KINDS = [*((kind, "llama") for kind in FOREIGN), ("bitsandbytes nf4", "mixtral")
 @pytest.mark.parametrize(("kind", "model_type"), KINDS)
 def test_every_door_writes_what_the_values_give(kind: str, model_type: str, tmp_path: Path) -> None:
     source, values = foreign_folder(kind, tmp_path / "source", model_type)
-    model = load_float_model(source)
+    model = load_float_model(OpenedFolder(source))
     own = model.state_dict()
     named = {name: own[target] for target, name in source_names(model, values).items() if target in own}
     assert len(named) > 3
@@ -136,10 +137,10 @@ def sentences(folder: Path, other: Path, tmp_path: Path) -> dict[str, str]:
     }
     calls: dict[str, Callable[[], Any]] = {
         "quark.quantize": lambda: quark.quantize(folder, "int8_wo", output=out),
-        "load_float_model": lambda: load_float_model(folder),
-        "load_float_model, float": lambda: load_float_model(folder, dequantize=True),
+        "load_float_model": lambda: load_float_model(OpenedFolder(folder)),
+        "load_float_model, float": lambda: load_float_model(OpenedFolder(folder), dequantize=True),
         "get_model": lambda: get_model(folder, device="cpu"),
-        "stream": lambda: stream(config, folder, out),
+        "stream": lambda: stream(config, OpenedFolder(folder), out),
         "file to file": lambda: ModelQuantizer(config).direct_quantize_checkpoint(folder, out),
     }
     found = {door: said(*line) for door, line in lines.items()}

@@ -16,7 +16,7 @@ from benchmarks.architectures.__main__ import build, result
 from quark.errors import CalibrationError, FormatError, NotSupportedError, QuarkError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.flows.check_plan import check_plan
-from quark.torch.flows.predicted_size import planned
+from quark.torch.flows.predicted_size import plan_layers
 from quark.torch.model.meta_model import meta_copy
 from quark.torch.model.names.other_classes import LOADERS
 
@@ -74,7 +74,7 @@ def refused(model: Any, config: Any, form: str) -> bool:
     """Whether a model is refused for a format on its plan, without weights."""
     meta = meta_copy(model).eval()
     try:
-        made, _ = planned(meta, config, form)
+        made = plan_layers(meta, config)
         check_plan(meta, config, made, form)
     except QuarkError:
         return True

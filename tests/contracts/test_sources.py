@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.model.names import source_names
 from tests.models.doors import HYBRID, float_folder, same_through_every_door
 from tests.models.families import MOE
@@ -30,7 +31,7 @@ SOURCES = [
 @pytest.mark.parametrize(("kind", "model_type"), SOURCES)
 def test_quantized_sources(kind: str, model_type: str, tmp_path: Path) -> None:
     source, values = quantized_folder(kind, model_type, tmp_path / "source")
-    model = load_float_model(source, dequantize=True)
+    model = load_float_model(OpenedFolder(source), dequantize=True)
     own = model.state_dict()
     found = {name: own[target] for target, name in source_names(model, values).items() if target in own}
     assert len(found) > 3
@@ -44,7 +45,7 @@ def test_quantized_sources(kind: str, model_type: str, tmp_path: Path) -> None:
 def test_mxfp4_of_gpt_oss(tmp_path: Path) -> None:
     source = float_folder("gpt_oss", tmp_path / "source")
     values = mxfp4_experts(source)
-    own = load_float_model(source, dequantize=True).state_dict()
+    own = load_float_model(OpenedFolder(source), dequantize=True).state_dict()
     for name, value in values.items():
         assert torch.equal(own[name], value), name
     same_through_every_door(source, tmp_path)

@@ -12,7 +12,7 @@ from quark.goals import GOALS
 from quark.goals.expert_names import EXPERT_NAMES, expert_names, unread_experts
 from quark.torch import LLMTemplate
 from quark.torch.flows.check_plan import check_goal
-from quark.torch.flows.predicted_size import planned
+from quark.torch.flows.predicted_size import plan_layers
 from quark.torch.model.meta_model import meta_copy
 from quark.torch.model.names import published_names
 from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
@@ -65,7 +65,7 @@ def test_each_type_has_one_row_and_types_of_weights_exist() -> None:
 @pytest.mark.parametrize(("scheme", "lost"), [("int8_dynamic", True), ("ptpc_fp8", False), ("mxfp4", False)])
 def test_experts_that_vllm_would_pass_over_are_refused_on_the_plan(scheme: str, lost: bool) -> None:
     model = meta_copy(family("gpt_oss")).eval()
-    made, _ = planned(model, LLMTemplate.get("gpt_oss").get_config(scheme), "quark")
+    made = plan_layers(model, LLMTemplate.get("gpt_oss").get_config(scheme))
     if not lost:
         check_goal(model, made, GOALS["vllm"], "quark")
         return
@@ -77,7 +77,7 @@ def test_experts_that_vllm_would_pass_over_are_refused_on_the_plan(scheme: str, 
 @pytest.mark.parametrize(("name", "layer"), [("deepseek_v3", "kv_b_proj"), ("phi3", "qkv_proj"), ("qwen3", None)])
 def test_scales_of_a_cache_that_vllm_has_no_name_for_are_refused_on_the_plan(name: str, layer: str | None) -> None:
     model = meta_copy(family(name)).eval()
-    made, _ = planned(model, LLMTemplate.get(name).get_config("fp8", kv_cache_scheme="fp8"), "quark")
+    made = plan_layers(model, LLMTemplate.get(name).get_config("fp8", kv_cache_scheme="fp8"))
     check_goal(model, made, GOALS["transformers"], "quark")
     if layer is None:
         check_goal(model, made, GOALS["vllm"], "quark")

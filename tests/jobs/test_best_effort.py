@@ -22,11 +22,12 @@ from quark.jobs.folders import best_effort
 from quark.jobs.folders.best_effort import completed_choice, completed_for
 from quark.jobs.request import FolderRequest
 from quark.torch.algorithms import algorithms_of
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.named_algorithms import algo_config_by_name
 from quark.torch.flows import effort_costs
 from quark.torch.flows.effort_costs import duration, measured_speed, step_costs
 from tests.models.families import MOE, family
-from tests.models.torch_zoo import tiny_llama, token_batches
+from tests.models.torch_zoo import LANGUAGE_MODEL, tiny_llama, token_batches
 
 CHOICE = choose(GoalRequest(goal="transformers", scheme="int3_wo_128", effort=BEST, has_data=True))
 SAID = {"effort": BEST, "goal": "transformers", "scheme": "int3_wo_128"}
@@ -94,9 +95,10 @@ def test_an_encoder_writes_no_text() -> None:
 
 def test_a_streamed_model_is_not_distilled(tmp_path: Path) -> None:
     request = FolderRequest(model=tmp_path, stream=True)
-    choice = completed_choice(CHOICE, request, tiny_llama)
+    folder = OpenedFolder(LANGUAGE_MODEL)
+    choice = completed_choice(CHOICE, request, folder)
     assert choice.algorithms == CHOICE.algorithms and "--stream" in "".join(choice.left_out.values())
-    assert distillation_runs(completed_choice(CHOICE, replace(request, stream=False), tiny_llama))
+    assert distillation_runs(completed_choice(CHOICE, replace(request, stream=False), folder))
 
 
 def test_a_number_of_texts_that_is_asked_for_is_taken(speed: dict[str, float]) -> None:

@@ -19,8 +19,8 @@ import quark as package
 from quark.errors import QuarkError
 from quark.goals import GOALS
 from quark.goals.efforts import EFFORTS
-from quark.jobs import run_folder
-from quark.jobs.folders.flows import FolderFlow
+from quark.jobs import FolderJob, run_folder
+from quark.jobs.folders.export import Export
 from tests.commands.program import quark
 from tests.models.families import family
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama
@@ -39,9 +39,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What `write_folder` was told: config, calibration data, format."""
     told: list[Any] = []
 
-    def write(flow: FolderFlow) -> None:
-        said = flow.request.device, flow.request.dtype
-        told.append((flow.config.to_dict(), flow.calibration, flow.export.form, *said))
+    def write(job: FolderJob, export: Export) -> None:
+        said = job.request.device, job.request.dtype
+        told.append((job.config.to_dict(), job.calibration, export.form, *said))
         raise Stopped("here the writing begins")
 
     monkeypatch.setattr(run_folder, "write_folder", write)

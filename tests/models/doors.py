@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import quark
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.flows.from_disk import stream
 from tests.commands.program import quark as program
 from tests.models.families import family
@@ -51,12 +52,12 @@ def float_folder(model_type: str, folder: Path) -> Path:
 
 def in_memory(source: Path, output: Path) -> None:
     quantizer = ModelQuantizer(LLMTemplate.get("auto").get_config(SCHEME))
-    model = load_float_model(source, dequantize=True)
+    model = load_float_model(OpenedFolder(source), dequantize=True)
     export_safetensors(quantizer.freeze(quantizer.quantize_model(model)), output)
 
 
 def from_disk(source: Path, output: Path) -> None:
-    stream(LLMTemplate.get("auto").get_config(SCHEME), source, output)
+    stream(LLMTemplate.get("auto").get_config(SCHEME), OpenedFolder(source), output)
 
 
 def file_to_file(source: Path, output: Path) -> None:

@@ -250,7 +250,7 @@ FACTS = Path(__file__).with_name("gguf_rows.json")
 
 def write_gguf(model: Any, file: Path, tokenizer: Path) -> None:
     """The file of a float model, its experts taken apart."""
-    GgufTarget(tokenizer).writer(of_model(model, QConfig(QLayerConfig()), Plan({}, ()))).write(file)
+    GgufTarget(tokenizer).writer(of_model(model, QConfig(QLayerConfig()), Plan({}, ()), None)).write(file)
 
 
 def known_facts() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +18,8 @@ from quark.commands.options.of_request import option_for, takes
 from quark.commands.results.tables import choice_rows, choice_table, serve_lines
 from quark.errors import UsageError
 from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, request_of, resolve
-from quark.jobs.request import QUANTIZE, is_adapter, is_gguf, is_onnx, is_pipeline, options_of
+from quark.jobs.denoisers import DenoiserJob
+from quark.jobs.request import QUANTIZE, is_onnx, options_of
 from quark.jobs.words import usage
 
 OF_THE_RESULT = (
@@ -93,108 +94,63 @@ def _plan_file(job: FileJob) -> None:
         console.print(serve_lines(job.choice, "OUT.onnx", request.model), highlight=False, soft_wrap=True)
 
 
-def _plan_denoiser(job: FolderJob) -> None:
-    from quark.jobs.denoisers import configure_denoiser
+def _plan_folder(job: FolderJob) -> None:
+    # These import torch: after the arguments are parsed, so that --help is instant.
+    from quark.jobs.denoisers import DenoiserJob
+    from quark.jobs.kinds import kind_of
 
-    made, console = configure_denoiser(job), results()
-    table = new_table("layers", "get", "values")
-    for what, layers, values in made.rows():
+    # Soon at its end, and with nothing large in memory but what a budget measures.
+    measured = job.request.bits is not None or job.request.size is not None
+    with nullcontext() if measured else without_collection(), kind_of(job).configured(job) as parts:
+        for name, part in parts.items():
+            if name:
+                results().print(f"{name}:", highlight=False)
+            _show_denoiser(part) if isinstance(part, DenoiserJob) else _show_model(part)
+
+
+def _show_denoiser(job: DenoiserJob) -> None:
+    table, console = new_table("layers", "get", "values"), results()
+    for what, layers, values in job.rows():
         table.add_row(layers, what, f"{values / 1e6:.2f} M")
     console.print(table)
-    rest = len(made.source.tensors) - len(made.plan)
-    console.print(f"{made.source.kind.name}: {rest} other tensors stay in float", highlight=False)
-    if made.lacks is not None:
+    rest = len(job.source.tensors) - len(job.plan)
+    console.print(f"{job.source.kind.name}: {rest} other tensors stay in float", highlight=False)
+    if job.lacks is not None:
         console.print("data: needed, and not given (--calib)", highlight=False)
 
 
-def _with_shapes(model: Path) -> Path:
-    """The folder whose config says the shapes: that of the base of an adapter, that of the model of an encoder."""
-    from quark.jobs.folders.sentence_encoders import is_sentence_encoder, model_of
-    from quark.torch.flows.adapters import base_of
-
-    if is_sentence_encoder(model):
-        return model_of(model)
-    return base_of(model) if is_adapter(model) else model
-
-
-def _plan_folder(job: FolderJob) -> None:
-    # These import torch: after the arguments are parsed, so that --help is instant.
-    from quark.jobs.denoisers import is_for_comfyui
-    from quark.jobs.run_folder import parts_of
-
-    if is_for_comfyui(job):
-        _plan_denoiser(job)
-    elif is_pipeline(job.request.model):
-        for name, part in parts_of(job).items():
-            results().print(f"{name}:", highlight=False)
-            _plan_folder(part)
-    elif is_gguf(job.request.model):
-        _plan_gguf(job)
-    else:
-        # Soon at its end, and with nothing large in memory but what a budget measures.
-        if _reads_weights(job):
-            _plan_model(job)
-        else:
-            with without_collection():
-                _plan_model(job)
-
-
-def _plan_gguf(job: FolderJob) -> None:
-    """As `_plan_folder`, of the folder that is made of a GGUF file; with values where layers are measured."""
-    from quark.jobs.configure_folder import check_before_values
-    from quark.jobs.folders.gguf_files import fill, opened_gguf
-
-    with opened_gguf(job.request.model, job.request.dtype) as made:
-        job = replace(job, request=replace(job.request, model=made.path))
-        if _reads_weights(job):
-            check_before_values(job)
-            fill(made)
-        _plan_folder(job)
-
-
-def _reads_weights(job: FolderJob) -> bool:
-    """Whether a plan measures layers: those of a budget."""
-    return job.request.bits is not None or job.request.size is not None
-
-
-def _plan_model(job: FolderJob) -> None:
-    from quark.jobs.configure_folder import configure, plan_of, servers_say
+def _show_model(job: FolderJob) -> None:
+    from quark.jobs.configure_folder import servers_say, with_budget
     from quark.jobs.folders.bit_budget import choose_for_budget
-    from quark.jobs.folders.models import check_loading, inputs_of, load_meta_model
-    from quark.jobs.run_folder import export_of
-    from quark.torch.checkpoint.sources.carried import carried_beside
-    from quark.torch.checkpoint.stored_types import source_folder
+    from quark.jobs.folders.models import check_loading, inputs_of, skeleton_of
+    from quark.torch.checkpoint.carried import carried_beside
     from quark.torch.flows.check_plan import check_data, check_plan
     from quark.torch.flows.predicted_size import carried_said
 
-    job = replace(job, request=replace(job.request, model=_with_shapes(job.request.model)))
     request, console = job.request, results()
     check_loading(request.load)
-    configured = configure(job, aloud=True)
-    export_of(job).check(configured.schemes)
-    config, calibration = configured.config, configured.calibration
-    if configured.choice is not None:
-        console.print(choice_rows(configured.choice))
-    if configured.budget is not None:
-        configured.check_data()
-        found = choose_for_budget(request, configured.budget, config, calibration)
-        config = configured.completed(*found)
+    skeleton_of(job.folder)  # of which there is a plan
+    job.export.check(job.schemes, job.folder)
+    if job.choice is not None:
+        console.print(choice_rows(job.choice))
+    if job.budget is not None:
+        job.check_data()
+        found = choose_for_budget(request, job.folder, job.budget, job.config, job.calibration)
+        job = with_budget(job, *found)
         console.print(choice_table(*found))
-    plan = configured.plan if config is configured.config else None
-    if plan is None:
-        plan = plan_of(load_meta_model(request.model), config, job.form)
+    assert job.plan is not None
+    plan, calibration, config = job.plan, job.calibration, job.config
     meta, made, before, after = plan.meta, plan.layers, plan.before, plan.after
-    beside = carried_beside(meta, source_folder(meta))
-    layers = made.table(meta, beside)
-    undecoded = check_plan(meta, config, made, job.form, job.reader)
-    split = servers_say(configured, plan)
+    layers = made.table(meta, carried_beside(meta, job.folder))
+    undecoded = check_plan(meta, config, made, job.form, job.reader, job.folder)
+    split = servers_say(job)
     inputs = inputs_of(request.model, meta)
-    lacks = configured.lacks is not None or (calibration.is_default and not inputs.reads_text)
-    data = None if lacks or configured.budget is not None else calibration.samples_of(inputs)
+    lacks = job.lacks is not None or (calibration.is_default and not inputs.reads_text)
+    data = None if lacks or job.budget is not None else calibration.samples_of(inputs)
     check_data(meta, made, data)
     console.print(layers)
     console.print(f"size: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB ({after / before:.1%})", highlight=False)
-    if (said := carried_said(meta, made, job.form)) is not None:
+    if (said := carried_said(plan)) is not None:
         console.print(said, highlight=False, soft_wrap=True)
     if undecoded is not None:
         console.print(f"readers: {undecoded}", highlight=False, soft_wrap=True)
@@ -204,6 +160,6 @@ def _plan_model(job: FolderJob) -> None:
         console.print("data: needed, and not given (--calib)", highlight=False)
     elif data is not None:
         console.print(f"data: {calibration.described(data, inputs.taken)}", highlight=False, soft_wrap=True)
-    if configured.choice is not None:
+    if job.choice is not None:
         out = {"gguf": "OUT.gguf", "onnx": "OUT/quark_model.onnx"}.get(job.form, "OUT")
-        console.print(serve_lines(configured.choice, out, request.model), highlight=False, soft_wrap=True)
+        console.print(serve_lines(job.choice, out, request.model), highlight=False, soft_wrap=True)

@@ -18,10 +18,9 @@ from quark.commands.results.tables import choice_table, recovery_line, recovery_
 from quark.goals.choice import GoalChoice
 from quark.goals.upload import say_upload
 from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, resolve
-from quark.jobs.denoisers import is_for_comfyui
 from quark.jobs.processes import together
 from quark.jobs.recipes.recipe import Recipe, check_recipe, save_recipe
-from quark.jobs.request import QUANTIZE, is_adapter
+from quark.jobs.request import QUANTIZE
 from quark.jobs.words import ONNX, usage
 
 Model = Annotated[
@@ -83,22 +82,20 @@ def quantize_as(request: FolderRequest | FileRequest) -> None:
 def _folder(job: FolderJob) -> tuple[GoalChoice | None, Path]:
     """Quantize a folder; return what its goal chose, and what a program opens."""
     from quark.commands.folders.quantized_page import page_of_folder
-    from quark.jobs.run_folder import run_folder
+    from quark.jobs.kinds import kind_of
 
-    request, console = job.request, results()
-    result = run_folder(replace(job, show=lambda table, choice: console.print(choice_table(table, choice))))
+    request, console, kind = job.request, results(), kind_of(job)
+    result = kind.run(replace(job, show=lambda table, choice: console.print(choice_table(table, choice))))
     for name, part in result.parts.items():
-        console.print(
-            f"{name}: {size_line(part.configured.title, part.before, part.after, part.seconds)}", highlight=False
-        )
-    title = "all" if result.parts else result.configured.title
+        console.print(f"{name}: {size_line(part.job.title, part.before, part.after, part.seconds)}", highlight=False)
+    title = "all" if result.parts else result.job.title
     console.print(size_line(title, result.before, result.after, result.seconds), highlight=False)
     # There is no ONNX file to compare one with, ComfyUI alone runs its files, and an adapter is no model.
-    if job.form != ONNX and not is_for_comfyui(job) and not is_adapter(request.model):
+    if job.form != ONNX and kind.is_evaluated:
         say_how_to_evaluate(request.model, result.path, request.calib)
     page_of_folder(request, result)
     save_recipe(request.write_recipe, result.recipe)
-    return result.configured.choice, result.path
+    return result.job.choice, result.path
 
 
 def _file(job: FileJob) -> tuple[GoalChoice | None, Path]:

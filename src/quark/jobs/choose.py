@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from quark.base.log import logger
 from quark.core.schemes import in_smaller_groups
@@ -15,12 +16,24 @@ from quark.goals.efforts import check_effort
 from quark.goals.goal import RuntimeGoal
 from quark.jobs.folders.bit_budget import named_candidates, size_within
 from quark.jobs.folders.gguf_files import as_folder
+from quark.jobs.folders.schemes import config_of
 from quark.jobs.request import FileRequest, FolderRequest, is_gguf
 from quark.jobs.words import COMFYUI
 
+if TYPE_CHECKING:
+    from quark.torch.checkpoint.opened import OpenedFolder
 
-def chosen(request: FolderRequest | FileRequest, has_data: bool) -> GoalChoice | None:
-    """What --for chooses; None without it. Raises as `choose` does, and for --effort alone."""
+
+def chosen(
+    request: FolderRequest | FileRequest, has_data: bool, open: Callable[[], OpenedFolder] | None = None
+) -> GoalChoice | None:
+    """What --for chooses; None without it. Raises as `choose` does, and for --effort alone.
+
+    Args:
+        request: What was asked for.
+        has_data: Whether there are calibration data.
+        open: Gives the folder of a request for a folder.
+    """
     if request.goal is None:
         if request.effort is not None:
             check_effort(request.effort)
@@ -36,7 +49,7 @@ def chosen(request: FolderRequest | FileRequest, has_data: bool) -> GoalChoice |
     budget, scheme, cache, goal = _asks_for_mix(request), request.scheme, request.kv_cache, GOALS[request.goal]
     if request.size is not None and not budget:
         budget = goal.folder is None or goal.folder.mixed is not None
-        scheme = None if budget else _widest(request, goal, request.size)
+        scheme = None if budget else _widest(request, open, goal, request.size)
     return choose(replace(
         asked, scheme=scheme, form=request.export_format, budget=budget,
         candidates=named_candidates(request.candidates),
@@ -87,16 +100,18 @@ def _rows(goal: RuntimeGoal, form: str | None) -> Iterator[tuple[str, list[str]]
             yield written, [usual, *(name for name in in_smaller_groups(usual) if (written, name) in loaded)]
 
 
-def _widest(request: FolderRequest, goal: RuntimeGoal, size: str) -> str:
+def _widest(request: FolderRequest, open: Callable[[], OpenedFolder] | None, goal: RuntimeGoal, size: str) -> str:
     """The largest of a goal's schemes by bits that keeps a model within a size. Reads no weights."""
     # The flow imports torch: after the goal is known.
-    from quark.jobs.folders.models import load_meta_model
-    from quark.jobs.folders.schemes import config_of
-    from quark.torch.flows.predicted_size import planned
+    from quark.jobs.folders.models import open_folder, skeleton_of
+    from quark.torch.flows.predicted_size import plan_of
 
     if is_gguf(request.model):
-        with as_folder(request.model, request.dtype, weights=False) as folder:
-            return _widest(replace(request, model=folder), goal, size)
+        with as_folder(request.model, request.dtype, weights=False) as made:
+            return _widest(replace(request, model=made), partial(open_folder, made), goal, size)
+    assert open is not None
+    folder = open()
+    skeleton_of(folder)
     limit = size_within(size, request.model)
     sizes: dict[str, int] = {}
     refused: ShapeError | None = None
@@ -105,9 +120,9 @@ def _widest(request: FolderRequest, goal: RuntimeGoal, size: str) -> str:
         raise UsageError(f"--size is not chosen for with --for {goal.name}. Possible: --bits or --scheme.")
     for form, schemes in rows:
         for scheme in schemes:
-            config = config_of(request, scheme, form)
+            config = config_of(request, folder, scheme, form)
             try:
-                sizes[scheme] = planned(load_meta_model(request.model, request.trust_remote_code), config, form)[1]
+                sizes[scheme] = plan_of(folder, config, form).after
                 break
             except ShapeError as error:
                 refused = refused or error
@@ -120,22 +135,18 @@ def _widest(request: FolderRequest, goal: RuntimeGoal, size: str) -> str:
     return max(fitting, key=fitting.__getitem__)
 
 
-def fitted_choice(choice: GoalChoice, request: FolderRequest, load_meta: Callable[[], Any]) -> GoalChoice:
-    """The choice for the layers of a folder; see `GoalChoice.fitted`. Reads no weights.
-
-    Args:
-        choice, request: The choice, and for which folder.
-        load_meta: Gives the model without weights, whose experts are taken apart where the scheme asks for it.
-    """
+def fitted_choice(choice: GoalChoice, request: FolderRequest, folder: OpenedFolder) -> GoalChoice:
+    """The choice for the layers of a folder; see `GoalChoice.fitted`. Reads no weights."""
     # The flow imports torch: after the goal is known.
-    from quark.jobs.folders.schemes import config_of
+    from quark.jobs.folders.models import skeleton_of
     from quark.torch.model.passes import prepare
     from quark.torch.plan import chooser, divides
 
     def fits(scheme: str) -> bool:
-        config = config_of(request, scheme, choice.form)
+        config = config_of(request, folder, scheme, choice.form)
         try:
-            meta = load_meta()
+            skeleton_of(folder)
+            meta = folder.copy()
             prepare(meta, chooser(config, meta).wanted)
             return divides(config, meta)
         except QuarkError:  # which the work itself meets, or does not: of a checkpoint in FP8 there is no plan

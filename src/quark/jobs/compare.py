@@ -143,30 +143,32 @@ def _of_folder(request: CompareFolders, job: ComparisonJob) -> ComparedSchemes:
     from quark.gguf import MIXES
     from quark.jobs.folders.calibration import Calibration, counted
     from quark.jobs.folders.measure import ALL, compare_outputs
-    from quark.jobs.folders.models import inputs_of, load_meta_model, load_model
+    from quark.jobs.folders.models import inputs_of, load_model, open_folder, skeleton_of
     from quark.jobs.folders.schemes import config_of
     from quark.jobs.words import GGUF
     from quark.torch import ModelQuantizer
-    from quark.torch.flows.predicted_size import float_bytes, planned
+    from quark.torch.flows.predicted_size import float_bytes, plan_of
 
-    model, load, trusted = _network(request.model), request.load, request.trust_remote_code
-    before = load_model(model, load, dequantize=True)
+    model, load = _network(request.model), request.load
+    folder = open_folder(model, request.trust_remote_code)
+    before = load_model(folder, load, dequantize=True)
     inputs = inputs_of(model, before)
     batches = inputs.read(job.data, request.windows or ALL, request.length)
     samples = Calibration(request.calib).read(inputs)
-    asked, perplexity = FolderRequest(model=model, trust_remote_code=trusted), list[float]()
+    asked, perplexity = FolderRequest(model=model, trust_remote_code=request.trust_remote_code), list[float]()
+    skeleton = skeleton_of(folder)
 
     def measure(name: str) -> SchemeResult:
         form = GGUF if name in MIXES else "quark"
-        config = config_of(asked, name, form)
+        config = config_of(asked, folder, name, form)
         quantizer = ModelQuantizer(config)
-        after = quantizer.freeze(quantizer.quantize_model(load_model(model, load, dequantize=True), samples))
+        after = quantizer.freeze(quantizer.quantize_model(load_model(folder, load, dequantize=True), samples))
         comparison = compare_outputs(before, after, batches)
         perplexity.extend((comparison.perplexity or ())[:1])
-        return _row(name, planned(load_meta_model(model, trusted), config, form)[1], comparison)
+        return _row(name, plan_of(folder, config, form).after, comparison)
 
     rows = _measured(job.names, measure)
-    size = float_bytes(load_meta_model(model, trusted))
+    size = float_bytes(skeleton, folder)
     return ComparedSchemes(SchemeResult("float", size, perplexity=next(iter(perplexity), None)), rows, counted(batches))
 
 

@@ -104,7 +104,7 @@ def resolve_conversion(request: ConvertRequest) -> ConversionJob:
         return ConversionJob(request, export)
     if request.dtype != "auto":
         raise ConfigError(f"--dtype applies to --format float, and not to {form}, whose codes stay as they are.")
-    export.check([], of_folder=False)
+    export.check([])
     export.check_output(None)
     return ConversionJob(request, export)
 
@@ -154,26 +154,24 @@ def _as_float(request: ConvertRequest) -> ConvertedModel:
 
 def _load(request: ConvertRequest, scratch: Path) -> tuple[Any, Path]:
     """The model, and the folder with its tokenizer."""
-    from quark.jobs.folders.models import load_model
-    from quark.torch.checkpoint.float_model import check_stored
-    from quark.torch.checkpoint.sources.methods import AS_FLOAT, method_of
-    from quark.torch.model.model_folder import read_config
+    from quark.jobs.folders.models import load_model, open_folder
+    from quark.torch.checkpoint.sources.methods import AS_FLOAT
     from quark.torch.writers.gguf.model_of_file import model_of_gguf
 
     model = request.model
     if is_gguf(model):
         companions = scratch / model.stem
         return model_of_gguf(model, companions), companions
-    check_stored(model)
-    if not read_config(model).get("quantization_config"):
+    folder = open_folder(model)
+    folder.check()
+    if not folder.config.get("quantization_config"):
         raise ConfigError(f"{model} is a float model. Possible: quark quantize, which takes a scheme.")
-    method = method_of(read_config(model))
-    if method in AS_FLOAT and request.requantize is None:
+    if folder.method in AS_FLOAT and request.requantize is None:
         raise ConfigError(
-            f"{model} is quantized ({method!r}), and its codes are not taken over into other formats. Possible: "
+            f"{model} is quantized ({folder.method!r}), and its codes are not taken over into other formats. Possible: "
             "--requantize SCHEME, which rounds their values again."
         )
-    return load_model(model), model
+    return load_model(folder), model
 
 
 def _requantized(model: Any, scheme: str, request: ConvertRequest) -> Any:
@@ -191,5 +189,5 @@ def _requantized(model: Any, scheme: str, request: ConvertRequest) -> Any:
         )
     model = dequantize_layers(model)
     asked = FolderRequest(model=request.model)
-    quantizer = ModelQuantizer(gguf_config(model, scheme) if mixed else scheme_config(asked, scheme))
+    quantizer = ModelQuantizer(gguf_config(model, scheme) if mixed else scheme_config(asked, None, scheme))
     return quantizer.freeze(quantizer.quantize_model(model))

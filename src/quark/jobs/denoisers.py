@@ -15,13 +15,13 @@ from typing import Any
 from quark.base.files import check_apart, check_file
 from quark.base.json_objects import plain_json
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, OutputError
-from quark.jobs.configure_folder import MIX_ALGORITHM, RECORDED
+from quark.jobs.configure_folder import MIX_ALGORITHM
 from quark.jobs.folders.calibration import Calibration
+from quark.jobs.folders.job import RECORDED, FolderJob
 from quark.jobs.folders.pipeline import data_of
 from quark.jobs.folders.schemes import layer_rules
 from quark.jobs.options import flag_of
 from quark.jobs.request import FolderRequest, Loading, is_pipeline, options_of
-from quark.jobs.resolve import FolderJob
 from quark.jobs.words import COMFYUI, GGUF, split_algorithm, torch_algorithms
 
 TAKEN = frozenset({
@@ -54,18 +54,20 @@ def holds_denoiser(path: Path) -> bool:
 
 def is_for_comfyui(job: FolderJob) -> bool:
     """Whether a job writes a file for ComfyUI. Raises NotSupportedError for a model that has no such file."""
-    found = holds_denoiser(job.request.model)
+    model = job.request.model
+    if job.form not in SUFFIXES:
+        if is_denoiser_file(model):
+            raise NotSupportedError(
+                f"{model} is a file, and becomes one. Possible: --for comfyui, --export-format {' or '.join(SUFFIXES)}."
+            )
+        return False
+    found = holds_denoiser(model)
     if job.form == COMFYUI and not found:
         raise NotSupportedError(
-            f"{job.request.model} is no denoiser of an image or video model, which a file for ComfyUI holds. Possible: "
-            "a folder of diffusers, or a safetensors file with the names of the authors."
+            f"{model} is no denoiser of an image or video model, which a file for ComfyUI holds. Possible: a folder of "
+            "diffusers, or a safetensors file with the names of the authors."
         )
-    if is_denoiser_file(job.request.model) and job.form not in SUFFIXES:
-        raise NotSupportedError(
-            f"{job.request.model} is a file, and becomes one. Possible: --for comfyui, --export-format "
-            f"{' or '.join(SUFFIXES)}."
-        )
-    return found and job.form in SUFFIXES
+    return found
 
 
 @dataclass(frozen=True)
@@ -217,11 +219,11 @@ def _write_solved(
     file: Path, overwrite: bool,
 ) -> None:  # fmt: skip
     """Write the file of a network that is calibrated, and solved by algorithms."""
-    from quark.jobs.folders.models import inputs_of, load_model
+    from quark.jobs.folders.models import inputs_of, load_model, open_folder
     from quark.torch import ModelQuantizer
     from quark.torch.writers.comfyui.solved import SolvedDenoiser, config_for, join_layers
 
-    model = load_model(source.folder, Loading(request.device))
+    model = load_model(open_folder(source.folder), Loading(request.device))
     steps = data_of(request.calib, source.folder.name)
     data = replace(Calibration.of(request), path=steps).read(inputs_of(source.folder, model))
     names = join_layers(model, plan)

@@ -178,9 +178,7 @@ def _evaluate(request: EvaluateFolders) -> MeasuredFolders:
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.jobs.folders.card import check_card, figures_of
     from quark.jobs.folders.measure import ALL, coded_layers, measure_folders
-    from quark.jobs.folders.models import inputs_of, load_model
-    from quark.torch.checkpoint.float_model import check_stored
-    from quark.torch.model.model_folder import read_config
+    from quark.jobs.folders.models import inputs_of, load_model, open_folder
     from quark.torch.writers.model_card import add_figures
 
     model, quantized, data = request.model, request.quantized, held_out(request)
@@ -192,18 +190,20 @@ def _evaluate(request: EvaluateFolders) -> MeasuredFolders:
         if getattr(request, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} is for the pictures of a pipeline of diffusers, and {model} is one model.")
+    folder = open_folder(model, request.trust_remote_code)
     if is_gguf(quantized):
         from quark.torch import import_model_from_gguf
 
         require_regular(quantized)
-        before, after = (load_model(model, request.load, dequantize=True) for _ in range(2))
+        before, after = (load_model(folder, request.load, dequantize=True) for _ in range(2))
         import_model_from_gguf(after, quantized)
     else:
-        for path in (model, quantized):
-            check_stored(path)
-        _require_same_architecture(read_config(model), read_config(quantized))
-        before = load_model(model, request.load, dequantize=True)
-        after = load_model(quantized, request.load)
+        made = open_folder(quantized, request.trust_remote_code)
+        for each in (folder, made):
+            each.check()
+        _require_same_architecture(folder.config, made.config)
+        before = load_model(folder, request.load, dequantize=True)
+        after = load_model(made, request.load)
     if not coded_layers(after):
         raise ConfigError(f"{quantized} holds no quantized layer; it is a float model.")
     inputs = inputs_of(model, before)

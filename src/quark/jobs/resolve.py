@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,36 +15,15 @@ from quark.goals import GoalChoice
 from quark.goals.facts import ONNX_FILE
 from quark.goals.goal import GOALS
 from quark.jobs.choose import chosen
+from quark.jobs.folders.job import FolderJob, opener
 from quark.jobs.request import FileRequest, FolderRequest
 from quark.jobs.words import COMFYUI, GGUF, check_words, layer_schemes
 
 if TYPE_CHECKING:
-    from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
+    pass
 
 NAMED = {".gguf": GGUF, ".safetensors": COMFYUI}
 """End of the name of an output -> its form, where nothing else is said."""
-
-
-@dataclass(frozen=True)
-class FolderJob:
-    """What is done for a folder.
-
-    Attributes:
-        request: What was asked for.
-        choice: What its goal chose; None without a goal.
-        form: How it is written: a value of --export-format.
-        show: Is told what a budget chose, before anything is quantized by it.
-    """
-
-    request: FolderRequest
-    choice: GoalChoice | None
-    form: str
-    show: Callable[[SensitivityTable, BudgetChoice], None] | None = None
-
-    @property
-    def reader(self) -> str:
-        """What the folder is written for; see `export_safetensors`."""
-        return "transformers" if self.choice is None else self.choice.goal.reader
 
 
 @dataclass(frozen=True)
@@ -84,13 +62,16 @@ def resolve(request: FolderRequest | FileRequest, data: Any = None) -> FolderJob
         words = [request.scheme, *layer_schemes(request.layer)]
         check_words(words, request.export_format, request.algorithm, request.dtype)
         _check_amount(request)
-    choice = chosen(request, request.calib is not None or data is not None)
+    open = opener(request) if isinstance(request, FolderRequest) else None
+    choice = chosen(request, request.calib is not None or data is not None, open)
     job: FolderJob | FileJob
     if isinstance(request, FileRequest):
         job = _job_of_file(request, choice, data)
     else:
+        assert open is not None
         named = NAMED.get(Path(request.output).suffix, "quark")
-        job = FolderJob(request, choice, choice.form if choice is not None else request.export_format or named)
+        form = choice.form if choice is not None else request.export_format or named
+        job = FolderJob(request, choice, form, open)
     if choice is not None:
         logger.info("%s", choice)
     return job

@@ -6,11 +6,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quark.base.log import logger
 from quark.core.names.scheme_families import family_of, named_in, suggestion
 from quark.errors import ConfigError, UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from quark.torch.algorithms import Algorithm
 
 FOLDER_FORMS = ("quark", "awq", "gptq", "fp8", "compressed-tensors")
 GGUF, ONNX, COMFYUI = FILE_FORMS = ("gguf", "onnx", "comfyui")
@@ -129,3 +132,12 @@ def split_algorithm(word: str) -> tuple[str, dict[str, Any]]:
         except ValueError:
             parameters[key] = {"True": True, "False": False, "None": None}.get(text, text)
     return name, parameters
+
+
+def algorithms_in(config: Any) -> list[Algorithm]:
+    """The algorithms of a `quark.torch.QConfig`; their room, half a second of imports, is read where there are some."""
+    if not config.algo_config:
+        return []
+    from quark.torch.algorithms import algorithms_of
+
+    return algorithms_of(config.algo_config)

@@ -20,17 +20,15 @@ from quark.errors import ConfigError, NotSupportedError
 from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.calibration.lent_tokens import ExpertCalibration
 from quark.torch.calibration.reached import check_reached
+from quark.torch.checkpoint.carried import carried_beside, plan_carried
+from quark.torch.checkpoint.opened import OpenedFolder, opened_from
 from quark.torch.checkpoint.quantized_before import layers_quantized_before, with_quantized_before
-from quark.torch.checkpoint.sources.carried import carried_beside, plan_carried
-from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.config.tensor.enums import QuantFlow, QuantizationMode
 from quark.torch.flows.file2file import quantize_files
 from quark.torch.flows.replaced import attention_quantized, prepared, replaced
 from quark.torch.formats.fused_groups import sibling_groups
-from quark.torch.graph.quantize import freeze_graph, quantize_graph
-from quark.torch.kernels.native import RuntimeOptions, check_runtime_options, enable_native_inference
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention.cache_rules import check_cache_config
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
@@ -39,11 +37,12 @@ from quark.torch.model.blocks.offloading import Offloaded, has_device_map, onloa
 from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.tied_weights import overlapping
-from quark.torch.plan import make_plan
+from quark.torch.plan import Plan, make_plan
 from quark.torch.writers.folder import FolderTarget
 
 if TYPE_CHECKING:
     from quark.torch.algorithms import Algorithm
+    from quark.torch.kernels.native import RuntimeOptions
 
 
 class ModelQuantizer:
@@ -102,6 +101,17 @@ class ModelQuantizer:
             NonFiniteError: A weight or an activation has NaN or infinity.
             NotSupportedError, StructureError: An algorithm cannot run on this model.
         """
+        return self.quantize_as_planned(model, dataloader)
+
+    def quantize_as_planned(
+        self, model: nn.Module, dataloader: Iterable[Any] | None = None, plan: Plan | None = None
+    ) -> nn.Module:
+        """What `quantize_model` does, by a plan that was made of the folder of a model of transformers.
+
+        Args:
+            model, dataloader: As there.
+            plan: Of the same config; None: it is made of the model.
+        """
         if self.config.quant_flow is QuantFlow.file2file:
             raise ConfigError("quant_flow=file2file takes no model: call direct_quantize_checkpoint(source, output).")
         in_graph = self.config.quant_mode is QuantizationMode.fx_graph_mode  # which says itself what it takes
@@ -117,6 +127,8 @@ class ModelQuantizer:
         # Tensors of inference mode have no versions, by which layers that read one tensor are told.
         with severity(level), torch.inference_mode(False):
             if in_graph:
+                from quark.torch.graph.quantize import quantize_graph  # with all that graphs need
+
                 return quantize_graph(model, self.config, data)
             if isinstance(model, fx.GraphModule):
                 raise ConfigError("This is an exported graph: pass quant_mode=QuantizationMode.fx_graph_mode.")
@@ -125,11 +137,12 @@ class ModelQuantizer:
                 data = list(data)  # read more than once
             with onloaded(model) as offloaded, prepared(model, self.config):
                 _refuse_by_place(self.config, model, offloaded, algorithms)
-                with offloaded.staying():
-                    elsewhere = weights_read_elsewhere(model, data)
-                carried = _carried(self.config, model)
-                plan = make_plan(self.config, model, read_elsewhere=elsewhere, beside=carried)
-                plan = plan_carried(self.config, model, plan, carried)
+                if plan is None:
+                    with offloaded.staying():
+                        elsewhere = weights_read_elsewhere(model, data)
+                    carried = _carried(self.config, model)
+                    plan = make_plan(self.config, model, read_elsewhere=elsewhere, beside=carried)
+                    plan = plan_carried(self.config, model, plan, carried)
                 if left := plan.without_form(model):
                     logger.info("In float, as these classes have no quantized form: %s.", left)
                 with replaced(model, plan) as layers, attention_quantized(model, self.config, plan, layers):
@@ -197,10 +210,14 @@ class ModelQuantizer:
             NotSupportedError: `runtime_options` are given for a graph.
         """
         if runtime_options is not None:
+            from quark.torch.kernels.native import check_runtime_options
+
             check_runtime_options(runtime_options)
             if isinstance(model, fx.GraphModule):
                 raise NotSupportedError("freeze(runtime_options=...) takes no graph: kernels replace layers. Leave it.")
         if isinstance(model, fx.GraphModule):
+            from quark.torch.graph.quantize import freeze_graph
+
             return freeze_graph(model, quantize is not False)
         layers = quantized_layers(model)
         if not layers:
@@ -221,6 +238,8 @@ class ModelQuantizer:
                     for role in ("weight", "bias"):
                         _freeze(layer, role, shared)
         if runtime_options is not None:
+            from quark.torch.kernels.native import enable_native_inference
+
             enable_native_inference(model, runtime_options=runtime_options)
         return model
 
@@ -265,7 +284,7 @@ class ModelQuantizer:
             raise NotSupportedError("keep_excluded_layers_as_original_model_state is not part of this version.")
         devices = [device] if isinstance(device, str) else list(device or ["cpu"])
         quantize_files(
-            self.config, Path(pretrained_model_path), Path(save_path), devices=devices, workers=workers,
+            self.config, OpenedFolder(Path(pretrained_model_path)), Path(save_path), devices=devices, workers=workers,
             overwrite=overwrite, keep_unexpected=keep_unexpected, target=FolderTarget(**options),
         )  # fmt: skip
 
@@ -283,7 +302,7 @@ def _algorithms(config: QConfig) -> list[Algorithm]:
 def _carried(config: QConfig, model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The layers that the folder of a model holds and its class does not build, where a config names layers."""
     named = bool(config.layer_quant_config or config.exclude) and is_transformers_model(model)
-    return carried_beside(model, source_folder(model)) if named else {}
+    return carried_beside(model, opened_from(model)) if named else {}
 
 
 def _refuse_by_place(config: QConfig, model: nn.Module, offloaded: Offloaded, algorithms: Sequence[Algorithm]) -> None:

@@ -20,7 +20,7 @@ from quark.torch.checkpoint.importer import import_model_from_safetensors
 from quark.torch.checkpoint.save_params import load_params, save_params
 from quark.torch.config.algo_configs import AWQConfig, GPTQConfig, SVDQuantConfig
 from quark.torch.config.config import QConfig
-from quark.torch.flows.predicted_size import planned
+from quark.torch.flows.predicted_size import plan_layers, quantized_bytes
 from quark.torch.kernels.accelerate import accelerate
 from quark.torch.layers.low_rank import branch_of, branches
 from quark.torch.layers.modes import quantizers_off
@@ -174,7 +174,9 @@ def test_the_predicted_size_counts_branches(tmp_path: Path) -> None:
         export_safetensors(quantized("int4_wo_32", SMALL, model=tiny_llama(dtype=dtype)), folder, "quark")
         held = load_file(folder / "model.safetensors")
         meta = tiny_llama(dtype=dtype).to("meta")
-        assert planned(meta, config("int4_wo_32", SMALL))[1] == sum(tensor.nbytes for tensor in held.values())
+        asked = config("int4_wo_32", SMALL)
+        made = plan_layers(meta, asked)
+        assert quantized_bytes(meta, made, asked) == sum(tensor.nbytes for tensor in held.values())
         assert any("correction" in name for name in held)
 
 

@@ -22,6 +22,7 @@ from quark.torch.algorithms.pass_store import PassStore
 from quark.torch.bit_budget.measure import measure_sensitivity
 from quark.torch.bit_budget.sensitivity import AskedBudget, SensitivityTable
 from quark.torch.calibration.calibrate import tensor_qparams
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.flows.from_disk import stream
 from tests.models.architectures import build
 from tests.models.denoisers import denoiser, step
@@ -268,7 +269,7 @@ def test_the_size_is_that_of_the_files(folder: Path, tmp_path: Path, form: str) 
         stored = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118 - no mapping
     assert sum(stored.values()) == choice.size
     if form == "quark":
-        stream(config, folder, tmp_path / "streamed")
+        stream(config, OpenedFolder(folder), tmp_path / "streamed")
         assert (tmp_path / "streamed" / "model.safetensors").read_bytes() == (
             tmp_path / "out" / "model.safetensors"
         ).read_bytes()

@@ -34,6 +34,7 @@ from quark.torch.algorithms.rounding import gptq
 from quark.torch.bit_budget.measure import measure_sensitivity
 from quark.torch.calibration import distributed
 from quark.torch.calibration.distributed import processes
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.sources.origins import Origin
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.algo_configs import (
@@ -112,7 +113,7 @@ def everything(folder: Path) -> None:
         model = ModelQuantizer(configs()[name]).quantize_model(tiny_llama(), data)
         export_safetensors(model, own / name)
     for name in STREAMED:
-        stream(configs()[name], folder / "float", own / f"{name}-streamed", data)
+        stream(configs()[name], OpenedFolder(folder / "float"), own / f"{name}-streamed", data)
     ModelQuantizer(configs()["mxfp4"]).direct_quantize_checkpoint(folder / "float", own / "files")
     table = measure_sensitivity(tiny_llama(), data, ["uint4_wo_32", "int8_wo"])
     if distributed.rank() == 0:
@@ -156,7 +157,7 @@ def dying(folder: Path) -> None:
     Manifest.finish = then_die  # type: ignore[method-assign]
     start = time.monotonic()
     try:
-        stream(configs()["int8"], folder / "float", folder / "out", token_batches(4))
+        stream(configs()["int8"], OpenedFolder(folder / "float"), folder / "out", token_batches(4))
     except QuarkError as error:
         (folder / "said").write_text(f"{time.monotonic() - start}\n{error}")
         sys.exit(4)

@@ -13,6 +13,7 @@ from torch import nn
 
 from quark.errors import CalibrationError
 from quark.torch import LLMTemplate, ModelQuantizer
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.flows.from_disk import stream
 from quark.torch.layers.replace import quantized_layers
 from tests.commands.program import quark as program
@@ -119,5 +120,5 @@ def test_a_decoder_without_what_its_encoder_gives_is_refused_on_the_plan(tmp_pat
     done = program("quantize", "-o", tmp_path / "out", *given, tmp_path / "text.npz")
     assert done.code == 1 and "are never reached" in done.err
     with pytest.raises(CalibrationError, match="are never reached.*encoder_attn"):
-        stream(SCHEME, tmp_path / "float", tmp_path / "out", [{"input_ids": torch.from_numpy(tokens)}])
+        stream(SCHEME, OpenedFolder(tmp_path / "float"), tmp_path / "out", [{"input_ids": torch.from_numpy(tokens)}])
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quark.errors import FormatError
-from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
-from quark.torch.model.meta_model import build_skeleton
+from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.model.model_folder import check_sizes
 from tests.models.model_folders import model_folder
 
@@ -108,7 +108,7 @@ def test_a_folder_that_is_not_what_it_says_is_refused_by_name(
     shutil.copytree(folders[name], folder)
     damage(folder)
     with pytest.raises(FormatError) as caught:
-        load_float_model(folder)
+        load_float_model(OpenedFolder(folder))
     assert any(said in str(caught.value) for said in message.split("|"))  # older transformers refuse some themselves
     assert "\n" not in str(caught.value)
 
@@ -130,7 +130,7 @@ def test_a_model_with_a_generate_of_its_own_has_a_skeleton(tmp_path: Path) -> No
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "vocab_size": 8}
     config = SpeechT5Config(**sizes, architectures=["SpeechT5ForTextToSpeech"])
     config.save_pretrained(tmp_path)
-    skeleton = build_skeleton(tmp_path)
+    skeleton = OpenedFolder(tmp_path).skeleton
     assert isinstance(skeleton, SpeechT5ForTextToSpeech) and skeleton.device.type == "meta"
 
 
@@ -140,7 +140,7 @@ def test_tensors_that_the_class_does_not_use_are_kept_on_request(folders: dict[s
     folder, out, extra = tmp_path / "model", tmp_path / "out", torch.arange(3.0)
     shutil.copytree(folders["qwen3"], folder)
     rewrite(folder, lambda tensors: tensors.update({"vision.extra": extra}))
-    model = load_float_model(folder, keep_unexpected=True)
+    model = load_float_model(OpenedFolder(folder), keep_unexpected=True)
     quantizer = ModelQuantizer(LLMTemplate.get("qwen3").get_config("int8_wo"))
     export_safetensors(quantizer.freeze(quantizer.quantize_model(model)), out)
     assert torch.equal(load_file(out / "model.safetensors")["vision.extra"], extra)
@@ -153,7 +153,7 @@ def test_no_code_of_a_folder_runs(folders: dict[str, Path], tmp_path: Path) -> N
     marker = tmp_path / "ran"
     (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
     with pytest.raises(FormatError):
-        load_float_model(folder)
+        load_float_model(OpenedFolder(folder))
     assert not marker.exists()
 
 
@@ -164,19 +164,19 @@ def test_old_files_of_torch_are_read_and_never_run(folders: dict[str, Path], tmp
     tensors = load_file(file)
     torch.save(tensors, folder / "pytorch_model.bin")
     file.unlink()
-    assert torch.equal(load_float_model(folder).lm_head.weight, tensors["lm_head.weight"])
+    assert torch.equal(load_float_model(OpenedFolder(folder)).lm_head.weight, tensors["lm_head.weight"])
     torch.save({"a": Path}, folder / "pytorch_model.bin")
     with pytest.raises(FormatError, match=r"pytorch_model.bin"):
-        load_float_model(folder)
+        load_float_model(OpenedFolder(folder))
 
 
 def test_without_a_named_class_it_is_the_causal_language_model(folders: dict[str, Path], tmp_path: Path) -> None:
     for name in ("qwen3", "classifier"):
         shutil.copytree(folders[name], tmp_path / name)
         configured(architectures=...)(tmp_path / name)
-    assert type(load_float_model(tmp_path / "qwen3")).__name__ == "Qwen3ForCausalLM"
+    assert type(load_float_model(OpenedFolder(tmp_path / "qwen3"))).__name__ == "Qwen3ForCausalLM"
     with pytest.raises(FormatError, match="has no cls"):
-        load_float_model(tmp_path / "classifier")
+        load_float_model(OpenedFolder(tmp_path / "classifier"))
 
 
 def test_files_from_before_torch_wrote_archives_are_read(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -184,9 +184,11 @@ def test_files_from_before_torch_wrote_archives_are_read(folders: dict[str, Path
     shutil.copytree(folders["qwen3"], folder)
     tensors = load_file(folder / "model.safetensors")
     torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    load_float_model(folder)
+    load_float_model(OpenedFolder(folder))
     (folder / "model.safetensors").unlink()
-    assert shapes_of(stored_metas(folder)) == shapes_of(tensors)
+    assert {name: x.shape for name, x in OpenedFolder(folder).metas.items()} == {
+        name: x.shape for name, x in tensors.items()
+    }
 
 
 def test_what_a_legacy_constructor_made_is_read_from_disk_too(tmp_path: Path) -> None:
@@ -196,7 +198,7 @@ def test_what_a_legacy_constructor_made_is_read_from_disk_too(tmp_path: Path) ->
     torch.manual_seed(0)
     config = XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=2, d_inner=64)
     XLNetLMHeadModel(config).save_pretrained(tmp_path)
-    assert all(tensor.is_meta for tensor in build_skeleton(tmp_path).parameters())
+    assert all(tensor.is_meta for tensor in OpenedFolder(tmp_path).skeleton.parameters())
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
@@ -208,7 +210,7 @@ def test_buffers_of_old_checkpoints_come_along(in_memory: bool, folders: dict[st
     rewrite(folder, lambda tensors: tensors.update({"bert.embeddings.position_ids": ids}))
     quantizer = ModelQuantizer(LLMTemplate.get("bert").get_config("int8_wo"))
     if in_memory:
-        export_safetensors(quantizer.freeze(quantizer.quantize_model(load_float_model(folder))), out)
+        export_safetensors(quantizer.freeze(quantizer.quantize_model(load_float_model(OpenedFolder(folder)))), out)
     else:
         quantizer = ModelQuantizer(replace(quantizer.config, quant_flow=QuantFlow.file2file))
         quantizer.direct_quantize_checkpoint(folder, out)
@@ -230,6 +232,6 @@ def test_a_pickle_of_more_than_tensors_is_refused_in_two_lines(tmp_path: Path) -
     marker = tmp_path / "ran"
     torch.save({"a": Runs(marker)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(FormatError, match=r"bin is a pickle of more than tensors.*model\.safetensors") as caught:
-        stored_metas(tmp_path)
+        OpenedFolder(tmp_path).metas  # noqa: B018
     assert len(str(caught.value)) < 120 + len(str(tmp_path)) + 60
     assert not marker.exists()

@@ -11,6 +11,7 @@ import torch
 from quark.errors import FormatError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.flows.file2file import quantize_files
 from quark.torch.flows.from_disk import stream
 from tests.models.denoisers import denoiser, output, step
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def quantized(folder: Path) -> Path:
     place = folder.with_name("quantized")
-    quantize_files(LLMTemplate.get("auto").get_config("int8_wo"), folder, place, devices=["cpu"])
+    quantize_files(LLMTemplate.get("auto").get_config("int8_wo"), OpenedFolder(folder), place, devices=["cpu"])
     return place
 
 
@@ -37,13 +38,13 @@ def quantized(folder: Path) -> Path:
 def test_variants_and_shards_are_read_and_file_to_file_is_the_model_in_memory(
     folder: Path, quantized: Path, tmp_path: Path, saved: dict[str, Any]
 ) -> None:
-    model = load_float_model(folder)
+    model = load_float_model(OpenedFolder(folder))
     model.save_pretrained(tmp_path / "float", **saved)
     assert (tmp_path / "float" / "diffusion_pytorch_model.safetensors").exists() == (not saved)
     config = LLMTemplate.get("auto").get_config("int8_wo")
-    quantize_files(config, tmp_path / "float", tmp_path / "files", devices=["cpu"])
+    quantize_files(config, OpenedFolder(tmp_path / "float"), tmp_path / "files", devices=["cpu"])
     quantizer = ModelQuantizer(config)
-    frozen = quantizer.freeze(quantizer.quantize_model(load_float_model(tmp_path / "float")))
+    frozen = quantizer.freeze(quantizer.quantize_model(load_float_model(OpenedFolder(tmp_path / "float"))))
     export_safetensors(frozen, tmp_path / "memory")
     for name in ("diffusion_pytorch_model.safetensors", "config.json"):
         stored = (quantized / name).read_bytes()
@@ -51,16 +52,16 @@ def test_variants_and_shards_are_read_and_file_to_file_is_the_model_in_memory(
 
 
 def test_several_variants_and_pickles_are_refused(folder: Path, tmp_path: Path) -> None:
-    model = load_float_model(folder)
+    model = load_float_model(OpenedFolder(folder))
     for variant in ("fp16", "ema"):
         model.save_pretrained(tmp_path / "several", variant=variant)
     with pytest.raises(FormatError, match=r"several variants .*ema.*fp16"):
-        load_float_model(tmp_path / "several")
+        load_float_model(OpenedFolder(tmp_path / "several"))
     model.save_pretrained(tmp_path / "pickle", safe_serialization=False)
     with pytest.raises(
         FormatError, match=r"diffusion_pytorch_model.bin is not read: save the model once by save_pretrained\."
     ):
-        load_float_model(tmp_path / "pickle")
+        load_float_model(OpenedFolder(tmp_path / "pickle"))
 
 
 def test_diffusers_takes_other_types_and_places_or_says_what_it_does_not_take(quantized: Path, tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_diffusers_takes_other_types_and_places_or_says_what_it_does_not_take(qu
 
 def test_other_formats_are_refused(folder: Path, tmp_path: Path) -> None:
     quantizer = ModelQuantizer(LLMTemplate.get("auto").get_config("uint4_wo_32"))
-    model = quantizer.freeze(quantizer.quantize_model(load_float_model(folder)))
+    model = quantizer.freeze(quantizer.quantize_model(load_float_model(OpenedFolder(folder))))
     with pytest.raises(NotSupportedError, match="diffusers loads no awq folder"):
         export_safetensors(model, tmp_path / "out", "awq")
     assert not (tmp_path / "out").exists()
@@ -118,9 +119,9 @@ def test_block_by_block_gives_the_files_of_a_model_in_memory(
     denoiser(name, torch.bfloat16, **blocks).save_pretrained(tmp_path / "float")
     config = LLMTemplate.get("auto").get_config("fp8", algorithm=algorithm)
     data = [step(name, seed, torch.bfloat16) for seed in (1, 2)]
-    stream(config, tmp_path / "float", tmp_path / "stream", data)
+    stream(config, OpenedFolder(tmp_path / "float"), tmp_path / "stream", data)
     quantizer = ModelQuantizer(config)
-    frozen = quantizer.freeze(quantizer.quantize_model(load_float_model(tmp_path / "float"), data))
+    frozen = quantizer.freeze(quantizer.quantize_model(load_float_model(OpenedFolder(tmp_path / "float")), data))
     export_safetensors(frozen, tmp_path / "memory")
     for file in ("diffusion_pytorch_model.safetensors", "config.json"):
         assert (tmp_path / "stream" / file).read_bytes() == (tmp_path / "memory" / file).read_bytes()

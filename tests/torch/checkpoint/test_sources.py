@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.sources.decode import StoredCodes, decode
 from quark.torch.checkpoint.sources.methods import tile_of
 from quark.torch.checkpoint.sources.source import Source
@@ -215,7 +216,7 @@ def test_what_a_config_calls_quantized_in_a_way_that_is_not_known_is_refused(
     config["quantization_config"] = {"quant_method": method, "load_in_4bit": True, "quant_algo": "NVFP4_AWQ"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(NotSupportedError, match=said):
-        load_model(tmp_path, dequantize=True)
+        load_model(OpenedFolder(tmp_path), dequantize=True)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def adapter(tmp_path: Path) -> Path:
 
 
 def test_the_base_is_found_from_the_adapter(adapter: Path) -> None:
-    assert base_of(adapter) == adapter.parent / "base"
+    assert base_of(adapter).path == adapter.parent / "base"
 
 
 @pytest.mark.parametrize("name", ["owner/name", "../adapter", "a\0b", "https://example.com/x", "", 3])

@@ -28,6 +28,7 @@ from quark.errors import (
 )
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
 from quark.torch.calibration.calibrate import tensor_qparams
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import (
     DTYPES,
     ByteRange,
@@ -223,7 +224,7 @@ def test_names_are_those_of_published_checkpoints(tmp_path: Path) -> None:
     expected = in_memory(config, tmp_path / "float", tmp_path / "memory", freeze=False)
     assert {"embed_out.weight", "embed_out.weight_scale"} < set(load_file(tmp_path / "memory" / "model.safetensors"))
     assert file_to_file(config, tmp_path / "float", tmp_path / "files") == expected
-    stream(config, tmp_path / "float", tmp_path / "streamed")
+    stream(config, OpenedFolder(tmp_path / "float"), tmp_path / "streamed")
     assert contents(tmp_path / "streamed") == expected
 
 
@@ -237,7 +238,7 @@ def test_experts_are_layers_of_their_own_in_files(model_type: str, tmp_path: Pat
     stored = load_file(tmp_path / "memory" / "model.safetensors")
     assert any("experts.3." in name and name.endswith("weight_scale") for name in stored)
     assert file_to_file(config, tmp_path / "float", tmp_path / "files", workers=1) == expected
-    stream(config, tmp_path / "float", tmp_path / "streamed")
+    stream(config, OpenedFolder(tmp_path / "float"), tmp_path / "streamed")
     assert contents(tmp_path / "streamed") == expected
 
 
@@ -247,7 +248,7 @@ def test_layers_that_are_stored_transposed(tmp_path: Path) -> None:
     config = scheme("int4_wo_32")
     expected = in_memory(config, tmp_path / "float", tmp_path / "memory", freeze=False)
     assert file_to_file(config, tmp_path / "float", tmp_path / "files") == expected
-    stream(config, tmp_path / "float", tmp_path / "streamed")
+    stream(config, OpenedFolder(tmp_path / "float"), tmp_path / "streamed")
     assert contents(tmp_path / "streamed") == expected
 
 
@@ -276,7 +277,7 @@ def test_what_transformers_would_not_find_is_refused_before_the_work(
     with pytest.raises(NotSupportedError, match="would make up"):
         file_to_file(scheme("int8_wo"), source, tmp_path / "out")
     with pytest.raises(NotSupportedError, match="would make up"):
-        stream(scheme("int8_wo"), source, tmp_path / "out")
+        stream(scheme("int8_wo"), OpenedFolder(source), tmp_path / "out")
     assert asked == [("quark", True)] * 2 and not (tmp_path / "out").exists()
 
 

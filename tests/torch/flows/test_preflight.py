@@ -21,6 +21,7 @@ from quark.errors import ConfigError
 from quark.torch import GPTQConfig, LLMTemplate, ModelQuantizer
 from quark.torch.algorithms.rounding import gptq
 from quark.torch.calibration import work_device
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.tensor.enums import QuantFlow
 from quark.torch.flows import preflight
 from quark.torch.flows.from_disk import stream
@@ -46,7 +47,7 @@ def config(*modules: str) -> Any:
 def test_the_estimate_is_a_lower_bound_of_the_peak(cache: str | None, tmp_path: Path) -> None:
     made = LLMTemplate.get("llama").get_config("uint4_wo_128", [GPTQConfig()], kv_cache_scheme=cache)
     with log_to(tmp_path / "log"):
-        stream(made, FOLDER, tmp_path / "out", batches())
+        stream(made, OpenedFolder(FOLDER), tmp_path / "out", batches())
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     first = lines[0]
     written = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
@@ -64,7 +65,7 @@ def test_the_estimate_is_a_lower_bound_of_the_peak(cache: str | None, tmp_path: 
 def test_a_new_run_counts_what_it_writes(tmp_path: Path) -> None:
     tiny_llama(num_hidden_layers=1).save_pretrained(tmp_path / "in")
     with log_to(tmp_path / "log"):
-        stream(LLMTemplate.get("auto").get_config("int8_wo"), tmp_path / "in", tmp_path / "out")
+        stream(LLMTemplate.get("auto").get_config("int8_wo"), OpenedFolder(tmp_path / "in"), tmp_path / "out")
     first = json.loads((tmp_path / "log").read_text().splitlines()[0])
     written = (tmp_path / "out" / "model.safetensors").stat().st_size
     assert first["event"] == "preflight" and 0.9 * written < first["output_bytes"] <= written, "all but the header"

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, ResNetConfig, ResNetForImageClass
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, OutputExistsError
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.algo_configs import (
     AutoRoundConfig,
     AWQConfig,
@@ -54,7 +55,7 @@ def in_memory(config: QConfig, source: Path, output: Path, data: Any) -> dict[st
 
 
 def streamed(config: QConfig, source: Path, output: Path, data: Any = None, **options: Any) -> dict[str, bytes]:
-    stream(config, source, output, data, target=FolderTarget(max_shard_size="60KB"), **options)
+    stream(config, OpenedFolder(source), output, data, target=FolderTarget(max_shard_size="60KB"), **options)
     return contents(output)
 
 
@@ -118,18 +119,18 @@ def test_an_encoder_and_its_decoder_are_streamed(
     """Both are solved, also where a run was killed in the decoder, which reads what the encoder gave."""
     source, data = two_parts(name, tmp_path / "float")
     config = scheme("int8", algorithms)
-    model = load_float_model(source)
+    model = load_float_model(OpenedFolder(source))
     export_safetensors(ModelQuantizer(config).quantize_model(model, data), tmp_path / "memory")
     with monkeypatch.context() as patch, pytest.raises(Killed):
         killed_after(3, patch)
-        stream(config, source, tmp_path / "out", data)
-    stream(config, source, tmp_path / "out", data)
+        stream(config, OpenedFolder(source), tmp_path / "out", data)
+    stream(config, OpenedFolder(source), tmp_path / "out", data)
     assert contents(tmp_path / "out") == contents(tmp_path / "memory")
 
 
 def test_all_lists_that_hold_layers_are_blocks(tmp_path: Path) -> None:
     source, data = two_parts("bart", tmp_path / "float")
-    model = load_float_model(source)
+    model = load_float_model(OpenedFolder(source))
     encoder, decoder = ([f"model.{part}.layers.{index}" for index in range(2)] for part in ("encoder", "decoder"))
     assert find_blocks(model, None, data[0], [f"{encoder[0]}.fc1", f"{decoder[0]}.fc1"]) == encoder + decoder
     assert find_blocks(model, None, data[0], [f"{decoder[0]}.fc1", "lm_head"]) == decoder
@@ -171,7 +172,7 @@ def test_a_killed_run_goes_on(
     expected = streamed(config, source, tmp_path / "whole", data)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         killed_after(blocks, patch, before_manifest)
-        stream(config, source, tmp_path / "out", data, target=FolderTarget(max_shard_size="60KB"))
+        stream(config, OpenedFolder(source), tmp_path / "out", data, target=FolderTarget(max_shard_size="60KB"))
     assert not (tmp_path / "out").exists()
     done = []
     finish = Manifest.finish
@@ -190,10 +191,10 @@ def test_a_run_that_was_killed_right_after_its_last_block_leaves_nothing(
     source = save_float(tmp_path / "float", torch.float32)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         killed_after(2, patch)
-        stream(scheme("uint4_wo_32"), source, tmp_path / "out")
+        stream(scheme("uint4_wo_32"), OpenedFolder(source), tmp_path / "out")
     (tmp_path / "out.partial" / ".quark-0123abcd.tmp").mkdir()
     (tmp_path / "out.partial" / ".quark-0123abcd.tmp" / "manifest.json").write_text("{}")
-    stream(scheme("uint4_wo_32"), source, tmp_path / "out")
+    stream(scheme("uint4_wo_32"), OpenedFolder(source), tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["float", "out"]
 
 
@@ -207,7 +208,13 @@ def test_of_a_damaged_checkpoint_nothing_stays(tmp_path: Path) -> None:
                 tensors[name][3] = torch.nan
         save_file(tensors, file, {"format": "pt"})
     with pytest.raises(FormatError, match=r"layers\.1\.input_layernorm\.weight cannot be read"):
-        stream(scheme("int8"), source, tmp_path / "out", token_batches(), target=FolderTarget(max_shard_size="60KB"))
+        stream(
+            scheme("int8"),
+            OpenedFolder(source),
+            tmp_path / "out",
+            token_batches(),
+            target=FolderTarget(max_shard_size="60KB"),
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["float"]
 
 
@@ -217,7 +224,13 @@ def unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     source = save_float(tmp_path / "float", torch.float32)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         killed_after(1, patch)
-        stream(scheme("int8"), source, tmp_path / "out", token_batches(), target=FolderTarget(max_shard_size="60KB"))
+        stream(
+            scheme("int8"),
+            OpenedFolder(source),
+            tmp_path / "out",
+            token_batches(),
+            target=FolderTarget(max_shard_size="60KB"),
+        )
     return tmp_path / "out.partial"
 
 
@@ -274,7 +287,7 @@ def test_other_settings_are_refused(said: str, unfinished: Path) -> None:
     settings = {**begun, **OTHER[said]}
     folder = unfinished.parent
     with pytest.raises(ConfigError, match=said):
-        stream(source=folder / "float", output=folder / "out", **settings)
+        stream(source=OpenedFolder(folder / "float"), output=folder / "out", **settings)
     assert (unfinished / "manifest.json").exists()
 
 
@@ -312,7 +325,7 @@ def test_a_model_of_one_block_is_streamed(tmp_path: Path) -> None:
     data = [{"pixel_values": torch.randn(1, 3, 32, 32)} for _ in range(2)]
     model = ResNetForImageClassification.from_pretrained(tmp_path / "float")
     export_safetensors(ModelQuantizer(scheme("int8")).quantize_model(model, data), tmp_path / "whole")
-    stream(scheme("int8"), tmp_path / "float", tmp_path / "streamed", data)
+    stream(scheme("int8"), OpenedFolder(tmp_path / "float"), tmp_path / "streamed", data)
     assert contents(tmp_path / "streamed") == contents(tmp_path / "whole")
 
 
@@ -323,7 +336,7 @@ def test_an_error_that_nobody_foresaw_leaves_nothing(tmp_path: Path, monkeypatch
     source = save_float(tmp_path / "float")
     monkeypatch.setattr(Manifest, "finish", fails)
     with pytest.raises(AttributeError):
-        stream(scheme("int8_wo"), source, tmp_path / "out")
+        stream(scheme("int8_wo"), OpenedFolder(source), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["float"]
 
 

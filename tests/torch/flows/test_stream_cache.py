@@ -17,6 +17,7 @@ from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
 from quark.torch.calibration.calibrate import waiting_ranges
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.algo_configs import (
     AutoRoundConfig,
     AWQConfig,
@@ -64,7 +65,7 @@ def in_memory(config: QConfig, source: Path, output: Path, data: Any) -> dict[st
 
 
 def streamed(config: QConfig, source: Path, output: Path, data: Any) -> dict[str, bytes]:
-    stream(config, source, output, data, target=FolderTarget(max_shard_size=SHARD))
+    stream(config, OpenedFolder(source), output, data, target=FolderTarget(max_shard_size=SHARD))
     return contents(output)
 
 
@@ -173,7 +174,7 @@ def resumed(made: QConfig, source: Path, folder: Path, patch: pytest.MonkeyPatch
     expected = in_memory(made, source, folder / "memory", data)
     with patch.context() as killing, pytest.raises(Killed):
         killed_after(blocks, killing)
-        stream(made, source, folder / "out", data, target=FolderTarget(max_shard_size=SHARD))
+        stream(made, OpenedFolder(source), folder / "out", data, target=FolderTarget(max_shard_size=SHARD))
     finish: Callable[..., None] = Manifest.finish
     with patch.context() as counting:
         counting.setattr(
@@ -277,10 +278,10 @@ def test_attention_outside_the_blocks_is_refused_before_anything_learns(
 def test_attention_in_an_encoder_and_its_decoder(tmp_path: Path) -> None:
     source, made = encoder_and_decoder(tmp_path / "float"), config("bart", **OPTIONS["attention alone"])
     for folder, flow in (("memory", QuantFlow.standard), ("blocks", QuantFlow.per_block)):
-        model = load_float_model(source)
+        model = load_float_model(OpenedFolder(source))
         quantizer = ModelQuantizer(replace(made, quant_flow=flow))
         export_safetensors(quantizer.quantize_model(model, token_batches()), tmp_path / folder)
-    stream(made, source, tmp_path / "out", token_batches())
+    stream(made, OpenedFolder(source), tmp_path / "out", token_batches())
     expected = contents(tmp_path / "memory")
     assert contents(tmp_path / "out") == expected
     assert contents(tmp_path / "blocks")["model.safetensors"] == expected["model.safetensors"]

@@ -14,6 +14,7 @@ from torch import nn
 from quark.errors import StructureError
 from quark.torch import LLMTemplate
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.flows.checkpoint_job import CheckpointJob
 from quark.torch.flows.from_disk import FromDisk
 from quark.torch.flows.replaced import replaced
@@ -49,7 +50,7 @@ def first_inputs(model: nn.Module) -> torch.Tensor:
 @contextmanager
 def on_disk(source: Path) -> Iterator[tuple[Any, FromDisk]]:
     config = LLMTemplate.get("auto").get_config("int8_wo")
-    job = CheckpointJob(config, source, QUARK)
+    job = CheckpointJob(config, OpenedFolder(source), QUARK)
     with replaced(job.model, job.plan):
         found = job.contents()
         fill_buffers(job.model)
@@ -63,7 +64,7 @@ def test_the_first_forward_gives_the_first_block_what_the_model_in_memory_does(n
     source = float_folder(name, tmp_path / "float")
     with on_disk(source) as (model, weights), weights.around(["model.layers.0", "model.layers.1"]):
         found = first_inputs(model)
-    assert torch.equal(found, first_inputs(load_float_model(source)))
+    assert torch.equal(found, first_inputs(load_float_model(OpenedFolder(source))))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from examples.models.train_digits_denoiser import FOLDER, WORDS, DigitsPipeline
 from quark.one_call import quantize
 from quark.torch import compare_denoisers, record_steps
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 
 Data = tuple[Any, Sequence[Any], Sequence[Any]]
 
@@ -19,7 +20,7 @@ Data = tuple[Any, Sequence[Any], Sequence[Any]]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Data:
     """The pipeline, steps to calibrate with, and held-out ones."""
-    pipeline, folder = DigitsPipeline(load_float_model(FOLDER).float()), tmp_path_factory.mktemp("steps")
+    pipeline, folder = DigitsPipeline(load_float_model(OpenedFolder(FOLDER)).float()), tmp_path_factory.mktemp("steps")
     data = record_steps(pipeline, WORDS, folder / "data", num_inference_steps=10)
     return pipeline, list(data), list(record_steps(pipeline, WORDS[:5], folder / "held_out", seed=500))
 

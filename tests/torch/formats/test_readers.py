@@ -16,7 +16,7 @@ from quark.goals.expert_names import expert_names
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.config.config import QConfig
 from quark.torch.flows.check_plan import check_plan
-from quark.torch.flows.predicted_size import planned
+from quark.torch.flows.predicted_size import plan_layers
 from quark.torch.formats import readers
 from quark.torch.model.meta_model import meta_copy
 from tests.models.families import MOE, family
@@ -46,7 +46,7 @@ def planned_refusal(
 ) -> str:
     """What is said of the plan alone; empty where it can be written."""
     meta, config = meta_copy(model).eval(), config_of(model, scheme, exclude)
-    made, _ = planned(meta, config, form)
+    made = plan_layers(meta, config)
     try:
         check_plan(meta, config, made, form, reader)
     except NotSupportedError as error:
@@ -154,7 +154,7 @@ def test_what_algorithms_add_is_refused_on_the_plan() -> None:
     model = family("llama")
     meta = meta_copy(model).eval()
     config = LLMTemplate.get("llama").get_config("int4_wo_32", [SVDQuantConfig()])
-    made, _ = planned(meta, config, "compressed-tensors")
+    made = plan_layers(meta, config)
     with pytest.raises(NotSupportedError, match="low-rank"):
         check_plan(meta, config, made, "compressed-tensors")
 

@@ -18,6 +18,7 @@ from quark.gguf.architectures.architecture import kv_heads
 from quark.gguf.architectures.table import ARCHITECTURES
 from quark.torch import ModelQuantizer, export_gguf, gguf_config
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
 from quark.torch.writers.gguf.folder_of_file import FolderOfFile, folder_of_gguf
 from quark.torch.writers.gguf.import_file import decoded_rows
@@ -71,7 +72,7 @@ def test_the_folder_of_a_file_is_that_of_which_the_file_was_made(name: str, tmp_
     file = written(build(kind, BF16, **(options | {"pad_token_id": PAD})), tmp_path / "m.gguf")
     made = converted(file, tmp_path / "folder")
     assert made.dtype == BF16 and made.tensors.holds_all()
-    back = load_float_model(tmp_path / "folder")
+    back = load_float_model(OpenedFolder(tmp_path / "folder"))
     assert back.config.model_type == TAKEN_FOR.get(kind, kind)
     if kind == "helium":  # which rotates neighbours: as a llama, which rotates halves, its products sum otherwise
         torch.testing.assert_close(logits(back), logits(model), rtol=0, atol=0.02)
@@ -98,7 +99,7 @@ def test_a_model_comes_back_to_the_bit(kind: str, tmp_path: Path) -> None:
     """Rows of queries and keys, matrices that lie transposed, norms with one added."""
     model = build(kind, BF16, pad_token_id=PAD)
     converted(written(model, tmp_path / "m.gguf"), tmp_path / "folder")
-    assert torch.equal(logits(load_float_model(tmp_path / "folder")), logits(model))
+    assert torch.equal(logits(load_float_model(OpenedFolder(tmp_path / "folder"))), logits(model))
 
 
 def test_the_tokenizer_and_what_ends_texts_come_back(tmp_path: Path) -> None:
@@ -161,7 +162,7 @@ def test_values_are_those_that_transformers_reads(kind: str, tmp_path: Path) -> 
     biases = {"attention_bias": False} if kind == "llama" else {}
     file = quantized("q8_0", tmp_path, kind, **biases)
     converted(file, tmp_path / "folder", torch.float32)
-    ours = load_float_model(tmp_path / "folder")
+    ours = load_float_model(OpenedFolder(tmp_path / "folder"))
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=file.name, dtype=torch.float32, config=ours.config
     )

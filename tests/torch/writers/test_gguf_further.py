@@ -14,6 +14,7 @@ from quark.core.schemes import SCHEMES
 from quark.errors import NotSupportedError
 from quark.torch import ModelQuantizer, export_gguf, import_model_from_gguf
 from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from tests.models.gguf_rows import build
@@ -50,7 +51,7 @@ def quantized(source: Path, **layers: Any) -> Any:
         global_quant_config=spec, layer_quant_config={**layers}, exclude=["*lm_head", "*.gate", "*router*"]
     )
     quantizer = ModelQuantizer(config)
-    return quantizer.freeze(quantizer.quantize_model(load_float_model(source)))
+    return quantizer.freeze(quantizer.quantize_model(load_float_model(OpenedFolder(source))))
 
 
 @pytest.mark.slow
@@ -59,7 +60,7 @@ def test_a_further_layer_is_a_block_behind_the_last(kind: str, tmp_path: Path) -
     source = folder_with_further(kind, tmp_path / "source")
     tensors, said = written(quantized(source), tmp_path / "out")
     arch = said["general.architecture"]
-    layers = load_float_model(source).config.num_hidden_layers
+    layers = load_float_model(OpenedFolder(source)).config.num_hidden_layers
     assert (said[f"{arch}.block_count"], said[f"{arch}.nextn_predict_layers"]) == (layers + 1, 1)
     stored, layer = load_file(source / "model.safetensors"), FURTHER[kind]
     experts = (name for name in sorted(stored) if name.startswith(f"{layer}mlp.experts.") and "down_proj" in name)
@@ -76,7 +77,7 @@ def test_a_further_layer_is_a_block_behind_the_last(kind: str, tmp_path: Path) -
     last = {name for name in tensors if name.startswith(f"blk.{layers - 1}.")}
     assert {name.replace(f"blk.{layers - 1}.", f"blk.{layers}.") for name in last} <= tensors.keys()
     # Reading the model passes over the block.
-    import_model_from_gguf(load_float_model(source), tmp_path / "out" / "model.gguf")
+    import_model_from_gguf(load_float_model(OpenedFolder(source)), tmp_path / "out" / "model.gguf")
 
 
 @pytest.mark.slow
@@ -96,7 +97,7 @@ def test_a_further_layer_is_quantized_on_request(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_architecture_without_names_for_it_leaves_it_out(tmp_path: Path) -> None:
     build("deepseek_v3", torch.bfloat16).save_pretrained(tmp_path / "source")
-    layers = load_float_model(tmp_path / "source").config.num_hidden_layers
+    layers = load_float_model(OpenedFolder(tmp_path / "source")).config.num_hidden_layers
     with_further_tokens(tmp_path / "source", f"model.layers.{layers}.", "num_nextn_predict_layers")
     tensors, said = written(quantized(tmp_path / "source"), tmp_path / "out")
     assert said["deepseek2.block_count"] == layers and "deepseek2.nextn_predict_layers" not in said

@@ -38,7 +38,7 @@ def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
         return
     from quark.commands.folders.report import folder_sections, pipeline_sections
 
-    output, fitted = Path(request.output), result.configured.why or request.imatrix or request.sensitivity
+    output, fitted = Path(request.output), result.job.why or request.imatrix or request.sensitivity
     asked = EvaluateFolders(
         model=request.model, quantized=output, data=request.calib or DEFAULT_TEXT, windows=WINDOWS, length=LENGTH,
         device=request.device, dtype=request.dtype, trust_remote_code=request.trust_remote_code,
@@ -50,8 +50,8 @@ def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
         write_quantized_page(request, sections)
         return
     measured = evaluate_folders(asked)
-    names = [each if isinstance(each, str) else each.name for each in result.configured.algorithms]
-    words = f"Quantized by {', with '.join([result.configured.title, *names])}."
+    names = [each if isinstance(each, str) else each.name for each in result.job.algorithms]
+    words = f"Quantized by {', with '.join([result.job.title, *names])}."
     sections = folder_sections(
         measured, f"{words}\nMeasured on {'the calibration data' if request.calib else PACKAGE}."
     )

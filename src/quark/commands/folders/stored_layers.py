@@ -16,13 +16,8 @@ from typing import Any
 import torch
 
 from quark.errors import NotSupportedError, QuarkError, one_line
-from quark.jobs.folders.models import is_read
-from quark.torch.checkpoint.float_model import check_stored, shapes_of, stored_metas
-from quark.torch.checkpoint.sources.methods import readable_quantization, section_of
-from quark.torch.checkpoint.sources.source import Source
-from quark.torch.model.folder_files import shard_files
-from quark.torch.model.meta_model import build_skeleton
-from quark.torch.model.model_folder import read_config
+from quark.torch.checkpoint.opened import OpenedFolder
+from quark.torch.checkpoint.sources.methods import section_of
 
 BIASES = ("bias",)
 
@@ -66,33 +61,33 @@ def stored_folder(folder: Path) -> StoredFolder:
 
     Raises FormatError where that is not what its config.json says.
     """
-    check_stored(folder)
-    config = read_config(folder)
-    section = section_of(config)
+    opened = OpenedFolder(folder)
+    opened.check()
+    section = section_of(opened.config)
     if not section:
         return StoredFolder({}, [], "")
     why, owners = "", dict[str, str]()
     try:
-        if is_read(folder):
-            owners = Source(shard_files(folder), readable_quantization(config)).owners()
+        if opened.is_read:
+            owners = opened.source.owners()
     except NotSupportedError as error:
         why = one_line(error)
-    return StoredFolder(section, _layers(folder, owners), why)
+    return StoredFolder(section, _layers(opened, owners), why)
 
 
-def _layers(folder: Path, owners: Mapping[str, str]) -> list[StoredLayers]:
+def _layers(folder: OpenedFolder, owners: Mapping[str, str]) -> list[StoredLayers]:
     """See `StoredFolder`.
 
     Args:
         folder: With weight files.
         owners: Name of a stored tensor -> the float tensor that it is a part of, where the name does not say it.
     """
-    metas = stored_metas(folder)
+    metas = folder.metas
     layers: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in metas.items():
         parent = owners.get(name, name).rpartition(".")[0]
         layers[parent][name.removeprefix(f"{parent}.")] = tensor
-    weights = _float_weights(folder, metas)
+    weights = _float_weights(folder)
     found: Counter[tuple[str, str, float | None]] = Counter()
     sizes: Counter[tuple[str, str, float | None]] = Counter()
     for name, tensors in layers.items():
@@ -107,10 +102,10 @@ def _layers(folder: Path, owners: Mapping[str, str]) -> list[StoredLayers]:
     return [StoredLayers(row[0], count, row[1], row[2], sizes[row]) for row, count in found.items()]
 
 
-def _float_weights(folder: Path, metas: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def _float_weights(folder: OpenedFolder) -> dict[str, int]:
     """Weights of each layer of the float model; none where transformers does not know the model."""
     try:
-        model = build_skeleton(folder, shapes=shapes_of(metas))
+        model = folder.skeleton
     except QuarkError:
         return {}
     return {

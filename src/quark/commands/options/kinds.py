@@ -10,10 +10,10 @@ import typer
 
 from quark.base.files import require_config, require_regular
 from quark.errors import UsageError
-from quark.jobs.denoisers import holds_denoiser, is_denoiser_file
+from quark.jobs.denoisers import is_denoiser_file
 from quark.jobs.folders.sentence_encoders import is_sentence_encoder
 from quark.jobs.options import FOR_FILES, FOR_FOLDERS
-from quark.jobs.request import is_adapter, is_gguf, is_onnx
+from quark.jobs.request import is_adapter, is_gguf, is_onnx, is_pipeline
 
 T = TypeVar("T")
 onnx_option = partial(typer.Option, rich_help_panel=FOR_FILES)
@@ -41,7 +41,7 @@ def require_model(model: Path) -> None:
     """Raise FormatError for a path where no model can be, before the libraries that read one load."""
     if is_onnx(model) or is_gguf(model) or is_denoiser_file(model):
         require_regular(model)
-    elif not any(has(model) for has in (holds_denoiser, is_adapter, is_sentence_encoder)):
+    elif not any(has(model) for has in (is_pipeline, is_adapter, is_sentence_encoder)):
         require_config(model)
 
 

@@ -40,10 +40,10 @@ def _text_of_the_package(request: JobRequest) -> Path | None:
     """What a page measures on where no data are given; None of a model that does not read text."""
     if is_onnx(request.model) or not (request.model / "config.json").is_file():
         return None
-    from quark.jobs.folders.models import inputs_of, load_meta_model
+    from quark.jobs.folders.models import inputs_of, open_folder, skeleton_of
 
-    trusted = getattr(request, "trust_remote_code", False)
-    return DEFAULT_TEXT if inputs_of(request.model, load_meta_model(request.model, trusted)).reads_text else None
+    folder = open_folder(request.model, getattr(request, "trust_remote_code", False))
+    return DEFAULT_TEXT if inputs_of(request.model, skeleton_of(folder)).reads_text else None
 
 
 def size_line(title: str, before: int, after: int, seconds: float, rest: str = "") -> str:

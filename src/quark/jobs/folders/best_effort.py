@@ -8,7 +8,6 @@ Decided from shapes and a measured speed, before a weight is read; what is left 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from quark.base.log import logger
@@ -19,6 +18,7 @@ from quark.jobs.request import LENGTH, SAMPLES, FolderRequest
 from quark.jobs.words import torch_algorithms
 
 if TYPE_CHECKING:
+    from quark.torch.checkpoint.opened import OpenedFolder
     from quark.torch.flows.effort_costs import StepCosts
 
 OWN_TEXTS = "texts of the model's own"
@@ -26,23 +26,19 @@ SHARE = 0.9
 """Of the free memory, so much at most: what is counted is the least that a job takes."""
 
 
-def completed_choice(choice: GoalChoice, request: FolderRequest, load_meta: Callable[[], Any]) -> GoalChoice:
-    """The choice with what its effort adds for a model and this machine.
-
-    Args:
-        choice, request: The choice, and for which folder.
-        load_meta: Gives the model without weights.
-    """
+def completed_choice(choice: GoalChoice, request: FolderRequest, folder: OpenedFolder) -> GoalChoice:
+    """The choice with what its effort adds for the model of a folder and this machine."""
     if not choice.distills:
         return choice
-    try:
-        meta = load_meta()
-    except QuarkError:  # which the work itself meets
-        return choice
+    from quark.jobs.folders.models import skeleton_of
     from quark.torch.model.batches import most_tokens, text_config
 
+    try:
+        meta = skeleton_of(folder)
+    except QuarkError:  # which the work itself meets
+        return choice
     length = most_tokens(text_config(getattr(meta, "config", None)), request.length or LENGTH)
-    tokens, why = (request.samples or SAMPLES) * length, _why_in_parts(request, meta)
+    tokens, why = (request.samples or SAMPLES) * length, _why_in_parts(request, folder)
     return completed_for(choice, meta, tokens, length, request.load.device, request.synthetic, why)
 
 
@@ -84,7 +80,7 @@ def completed_for(
     return choice.completed(count, () if refused else (DISTILLATION,), left_out)
 
 
-def _why_in_parts(request: FolderRequest, meta: Any) -> str | None:
+def _why_in_parts(request: FolderRequest, folder: OpenedFolder) -> str | None:
     """Why a model is not in memory at once; None: it is."""
     from quark.jobs.folders.flows import fits_memory
     from quark.torch.calibration.distributed import world
@@ -94,7 +90,7 @@ def _why_in_parts(request: FolderRequest, meta: Any) -> str | None:
         return "--stream has one block in memory"
     if world() > 1:
         return "several processes work on the model"
-    size = float_bytes(meta)
+    size = float_bytes(folder.skeleton, folder)
     return None if request.stream is False or fits_memory(size) else f"the model of {size / 1e9:.1f} GB is streamed"
 
 

@@ -18,6 +18,7 @@ from quark.jobs.request import FolderRequest
 
 if TYPE_CHECKING:
     from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
+    from quark.torch.checkpoint.opened import OpenedFolder
 
 SIZES = "Possible: 2.1GB, 800MB, 2GiB, 30%."
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
@@ -134,12 +135,13 @@ def bytes_of(text: str) -> int:
 
 
 def choose_for_budget(
-    request: FolderRequest, budget: Budget, base: Any, calibration: Calibration
+    request: FolderRequest, folder: OpenedFolder, budget: Budget, base: Any, calibration: Calibration
 ) -> tuple[SensitivityTable, BudgetChoice]:
     """The table of a model, read from its file or measured, and the choice within the budget.
 
     Args:
-        request: Says the model, and where blocks run.
+        request: Says where blocks run.
+        folder: Of the model.
         budget: What is asked for.
         base: Config of what is excluded, and of layers with a scheme of their own.
         calibration: Calibration data, needed where there is no table yet.
@@ -148,11 +150,11 @@ def choose_for_budget(
         CalibrationError: Neither a table nor data.
         ConfigError: The table is of another model or other data, has other candidates, or the budget cannot be met.
     """
-    from quark.jobs.folders.models import inputs_of, load_meta_model
+    from quark.jobs.folders.models import inputs_of, skeleton_of
     from quark.torch.bit_budget.measure import measure_sensitivity, mixed_format, settings_of_folder
     from quark.torch.bit_budget.sensitivity import AskedBudget, SensitivityTable
 
-    data = calibration.read(inputs_of(request.model, load_meta_model(request.model)))
+    data = calibration.read(inputs_of(folder.path, skeleton_of(folder)))
     if budget.sensitivity is not None and not budget.is_measured:
         table = SensitivityTable.load(budget.sensitivity)
         rules = mixed_format(budget.export_format, budget.fused_by)

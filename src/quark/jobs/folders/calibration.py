@@ -13,8 +13,7 @@ from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs.request import LENGTH, SAMPLES, FolderRequest
 
 if TYPE_CHECKING:
-    from quark.jobs.folders.model_inputs import ModelInputs
-    from quark.jobs.folders.step_inputs import StepInputs
+    from quark.jobs.folders.model_inputs import ModelInputs, StepInputs
     from quark.torch.algorithms import Algorithm
 
 
@@ -145,6 +144,10 @@ class Calibration:
         taken = taken if self.seed is None else f"by chance (seed {self.seed})"
         written = "" if self.synthetic is None else f", and {self.synthetic} that the model writes"
         return f"{name}, {counted(samples)}{packed}, {taken}{written}"
+
+
+NO_DATA = Calibration()
+"""Where nothing is said of data."""
 
 
 def counted(samples: Sequence[Any]) -> str:

@@ -12,6 +12,7 @@ from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.jobs.words import GGUF, ONNX
 
 if TYPE_CHECKING:
+    from quark.torch.checkpoint.opened import OpenedFolder
     from quark.torch.writers.writer import OutputTarget
 
 FILES = (GGUF, ONNX)
@@ -59,25 +60,22 @@ class Export:
 
     def target(self) -> OutputTarget:
         """What a model becomes that is written tensor by tensor."""
-        from quark.torch.writers.folder import FolderTarget
-        from quark.torch.writers.gguf.file import GgufTarget
-
         if self.form == GGUF:
+            from quark.torch.writers.gguf.file import GgufTarget  # with the tables of architectures
+
             return GgufTarget(self.source)
+        from quark.torch.writers.folder import FolderTarget
+
         return FolderTarget(**self.options)
 
-    def check(self, schemes: Iterable[str], of_folder: bool = True) -> None:
+    def check(self, schemes: Iterable[str], folder: OpenedFolder | None = None) -> None:
         """Raise for a format, an option, a scheme or a model that do not go together.
 
         Args:
             schemes: Names of those that are asked for.
-            of_folder: Whether the source is a folder of a float model, whose config says what it can become.
+            folder: Of a float model, whose config says what it can become; None: it is not known.
         """
-        from quark.torch.formats import FORMATS, Format
-        from quark.torch.model.model_folder import load_config
-        from quark.torch.writers.gguf.format import GgufFormat
-        from quark.torch.writers.gguf.of_model import check_config
-        from quark.torch.writers.onnx.export import require_onnx_packages
+        from quark.torch.formats import FORMATS
 
         known = (*FORMATS, *FILES)
         if self.form not in known:
@@ -88,15 +86,22 @@ class Export:
                 f"--weight-format, --pack-method and --max-shard-size do not apply to --export-format {self.form}."
             )
         if self.form == ONNX:
+            from quark.torch.writers.onnx.export import require_onnx_packages
+
             require_onnx_packages()
             return
-        form: Format = GgufFormat() if self.form == GGUF else FORMATS[self.form]
+        if self.form == GGUF:
+            from quark.torch.writers.gguf.format import GgufFormat  # with the tables of architectures
+            from quark.torch.writers.gguf.of_model import check_config
+
+            for scheme in schemes:
+                GgufFormat().check_scheme(scheme)
+            if folder is not None:
+                check_config(folder.of_transformers)
+            return
         for scheme in schemes:
-            form.check_scheme(scheme)
-        if self.form != GGUF:
-            self.target()
-        elif of_folder:
-            check_config(load_config(self.source))
+            FORMATS[self.form].check_scheme(scheme)
+        self.target()
 
     def check_output(self, data: Path | None) -> None:
         """Raise for an output that cannot be written, may not be replaced, or is what is read."""
@@ -121,9 +126,10 @@ class Export:
 
         return self.path.stat().st_size if self.form == GGUF else folder_bytes(self.path)
 
-    def write(self, model: Any) -> int:
-        """Write the model; return the bytes of its weights on disk."""
-        from quark.torch import export_gguf, export_safetensors
+    def write(self, model: Any, folder: OpenedFolder | None = None) -> int:
+        """Write the model, which was loaded from a folder; return the bytes of its weights on disk."""
+        from quark.torch.checkpoint.opened import opened_from
+        from quark.torch.writers.safetensors import write_model
 
         if self.form == ONNX:
             size = self._write_onnx(model)
@@ -131,10 +137,7 @@ class Export:
                 with atomic_file(self.output / name) as temporary:
                     temporary.write_text(text, encoding="utf-8")
             return size
-        if self.form == GGUF:
-            export_gguf(model, self.path.parent, self.path.stem, self.source, overwrite=self.force)
-        else:
-            export_safetensors(model, self.output, overwrite=self.force, **self.options)
+        write_model(model, self.path, self.target(), self.force, folder or opened_from(model))
         return self.size()
 
     def _write_onnx(self, model: Any) -> int:

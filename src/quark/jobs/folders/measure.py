@@ -16,8 +16,7 @@ from quark.core.metrics import Comparison, kl_by_row
 from quark.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quark.jobs.folders.model_inputs import ModelInputs
-    from quark.jobs.folders.step_inputs import StepInputs
+    from quark.jobs.folders.model_inputs import ModelInputs, StepInputs
 
 ALL = 1 << 62
 """More samples than there are."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quark.errors import ConfigError
 from quark.jobs.request import FolderRequest
 from quark.jobs.words import GGUF
+
+if TYPE_CHECKING:
+    from quark.jobs.folders.bit_budget import Budget
+    from quark.torch.checkpoint.opened import OpenedFolder
 
 
 def is_mix(scheme: str, form: str) -> bool:
@@ -19,18 +23,25 @@ def is_mix(scheme: str, form: str) -> bool:
     return scheme in MIXES
 
 
-def config_of(request: FolderRequest, scheme: str, form: str) -> Any:
+def in_file(scheme: str | None, budget: Budget | None, form: str) -> bool:
+    """Whether the layers get block types of a GGUF file, which are no schemes."""
+    return is_mix(scheme, form) if scheme is not None else budget is not None and form == GGUF
+
+
+def config_of(request: FolderRequest, folder: OpenedFolder, scheme: str, form: str) -> Any:
     """The config of a scheme or of a mix of block types, for the model of a folder, without algorithms."""
-    return mix_config(request, scheme) if is_mix(scheme, form) else scheme_config(request, scheme)
+    return mix_config(request, folder, scheme) if is_mix(scheme, form) else scheme_config(request, folder, scheme)
 
 
-def mix_config(request: FolderRequest, mix: str | Mapping[str, str], algorithms: list[Any] | None = None) -> Any:
+def mix_config(
+    request: FolderRequest, folder: OpenedFolder, mix: str | Mapping[str, str], algorithms: list[Any] | None = None
+) -> Any:
     """The config of a mix of block types, or of a type for each layer, for the model of a folder."""
-    from quark.jobs.folders.models import load_meta_model
+    from quark.jobs.folders.models import skeleton_of
     from quark.torch import gguf_config
 
-    meta, exclude = load_meta_model(request.model, request.trust_remote_code), list(request.exclude or ())
-    return gguf_config(meta, mix, algorithms, exclude, layer_rules(request.layer), request.imatrix)
+    exclude = list(request.exclude or ())
+    return gguf_config(skeleton_of(folder), mix, algorithms, exclude, layer_rules(request.layer), request.imatrix)
 
 
 def layer_rules(layers: Sequence[str] | None) -> dict[str, str]:
@@ -45,12 +56,17 @@ def layer_rules(layers: Sequence[str] | None) -> dict[str, str]:
 
 
 def scheme_config(
-    request: FolderRequest, scheme: str, algorithms: list[Any] | None = None, inside_attention: bool = False
+    request: FolderRequest,
+    folder: OpenedFolder | None,
+    scheme: str,
+    algorithms: list[Any] | None = None,
+    inside_attention: bool = False,
 ) -> Any:
     """The config of a scheme with what is said of some layers.
 
     Args:
         request: What was asked for.
+        folder: Of the model; None: one whose cache and attention stay as they are.
         scheme: Of all other layers.
         algorithms: As `LLMTemplate.get_config` takes them.
         inside_attention: Whether the schemes of the KV cache and of attention are part of it.
@@ -60,10 +76,11 @@ def scheme_config(
     """
     from quark.torch import LLMTemplate
     from quark.torch.config.llm_template import default_exclusions
-    from quark.torch.model.model_folder import read_config
 
     cache, attention = (request.kv_cache, request.attention) if inside_attention else (None, None)
-    kind = read_config(request.model).get("model_type", "auto") if cache or attention else "auto"
+    kind = "auto"
+    if folder is not None and (cache or attention):
+        kind = folder.config.get("model_type", kind)
     return LLMTemplate.get(kind).get_config(
         scheme,
         algorithms,

@@ -25,6 +25,7 @@ from quark.torch.bit_budget.rules import BudgetRules, FolderRules, GgufRules
 from quark.torch.bit_budget.sensitivity import AskedBudget, LayerGroup, SensitivityTable
 from quark.torch.bit_budget.sweep import Sweep, Swept
 from quark.torch.calibration.distributed import world
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate, default_exclusions
 from quark.torch.flows.checkpoint_job import CheckpointJob
@@ -184,7 +185,7 @@ def _on_disk(
     rules: BudgetRules,
     budget: AskedBudget | None,
 ) -> SensitivityTable:
-    job = CheckpointJob(config, Path(source), QUARK, data=data)
+    job = CheckpointJob(config, OpenedFolder(Path(source)), QUARK, data=data)
     data = list(calibration_data(job.model, data) or ())
 
     def weights() -> BlockWeights:

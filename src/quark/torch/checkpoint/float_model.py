@@ -6,11 +6,10 @@ a log. Here each is an error.
 
 from __future__ import annotations
 
+import copy
 import re
-import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,32 +17,20 @@ import torch
 from quark.base.libraries.transformers import left_out, set_folder, set_left_out
 from quark.base.log import logger
 from quark.errors import FormatError, as_format_error
-from quark.torch.checkpoint.sources.claims import check_claim
-from quark.torch.checkpoint.sources.methods import AS_FLOAT, READ, method_of, quantization_of
+from quark.torch.checkpoint.opened import OpenedFolder
+from quark.torch.checkpoint.sources.methods import AS_FLOAT, quantization_of
 from quark.torch.checkpoint.sources.source import Source, check_finite
-from quark.torch.diffusion.component import CLASS, STEM, is_component
+from quark.torch.diffusion.component import CLASS, STEM
 from quark.torch.diffusion.network import import_diffusers, network_class
-from quark.torch.formats import FORMATS
-from quark.torch.formats.gptq.auto_round import AUTO_ROUND
-from quark.torch.model.folder_files import INDEX, shard_files
-from quark.torch.model.meta_model import build_skeleton, read_generation_config, saved_dtype
-from quark.torch.model.model_folder import (
-    check_sizes,
-    load_config,
-    model_class,
-    read_config,
-)
+from quark.torch.model.meta_model import read_generation_config
+from quark.torch.model.model_folder import model_class
 from quark.torch.model.names import dropped_names, loaded_as, merged_names, source_names
-
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""What folders held before safetensors; torch reads tensors from it and runs nothing."""
 
 
 def load_float_model(
-    folder: Path,
+    folder: OpenedFolder,
     dtype: torch.dtype | str = "auto",
     *,
-    trust_remote_code: bool = False,
     keep_unexpected: bool = False,
     dequantize: bool = False,
     **options: Any,
@@ -53,7 +40,6 @@ def load_float_model(
     Args:
         folder: With config.json and weights.
         dtype: To load in; "auto": as config.json says, else as stored.
-        trust_remote_code: Run the code that `auto_map` names.
         keep_unexpected: Accept tensors that the class has no place for; a checkpoint that is made of the model holds
             them as they are.
         dequantize: Load a folder in FP8 or compressed-tensors as the float model that it stands for. One of MXFP4,
@@ -65,44 +51,36 @@ def load_float_model(
         FormatError: The folder is incomplete or corrupt, its config calls for other shapes than its files have, or
             tensors are missing, unexpected or of another shape; names them.
     """
-    stored = read_config(folder)
-    tensors = stored_metas(folder)
-    shapes = shapes_of(tensors)
-    check_sizes(folder, stored, shapes)
-    check_stored(folder)
-    if not dequantize and method_of(stored) in AS_FLOAT:
+    folder.check_sizes()
+    tensors = folder.metas
+    folder.check()
+    if not dequantize and folder.method in AS_FLOAT:
         # transformers would need the program, or take the codes for the weights.
         dequantize = True
-        logger.info("%s is loaded as the float model that its weights stand for: inputs are not quantized.", folder)
-    quantization = quantization_of(stored, folder) if dequantize else None
-    source = None if quantization is None else Source(shard_files(folder), quantization)
-    if not stored.get("quantization_config"):
-        check_metas(folder, build_skeleton(folder, shapes=shapes, trust_remote_code=trust_remote_code), tensors)
-    model = load_whole(
-        folder,
-        trust_remote_code=trust_remote_code,
-        keep_unexpected=keep_unexpected,
-        source=source,
-        dtype=dtype,
-        **options,
-    )
+        logger.info(
+            "%s is loaded as the float model that its weights stand for: inputs are not quantized.", folder.path
+        )
+    quantization = quantization_of(folder.config, folder.path) if dequantize else None
+    source = None if quantization is None else folder.source
+    if not folder.config.get("quantization_config"):
+        check_metas(folder.path, folder.skeleton, tensors, folder.names(folder.skeleton))
+    model = load_whole(folder, keep_unexpected=keep_unexpected, source=source, dtype=dtype, **options)
     if source is not None:
-        model.decoded_layers = _decoded_layers(model, source)
+        model.decoded_layers = _decoded_layers(model, folder)
     return model.eval()
 
 
-def _decoded_layers(model: Any, source: Source) -> tuple[str, ...]:
+def _decoded_layers(model: Any, folder: OpenedFolder) -> tuple[str, ...]:
     """Names of the layers of a model whose weights a folder stores in codes, each in a tensor of its own."""
-    named = source_names(model, source.names())
-    weights = {name for name, stored in named.items() if name.endswith(".weight") and source.is_coded(stored)}
+    named = folder.names(model)
+    weights = {name for name, stored in named.items() if name.endswith(".weight") and folder.source.is_coded(stored)}
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return tuple(name.removesuffix(".weight") for name in named if name in weights & own)
 
 
 def load_whole(
-    folder: Path,
+    folder: OpenedFolder,
     *,
-    trust_remote_code: bool = False,
     keep_unexpected: bool = False,
     source: Source | None = None,
     **options: Any,
@@ -110,56 +88,55 @@ def load_whole(
     """What `from_pretrained` of the class that config.json names gives, where it found a place for every tensor.
 
     Args:
-        folder, trust_remote_code, keep_unexpected: See `load_float_model`.
+        folder, keep_unexpected: See `load_float_model`.
         source: The float tensors of a quantized folder, to be loaded in place of what the files hold.
         options: For `from_pretrained`.
 
     Raises:
         FormatError: See `load_float_model`.
     """
-    stored = read_config(folder)
-    if is_component(stored):
-        return _load_component(folder, stored, options)
-    config = load_config(folder, trust_remote_code)
-    chosen = model_class(folder, config, trust_remote_code)
-    given = {"trust_remote_code": trust_remote_code, "local_files_only": True, "output_loading_info": True, **options}
-    with as_format_error(folder):
+    if folder.is_network:
+        return _load_component(folder, options)
+    config, trusted = copy.deepcopy(folder.of_transformers), folder.trust_remote_code
+    chosen = model_class(folder.path, config, trusted)
+    given = {"trust_remote_code": trusted, "local_files_only": True, "output_loading_info": True, **options}
+    with as_format_error(folder.path):
         if source is None:
-            model, report = chosen.from_pretrained(folder, **given)
+            model, report = chosen.from_pretrained(folder.path, config=config, **given)
         else:
-            model, report = _from_source(chosen, config, source, folder, given)
+            model, report = _from_source(chosen, config, source, folder.path, given)
     unexpected = _unexpected(model, report["unexpected_keys"], folder, source)
     if keep_unexpected and unexpected:
         # What the class leaves out by design is named so; writers store it as it was.
         set_left_out(model, {*left_out(model), *(f"^{re.escape(name)}$" for name in unexpected)})
         unexpected = []
-    _refuse(folder, chosen, "has no", sorted(report["missing_keys"]), "its weights would be random")
-    _refuse(folder, chosen, "holds, and the class has no place for,", unexpected, "--keep-unexpected copies them")
-    _refuse(folder, chosen, "has in another shape", sorted(map(str, report["mismatched_keys"])), "")
+    _refuse(folder.path, chosen, "has no", sorted(report["missing_keys"]), "its weights would be random")
+    _refuse(folder.path, chosen, "holds, and the class has no place for,", unexpected, "--keep-unexpected copies them")
+    _refuse(folder.path, chosen, "has in another shape", sorted(map(str, report["mismatched_keys"])), "")
     for name, tensor in model.named_parameters():
         check_finite(name, tensor)
     return model
 
 
-def _load_component(folder: Path, stored: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+def _load_component(folder: OpenedFolder, options: Mapping[str, Any]) -> Any:
     """What `from_pretrained` of a network of diffusers gives, in the type of its folder unless another is asked for."""
-    kind, dtype = network_class(folder / "config.json", stored[CLASS]), options.get("dtype", "auto")
-    dtype = saved_dtype(folder) if dtype == "auto" else dtype
-    variant = re.fullmatch(rf"{STEM}\.(\w+)(-\d+-of-\d+)?\.safetensors", shard_files(folder)[0].name)
+    kind, dtype = network_class(folder.path / "config.json", folder.config[CLASS]), options.get("dtype", "auto")
+    dtype = folder.dtype if dtype == "auto" else dtype
+    variant = re.fullmatch(rf"{STEM}\.(\w+)(-\d+-of-\d+)?\.safetensors", folder.files[0].path.name)
     import_diffusers()
-    with as_format_error(folder):
+    with as_format_error(folder.path):
         model, report = kind.from_pretrained(
-            folder, torch_dtype=dtype, device_map=options.get("device_map"), local_files_only=True,
+            folder.path, torch_dtype=dtype, device_map=options.get("device_map"), local_files_only=True,
             use_safetensors=True, output_loading_info=True, variant=variant[1] if variant else None,
         )  # fmt: skip
-    _refuse(folder, kind, "has no", sorted(report["missing_keys"]), "its weights would be random")
-    _refuse(folder, kind, "holds, and the class has no place for,", sorted(report["unexpected_keys"]), "")
+    _refuse(folder.path, kind, "has no", sorted(report["missing_keys"]), "its weights would be random")
+    _refuse(folder.path, kind, "holds, and the class has no place for,", sorted(report["unexpected_keys"]), "")
     for name, tensor in model.named_parameters():
         check_finite(name, tensor)
     return model.eval()
 
 
-def _unexpected(model: Any, reported: Iterable[str], folder: Path, source: Source | None) -> list[str]:
+def _unexpected(model: Any, reported: Iterable[str], folder: OpenedFolder, source: Source | None) -> list[str]:
     """The tensors of a folder that a class has no place for, by their own names, but those that are carried anyway.
 
     transformers reports the experts of a layer that it does not build under the name that they would have merged.
@@ -167,7 +144,7 @@ def _unexpected(model: Any, reported: Iterable[str], folder: Path, source: Sourc
     reported = set(reported)
     if not reported:
         return []
-    names = list(stored_metas(folder) if source is None else source.names())
+    names = list(folder.metas if source is None else source.names())
     target, carried = loaded_as(model, model.state_dict()), set(dropped_names(model, names))
     return sorted(name for name in names if target(name) in reported and name not in carried)
 
@@ -206,63 +183,21 @@ def _refuse(folder: Path, chosen: type, what: str, names: list[str], why: str) -
         )
 
 
-def stored_metas(folder: Path) -> dict[str, torch.Tensor]:
-    """Dtype and shape of the tensors in the weight files, on the meta device. Raises FormatError."""
-    plain = any((folder / name).exists() for name in ("model.safetensors", INDEX))
-    if not plain and not any(folder.glob(f"{STEM}*")) and any((folder / name).is_file() for name in PICKLED):
-        return {name: tensor for file in _pickled(folder) for name, tensor in file.items()}
-    return Source(shard_files(folder)).metas()
-
-
-def check_stored(folder: Path) -> None:
-    """Raise QuarkError for a folder whose tensors are not stored as its config.json says, or that is not read.
-
-    It may be without weights.
-    """
-    stored = read_config(folder)
-    try:
-        metas = stored_metas(folder)
-    except FormatError:  # of weights that are not there, which who reads them says
-        metas = {}
-    check_claim(folder, stored, metas)
-    if method_of(stored) in (*FORMATS, *AUTO_ROUND) and method_of(stored) not in READ:
-        return
-    quantization = quantization_of(stored, folder)
-    if quantization is not None and metas:
-        Source(shard_files(folder), quantization)
-
-
-def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    """Shapes by name."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _pickled(folder: Path) -> Iterable[dict[str, torch.Tensor]]:
-    for path in sorted(folder.glob("pytorch_model*.bin")):
-        with as_format_error(path):
-            try:
-                # Files from before torch 1.6 are no archives, and cannot be mapped.
-                yield torch.load(path, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(path))
-            except UnpicklingError:  # torch answers in a page
-                raise FormatError(
-                    f"{path} is a pickle of more than tensors, or damaged; reading it could run code. Possible: "
-                    "model.safetensors, which save_pretrained writes."
-                ) from None
-
-
 def check_network(folder: Path, network: Any, stored: Mapping[str, torch.Tensor]) -> None:
     """Raise FormatError where the files of a network of diffusers lack a tensor, or hold one of another shape.
 
     Args:
         folder: For the message.
         network: Without weights, of the class that config.json names.
-        stored: From `stored_metas`.
+        stored: Dtype and shape of the stored tensors, on the meta device.
     """
     _refuse(folder, type(network), "has no", sorted(network.state_dict().keys() - stored.keys()), "")
     check_metas(folder, network, stored)
 
 
-def check_metas(folder: Path, model: Any, stored: Mapping[str, torch.Tensor]) -> None:
+def check_metas(
+    folder: Path, model: Any, stored: Mapping[str, torch.Tensor], named: Mapping[str, str] | None = None
+) -> None:
     """Raise FormatError where the tensor in the files cannot be the parameter of its name.
 
     It has another shape, or it holds integers where the model has floats: codes, or bytes that were mislabelled.
@@ -270,10 +205,11 @@ def check_metas(folder: Path, model: Any, stored: Mapping[str, torch.Tensor]) ->
     Args:
         folder: For the message.
         model: A skeleton of the float model.
-        stored: From `stored_metas`. What transformers merges when it loads has no shape to compare.
+        stored: Dtype and shape of the stored tensors. What transformers merges when it loads has no shape to compare.
+        named: Name in the model -> name in the files, where it is known.
     """
     own = model.state_dict()
-    sources = source_names(model, stored)
+    sources = source_names(model, stored) if named is None else named
     merged = merged_names(model, own)
     for name, source in sources.items():
         if name not in own:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,9 +16,9 @@ from quark.base.libraries.transformers import empty_of_class
 from quark.errors import ConfigError, FormatError, QuarkError, as_format_error
 from quark.torch.checkpoint.float_model import load_whole
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored, mark_loaded
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.shards import read_names, read_tensors
 from quark.torch.checkpoint.sources.claims import check_claim
-from quark.torch.checkpoint.sources.source import Source
 from quark.torch.checkpoint.stored_tensors import stored_tensors
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, FolderFormat, Format, Stored
@@ -26,9 +27,8 @@ from quark.torch.formats.gptq.auto_round import AUTO_ROUND, as_known
 from quark.torch.layers import layer_class
 from quark.torch.layers.replace import quantized_layers, set_submodule
 from quark.torch.model.blocks.offloading import with_weights
-from quark.torch.model.folder_files import shard_files
-from quark.torch.model.meta_model import fill_buffers, saved_dtype
-from quark.torch.model.model_folder import load_config, model_class, read_config
+from quark.torch.model.meta_model import fill_buffers, named_dtype
+from quark.torch.model.model_folder import model_class
 from quark.torch.model.names import layers_in_model
 from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
 from quark.torch.model.tied_weights import tying_configs
@@ -63,22 +63,23 @@ def import_model_from_safetensors(
     Raises:
         FormatError: The folder is of none of these formats, or a tensor is corrupt, missing or of another shape.
     """
-    folder = Path(model_dir)
-    check_claim(folder, read_config(folder), Source(shard_files(folder)).metas())
+    folder = OpenedFolder(Path(model_dir), trust_remote_code)
+    check_claim(folder.path, folder.config, folder.metas)
     stored = read_quantization_config(folder)
     form = FORMATS[stored["quant_method"]]
     if model is None and form.name == "quark":
         where = "auto" if multi_device or multi_gpu else device or ("cuda" if torch.cuda.is_available() else "cpu")
         options: dict[str, Any] = {"device_map": where, "attn_implementation": attn_implementation}
-        loaded: nn.Module = load_whole(folder, trust_remote_code=trust_remote_code, **options)
+        loaded: nn.Module = load_whole(folder, **options)
         return loaded
     if model is None:
-        with as_format_error(folder):
-            model = _float_model(folder, trust_remote_code, attn_implementation)
+        with as_format_error(folder.path):
+            model = _float_model(folder, attn_implementation)
     if any(buffer.is_meta for _, buffer in getattr(model, "named_non_persistent_buffers", list)()):
         fill_buffers(model)  # rotary tables: no checkpoint holds them
-    files = shard_files(folder)
-    content = replace(_resolved(form, stored, files, model), dtype=saved_dtype(folder))
+    files = [file.path for file in folder.files]
+    dtype = folder.dtype if folder.is_network else named_dtype(folder.config)
+    content = replace(_resolved(form, stored, files, model), dtype=dtype)
     load_stored(model, content.form or form, content, read_tensors(files))
     return model if device is None else model.to(device)
 
@@ -102,15 +103,15 @@ def _resolved(form: FolderFormat, stored: dict[str, Any], files: list[Path], mod
     return replace(result, config=replace(result.config, exclude=absent))
 
 
-def read_quantization_config(folder: Path) -> dict[str, Any]:
+def read_quantization_config(folder: OpenedFolder) -> dict[str, Any]:
     """The `quantization_config` of a checkpoint folder, as a format here calls it.
 
     Raises:
         FormatError: It is of another quantizer.
         NotSupportedError: It is of auto-round, in a form that is not read.
     """
-    path = folder / "config.json"
-    stored = read_config(folder).get("quantization_config")
+    path = folder.path / "config.json"
+    stored = folder.config.get("quantization_config")
     if not isinstance(stored, dict):
         raise FormatError(f"{path} has no quantization_config: the model is not quantized.")
     if stored.get("quant_method") not in (*FORMATS, *AUTO_ROUND):
@@ -194,11 +195,11 @@ def _assign(module: nn.Module, leaf: str, tensor: torch.Tensor, quantized: bool)
             present.copy_(tensor)
 
 
-def _float_model(folder: Path, trust_remote_code: bool, attention: str | None) -> nn.Module:
+def _float_model(folder: OpenedFolder, attention: str | None) -> nn.Module:
     """The float model that the config.json of a folder describes, empty."""
-    config = load_config(folder, trust_remote_code)
+    config = copy.deepcopy(folder.of_transformers)
     del config.quantization_config
-    chosen = model_class(folder, config, trust_remote_code)
+    chosen = model_class(folder.path, config, folder.trust_remote_code)
     model: nn.Module = empty_of_class(chosen, config, config.dtype, attn_implementation=attention)
     return model.eval()
 

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from quark.base.libraries.diffusers import is_network
-from quark.base.progress import progress
 from quark.core.scales import QParams
 from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec, TensorSpec
@@ -345,15 +344,6 @@ def write_entry(name: str, tensors: Tensors, places: Mapping[str, ByteRange], na
     """Write the stored tensors of a source tensor to their places."""
     for suffix, tensor in tensors.items():
         write_tensor(tensor, places[named(name, suffix)])
-
-
-def write_shards(
-    folder: Path, items: list[Entry], named: Naming, max_shard_size: str = "5GB", stem: str = "model"
-) -> None:
-    """Write the entries as model.safetensors, or as shards with an index."""
-    places = create_shards(folder, stored_shapes(items, named), max_shard_size, stem=stem)
-    for name, make, _ in progress(items, "write", total=len(items)):
-        write_entry(name, make(), places, named)
 
 
 def save_tensors(tensors: Tensors, file: Path) -> None:

@@ -7,36 +7,30 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from quark.base.libraries.transformers import folder_of
 from quark.errors import FormatError
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.shards import Entry, Plain, plain_entry
-from quark.torch.checkpoint.sources.methods import readable_quantization
-from quark.torch.checkpoint.sources.source import Source
 from quark.torch.checkpoint.stored_tensors import HALF, is_wide
-from quark.torch.model.folder_files import shard_files
-from quark.torch.model.meta_model import saved_dtype
-from quark.torch.model.model_folder import read_config
-from quark.torch.model.names import OtherForm, other_forms, source_names
+from quark.torch.model.names import OtherForm, other_forms
 
 
 class StoredTypes:
     """Makes entries of float tensors in the types of a source folder.
 
     Args:
-        source: The folder's tensors.
-        names: Name in the model -> name in the folder.
-        dtype: In which the model was loaded; that of the folder's config.
+        folder: The folder.
+        model: Of its class, in the dtype of the folder.
         narrow: Whether a type narrower than the model's is taken, too: not where an algorithm may change values.
     """
 
-    def __init__(self, source: Source, names: Mapping[str, str], dtype: torch.dtype, narrow: bool) -> None:
-        self.source, self.names, self.dtype, self.narrow = source, names, dtype, narrow
+    def __init__(self, folder: OpenedFolder, model: Any, narrow: bool) -> None:
+        self.source, self.dtype, self.narrow = folder.source, model.dtype, narrow
+        self.names = {name: stored for name, stored in folder.names(model).items() if stored in folder.metas}
 
     def entry(self, name: str, tensor: torch.Tensor) -> Entry:
         """The entry of a tensor of the model: of the stored values where the model's are those, rounded."""
@@ -63,13 +57,7 @@ class StoredTypes:
         return there.dtype if readable and (self.narrow or there.dtype.itemsize > own.itemsize) else None
 
 
-def source_folder(model: Any) -> Path | None:
-    """The folder that a model was loaded from, where its config says it and it is there."""
-    path = folder_of(model.config) or getattr(model, "name_or_path", "")
-    return Path(path) if path and Path(path).is_dir() else None
-
-
-def stored_plain(model: Any, folder: Path | None, narrow: bool) -> Plain:
+def stored_plain(model: Any, folder: OpenedFolder | None, narrow: bool) -> Plain:
     """What makes entries of the float tensors of a model in memory.
 
     Args:
@@ -80,16 +68,14 @@ def stored_plain(model: Any, folder: Path | None, narrow: bool) -> Plain:
     A model that was loaded in, or made to be of, another type than its folder's config names keeps its own types.
     """
     try:
-        source = None if folder is None else Source(shard_files(folder), readable_quantization(read_config(folder)))
+        if folder is None or folder.source is None or model.dtype != folder.dtype:
+            return plain_entry
     except FormatError:  # of pickled weights, or of files that are gone
-        source = None
-    if source is None or folder is None or model.dtype != (saved_dtype(folder) or source.dtype()):
         return plain_entry
-    named = source_names(model, source.stored_names())
-    return StoredTypes(source, named, model.dtype, narrow).entry
+    return StoredTypes(folder, model, narrow).entry
 
 
-def forms_of(model: Any, folder: Path | None, coded: Iterable[str] = ()) -> list[OtherForm]:
+def forms_of(model: Any, folder: OpenedFolder | None, coded: Iterable[str] = ()) -> list[OtherForm]:
     """What a checkpoint of a model holds in other tensors than the model: as the folder has it that it came from.
 
     Args:
@@ -97,14 +83,8 @@ def forms_of(model: Any, folder: Path | None, coded: Iterable[str] = ()) -> list
         folder: That it was loaded from, if that is known.
         coded: Names of the layers that are stored in codes.
     """
-    if folder is None or not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+    source = None if folder is None else folder.source_if_any
+    if folder is None or source is None:
         return other_forms(model, coded)  # of pickled weights, for one
-    source = Source(shard_files(folder), readable_quantization(read_config(folder)))
-    return forms_of_source(model, source, coded)
-
-
-def forms_of_source(model: Any, source: Source, coded: Iterable[str] = ()) -> list[OtherForm]:
-    """The same of an open folder."""
-    names = set(source.names())
-    named = {name: file for name, file in source_names(model, names).items() if file in names}
+    named = folder.float_names(model)
     return other_forms(model, coded, lambda name: source.shape(named[name]) if name in named else None)

@@ -9,7 +9,6 @@ here in the type that most of its numbers are stored in.
 from __future__ import annotations
 
 import inspect
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 
 from quark.base.garbage import without_collection
 from quark.base.libraries.diffusers import always_float32, without_values
-from quark.errors import FormatError, as_format_error, require_packages
+from quark.errors import FormatError, require_packages
 from quark.torch.diffusion.component import TIMESTEPS
 
 
@@ -82,21 +81,13 @@ def set_types(model: Any, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(dtype if wide.isdisjoint(name.split(".")) else torch.float32)
 
 
-def common_dtype(files: Iterable[Path]) -> torch.dtype:
-    """The type of values that most numbers of safetensors files are stored in; without any, float32.
-
-    Raises FormatError for a file that cannot be read.
-    """
-    from safetensors import safe_open
-
-    counts: Counter[str] = Counter()
-    for file in files:
-        with as_format_error(file, "cannot be read"), safe_open(file, "pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 - no mapping
-                header = stored.get_slice(name)
-                counts[header.get_dtype()] += math.prod(header.get_shape())
-    return DTYPES[max(counts.keys() & DTYPES.keys(), key=lambda name: counts[name], default="F32")]
+def common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """The type of values that most numbers of these tensors are stored in; without any, float32."""
+    counts: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        counts[tensor.dtype] += tensor.numel()
+    return max((dtype for dtype in VALUES if counts[dtype]), key=counts.__getitem__, default=torch.float32)
 
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types of values by their names in safetensors files."""
+VALUES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Types of values, where others are codes."""

@@ -19,17 +19,17 @@ from quark.base.json_objects import plain_json
 from quark.base.libraries.transformers import import_transformers
 from quark.base.log import logger
 from quark.errors import FormatError, NotSupportedError, as_format_error, require_packages
-from quark.torch.checkpoint.float_model import check_stored, load_float_model
+from quark.torch.checkpoint.float_model import load_float_model
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import TensorFile
-from quark.torch.checkpoint.sources.methods import AS_FLOAT, method_of
+from quark.torch.checkpoint.sources.methods import AS_FLOAT
 from quark.torch.model.folder_files import file_of, side_files
-from quark.torch.model.model_folder import read_config
 from quark.torch.writers.model_card import CACHE
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def base_of(folder: Path) -> Path:
+def base_of(folder: Path) -> OpenedFolder:
     """The folder of the model that an adapter was trained for: as its config says, from here or from the adapter.
 
     The header of the adapter's weights is read, too, so that a plan finds what is damaged.
@@ -53,15 +53,15 @@ def base_of(folder: Path) -> Path:
             f"{folder} is an adapter of {name}, and no model folder is there. Possible: `hf download {name} "
             f"--local-dir DIR`, and DIR as base_model_name_or_path in {path}."
         )
-    stored = read_config(found)
-    if stored.get("quantization_config") and method_of(stored) not in AS_FLOAT:
+    base = OpenedFolder(found)
+    if base.config.get("quantization_config") and base.method not in AS_FLOAT:
         raise NotSupportedError(
             f"{folder} is an adapter of {found}, which is quantized: an adapter is added to float weights. Possible: "
             f"the float model as base_model_name_or_path in {path}."
         )
-    check_stored(found)
+    base.check()
     TensorFile(file_of(folder, WEIGHTS))
-    return found
+    return base
 
 
 @contextmanager
@@ -88,34 +88,35 @@ def merged(folder: Path, output: Path) -> Iterator[Path]:
         of_hub = [part for part in place.parts if CACHE.fullmatch(part)][:1]
         whole = scratch.joinpath(*of_hub, place.name)
         whole.mkdir(parents=True)
-        for source in (base, folder):
+        for source in (base.path, folder):
             for name in side_files(source):
                 if name.suffix != ".md" and name.name not in (CONFIG, WEIGHTS):
                     (whole / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(source / name, whole / name)
         _merged_model(folder, base, held).save_pretrained(whole)
-        logger.info("Merged the adapter %s into its base model %s.", folder, base)
+        logger.info("Merged the adapter %s into its base model %s.", folder, base.path)
         yield whole
 
 
-def _merged_model(folder: Path, base: Path, held: set[str]) -> Any:
+def _merged_model(folder: Path, base: OpenedFolder, held: set[str]) -> Any:
     """The base model with what the adapter adds, in the dtype of the base."""
     import peft  # of an extra: only where an adapter is read
 
     import_transformers().utils.logging.disable_progress_bar()
     model = load_float_model(base)
-    with as_format_error(folder, f"is no adapter that fits {base}"), warnings.catch_warnings():
+    with as_format_error(folder, f"is no adapter that fits {base.path}"), warnings.catch_warnings():
         # PEFT asks transformers by a name that is old there, and warns of tensors that are compared below.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`|Found missing adapter keys")
         model = peft.PeftModel.from_pretrained(model, str(folder), local_files_only=True)
-    model.peft_config[model.active_adapter].base_model_name_or_path = str(base)  # which is read for its vocabulary
+    model.peft_config[model.active_adapter].base_model_name_or_path = str(base.path)  # which is read for its vocabulary
     used = set(peft.get_peft_model_state_dict(model))
     if used != held:
         odd = sorted(used ^ held)
         raise FormatError(
-            f"{folder / WEIGHTS} does not fit {base}: {len(odd)} tensors are in only one of the two, such as {odd[0]}."
+            f"{folder / WEIGHTS} does not fit {base.path}: {len(odd)} tensors are in only one of the two, such as "
+            f"{odd[0]}."
         )
     if not hasattr(model, "merge_and_unload") or not getattr(model.base_model, "merge_and_unload", None):
         raise NotSupportedError(f"{folder}: an adapter of the kind {model.peft_type} cannot be merged into its base.")
-    with as_format_error(folder, f"cannot be merged into {base}"):
+    with as_format_error(folder, f"cannot be merged into {base.path}"):
         return model.merge_and_unload(safe_merge=True)

@@ -15,6 +15,7 @@ from quark.errors import NotSupportedError
 from quark.goals.expert_names import expert_names, unread_experts
 from quark.goals.goal import RuntimeGoal
 from quark.torch.calibration.reached import check_reached
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.config import QConfig
 from quark.torch.config.selectors import output_head
 from quark.torch.flows.replaced import replaced
@@ -25,10 +26,12 @@ from quark.torch.model.names import layers_published
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.plan import Plan
 from quark.torch.writers.folder import FolderTarget, of_model
-from quark.torch.writers.gguf.file import GgufTarget
+from quark.torch.writers.writer import OutputTarget
 
 
-def check_plan(meta: Any, config: QConfig, made: Plan, form: str, reader: str = TRANSFORMERS) -> str | None:
+def check_plan(
+    meta: Any, config: QConfig, made: Plan, form: str, reader: str = TRANSFORMERS, folder: OpenedFolder | None = None
+) -> str | None:
     """What transformers would decode wrongly of a folder that others read, a sentence; None where there is nothing.
 
     Raise NotSupportedError or ShapeError for a plan whose result the format could not hold, or nobody would find.
@@ -39,12 +42,19 @@ def check_plan(meta: Any, config: QConfig, made: Plan, form: str, reader: str = 
         made: The plan of both.
         form: A value of --export-format; "onnx" holds what the plan holds.
         reader: What the folder is made for, of READERS.
+        folder: That the model is of; None: one that was built by hand.
     """
     if form == "onnx":
         return None
-    target = GgufTarget() if form == "gguf" else FolderTarget(form, reader=reader)
+    target: OutputTarget = FolderTarget(form, reader=reader) if form != "gguf" else _gguf()
     with replaced(meta, made):
-        return target.writer(of_model(meta, config, made, solved=False)).check()
+        return target.writer(of_model(meta, config, made, folder, solved=False)).check()
+
+
+def _gguf() -> OutputTarget:
+    from quark.torch.writers.gguf.file import GgufTarget  # with the tables of architectures
+
+    return GgufTarget()
 
 
 def check_data(meta: Any, made: Plan, data: Iterable[Any] | None) -> None:

@@ -17,34 +17,26 @@ import torch
 from quark.base.log import logger
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.calibration.distributed import first_then_all
-from quark.torch.checkpoint.float_model import check_metas, shapes_of
-from quark.torch.checkpoint.safetensors_file import ByteRange
-from quark.torch.checkpoint.shards import Entry
-from quark.torch.checkpoint.sources.carried import (
+from quark.torch.checkpoint.carried import (
     CarriedLayers,
     as_modules,
     carried_entries,
     carried_layers,
-    plan_carried,
     refuse_carried,
 )
-from quark.torch.checkpoint.sources.claims import check_claim
+from quark.torch.checkpoint.float_model import check_metas
+from quark.torch.checkpoint.opened import OpenedFolder
+from quark.torch.checkpoint.safetensors_file import ByteRange
+from quark.torch.checkpoint.shards import Entry
 from quark.torch.checkpoint.sources.methods import quantization_of
 from quark.torch.checkpoint.sources.origins import Origin, Origins, names_of
-from quark.torch.checkpoint.sources.source import Source
-from quark.torch.checkpoint.stored_types import StoredTypes, forms_of_source
+from quark.torch.checkpoint.stored_types import StoredTypes, forms_of
 from quark.torch.config.config import QConfig
+from quark.torch.flows.predicted_size import FolderPlan, plan_layers
 from quark.torch.formats import Format
 from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.layers.attention.cache_rules import check_cache_config
-from quark.torch.model.folder_files import shard_files
-from quark.torch.model.meta_model import build_skeleton
-from quark.torch.model.model_folder import read_config
-from quark.torch.model.names import dropped_names, source_names
-from quark.torch.model.outside_reads import weights_read_elsewhere
-from quark.torch.model.passes import prepare
 from quark.torch.model.tied_weights import tied_names
-from quark.torch.plan import chooser, make_plan
 from quark.torch.writers.carried import Carried
 from quark.torch.writers.writer import OutputTarget, Quantized, Writer
 
@@ -78,7 +70,7 @@ class CheckpointJob:
         target: What it becomes.
         keep_unexpected: As for `load_float_model`.
         data: Calibration batches, where there are some.
-        trust_remote_code: Whether the class of the model may be code of the folder.
+        plan: What its layers get, where that is known; None: it is made.
 
     Attributes:
         files: The safetensors files of the folder.
@@ -96,33 +88,32 @@ class CheckpointJob:
     def __init__(
         self,
         config: QConfig,
-        folder: Path,
+        folder: OpenedFolder,
         target: OutputTarget,
         keep_unexpected: bool = False,
         data: Iterable[Any] | None = None,
-        trust_remote_code: bool = False,
+        plan: FolderPlan | None = None,
     ) -> None:
         check_cache_config(config)
         self.config, self.folder, self.target = config, folder, target
-        self.files = shard_files(folder)
-        stored = read_config(folder)
-        check_claim(folder, stored, Source(self.files).metas())
-        self.quantization = quantization_of(stored, folder)
-        self.checkpoint = Source(self.files, self.quantization)
-        tensors = self.checkpoint.metas()
-        self.model = build_skeleton(folder, self.checkpoint.dtype(), shapes_of(tensors), trust_remote_code)
+        self.files = [file.path for file in folder.files]
+        folder.check()
+        self.quantization = quantization_of(folder.config, folder.path)
+        self.checkpoint = folder.source
+        skeleton = folder.skeleton
         if self.quantization is None:
-            check_metas(folder, self.model, tensors)
-        self.origins = Origins(self.model, self.checkpoint.names())
-        self._beside = dropped_names(self.model, self.checkpoint.names())
+            check_metas(folder.path, skeleton, folder.metas, folder.names(skeleton))
+        self.origins = Origins(skeleton, folder.float_names(skeleton))
+        self._beside = [*folder.dropped(skeleton)]
         if keep_unexpected:
-            placed = names_of(self.origins.of(self.model), self.model.state_dict())
+            placed = names_of(self.origins.of(skeleton), skeleton.state_dict())
             self._beside = [name for name in self.checkpoint.names() if name in {*self._beside} or name not in placed]
-        prepare(self.model, chooser(config, self.model).wanted)
+        if plan is None or keep_unexpected:
+            self.model = folder.copy()
+            self.plan = plan_layers(self.model, config, folder, self._beside, data)
+        else:
+            self.model, self.plan = plan.meta, plan.layers
         self._carried = carried_layers(self.model, self.checkpoint, self._beside)
-        elsewhere = weights_read_elsewhere(self.model, data)
-        plan = make_plan(config, self.model, read_elsewhere=elsewhere, beside=self._carried)
-        self.plan = plan_carried(config, self.model, plan, self._carried)
 
     def contents(self) -> Contents:
         """What the new model will hold; to be asked for while the layers of the plan are replaced.
@@ -141,18 +132,17 @@ class CheckpointJob:
         unexpected = sorted({*self.checkpoint.names()} - names_of(in_folder, ties) - {*self._beside})
         if unexpected:
             raise FormatError(
-                f"{self.folder} holds {len(unexpected)} tensors that the class of its config.json has no place for: "
-                f"{', '.join(unexpected[:5])}. Possible: keep_unexpected (--keep-unexpected), which copies them."
+                f"{self.folder.path} holds {len(unexpected)} tensors that the class of its config.json has no place "
+                f"for: {', '.join(unexpected[:5])}. Possible: keep_unexpected (--keep-unexpected), which copies them."
             )
-        there = source_names(self.model, self.checkpoint.names()) if writer.forms else {}
+        there = self.folder.names(self.model) if writer.forms else {}
         copied = {form.members[0]: {file: there[n] for file, n in form.files.items()} for form in writer.forms}
         return Contents(writer, made, sources, ties, copied)
 
     def _quantized(self) -> Quantized:
         """The model for its writer, which stores what is not quantized in its stored type."""
-        named = source_names(self.model, self.checkpoint.stored_names())
-        types = StoredTypes(self.checkpoint, named, self.model.dtype, narrow=not self.config.algo_config)
-        published = partial(forms_of_source, self.model, self.checkpoint)
+        types = StoredTypes(self.folder, self.model, narrow=not self.config.algo_config)
+        published = partial(forms_of, self.model, self.folder)
         return Quantized(
             self.model, self.config, self.plan, self.folder, types.entry, published, self._carried_as, solved=False
         )
@@ -179,7 +169,7 @@ class CheckpointJob:
             first, *others = (self.checkpoint.stored(source) for source in dict.fromkeys(stored))
             if any(not torch.equal(first, other) for other in others):
                 raise NotSupportedError(
-                    f"{self.folder} holds different tensors under names that its model ties: {', '.join(stored)}. "
+                    f"{self.folder.path} holds different tensors under names that its model ties: {', '.join(stored)}. "
                     "Possible: tie_word_embeddings false in config.json, or quantize_model, with the model in memory."
                 )
 

@@ -27,12 +27,14 @@ from quark.errors import ConfigError, QuarkError
 from quark.torch.calibration.calibrate import FROM_OWN_RANGE, qparams_under, sharing_scales, tensor_qparams
 from quark.torch.calibration.distributed import check_alive, rank, shared_output, world
 from quark.torch.checkpoint.loading import stored_on_meta
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import ByteRange, write_across
 from quark.torch.checkpoint.shards import Entry
 from quark.torch.checkpoint.sources.origins import Origin
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob, Contents, create_files
+from quark.torch.flows.predicted_size import FolderPlan
 from quark.torch.flows.replaced import replaced
 from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.formats.layout import Layout, Tensors
@@ -94,7 +96,7 @@ class Conversion:
 
 def quantize_files(
     config: QConfig,
-    source: Path,
+    source: OpenedFolder,
     output: Path,
     *,
     devices: list[str],
@@ -102,7 +104,7 @@ def quantize_files(
     overwrite: bool = False,
     keep_unexpected: bool = False,
     target: OutputTarget = QUARK,
-    trust_remote_code: bool = False,
+    plan: FolderPlan | None = None,
 ) -> None:
     """Quantize a checkpoint folder into another.
 
@@ -116,7 +118,7 @@ def quantize_files(
         overwrite: As for `export_safetensors`.
         keep_unexpected: As for `load_float_model`.
         target: What it becomes.
-        trust_remote_code: As for `CheckpointJob`.
+        plan: As for `CheckpointJob`.
 
     Raises:
         OutputExistsError: `output` is, holds or lies in the source; or see `quark.base.files.check_folder`.
@@ -124,8 +126,8 @@ def quantize_files(
         FormatError: The source is incomplete or corrupt.
         NonFiniteError, ShapeError: See there; each names the tensor.
     """
-    check_apart(output, source, whole=not target.is_file)
-    job = CheckpointJob(config, source, target, keep_unexpected, trust_remote_code=trust_remote_code)
+    check_apart(output, source.path, whole=not target.is_file)
+    job = CheckpointJob(config, source, target, keep_unexpected, plan=plan)
     _refuse_data(config, job.plan)
     conversion = Conversion(job.files, job.quantization)
     with shared_output(output, overwrite, target.is_file) as made, replaced(job.model, job.plan) as layers:
@@ -138,7 +140,7 @@ def quantize_files(
         _run(conversion, _share(_families(items, groups), job.checkpoint, rank(), world()), devices, workers)
         if rank() == 0:
             writer.write_rest(made)
-    logger.info("Quantized %s to %s.", source, output)
+    logger.info("Quantized %s to %s.", source.path, output)
 
 
 def _refuse_data(config: QConfig, plan: Plan) -> None:

@@ -13,8 +13,8 @@ from quark.core.names.patterns import matches
 from quark.errors import NotSupportedError
 from quark.goals.float_layers import FloatLayer, float_layers
 from quark.goals.goal import RuntimeGoal
-from quark.torch.checkpoint.sources.carried import carried_beside
-from quark.torch.checkpoint.stored_types import source_folder
+from quark.torch.checkpoint.carried import carried_beside
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.config import QConfig
 from quark.torch.formats.fused_groups import architectures
 from quark.torch.plan import chooser, quantizable_layers
@@ -22,18 +22,19 @@ from quark.torch.plan import chooser, quantizable_layers
 LAYERS = (nn.Linear, nn.Embedding)
 
 
-def left_in_float(model: Any, config: QConfig, goal: RuntimeGoal) -> QConfig:
+def left_in_float(model: Any, config: QConfig, goal: RuntimeGoal, folder: OpenedFolder | None = None) -> QConfig:
     """A config that leaves in float what a server builds so; says what that is.
 
     Args:
         model: With or without weights; it is not changed.
         config: What is asked for; it is not changed.
         goal: The server.
+        folder: That the model is of; None: one that was built by hand.
 
     Raises:
         NotSupportedError: An entry for some layers is about such layers alone.
     """
-    beside = carried_beside(model, source_folder(model)) if config.layer_quant_config else {}
+    beside = carried_beside(model, folder) if config.layer_quant_config else {}
     rows = _built_in_float(model, config, goal.program, beside) if goal.float_layers else {}
     if not rows:
         return config

@@ -28,11 +28,13 @@ from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import first_then_all, rank, wait, world
 from quark.torch.calibration.reached import check_reached
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.sources.origins import Origin
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob, Contents, create_files
 from quark.torch.flows.per_block import blocks_without_weights, observed_tensors, quantize_blocks, refuse_whole
+from quark.torch.flows.predicted_size import FolderPlan
 from quark.torch.flows.preflight import estimate, preflight
 from quark.torch.flows.replaced import attention_quantized, replaced
 from quark.torch.flows.resume import MODEL, Manifest, fingerprint_of_data, fingerprint_of_files, in_use
@@ -49,7 +51,7 @@ HOW_IT_RAN = ("shared_scale_groups", "sync_moe_expert_input_amax", "calibrate_al
 
 def stream(
     config: QConfig,
-    source: Path,
+    source: OpenedFolder,
     output: Path,
     data: Iterable[Any] | None = None,
     *,
@@ -58,7 +60,7 @@ def stream(
     work: Path | None = None,
     keep_unexpected: bool = False,
     target: OutputTarget = QUARK,
-    trust_remote_code: bool = False,
+    plan: FolderPlan | None = None,
 ) -> None:
     """Quantize a checkpoint folder into another.
 
@@ -72,7 +74,7 @@ def stream(
         work: Folder of the unfinished run, which goes on; default: `output` with ".partial" behind its name.
         keep_unexpected: As for `load_float_model`.
         target: What it becomes.
-        trust_remote_code: As for `CheckpointJob`.
+        plan: As for `CheckpointJob`.
 
     Raises:
         OutputExistsError: `output` is, holds or lies in the source; or see `quark.base.files.check_folder`.
@@ -80,14 +82,14 @@ def stream(
         FormatError: The source, or what `work` holds, is incomplete or corrupt.
         CalibrationError, NonFiniteError, ShapeError, NotSupportedError: See there; each names the tensor or layer.
     """
-    check_apart(output, source, whole=not target.is_file)
+    check_apart(output, source.path, whole=not target.is_file)
     (check_file if target.is_file else check_folder)(output, overwrite)
-    job = CheckpointJob(config, source, target, keep_unexpected, data, trust_remote_code)
+    job = CheckpointJob(config, source, target, keep_unexpected, data, plan)
     batches = None if data is None else list(calibration_data(job.model, data) or ())
-    settings = _settings(config, target, [source / "config.json", *job.files], batches)
+    settings = _settings(config, target, [source.path / "config.json", *job.files], batches)
     refuse_whole(algorithms_of(config.algo_config or []))
     work = check_place(output.with_name(f"{output.name}.partial"), overwrite=True) if work is None else work.resolve()
-    check_apart(work, source, whole=not target.is_file)
+    check_apart(work, source.path, whole=not target.is_file)
     with (
         replaced(job.model, job.plan) as layers,
         attention_quantized(job.model, config, job.plan, layers),
@@ -107,7 +109,7 @@ def stream(
             (move_file if target.is_file else move_folder)(made, output)
             manifest.remove()
         wait()
-    logger.info("Quantized %s to %s.", source, output)
+    logger.info("Quantized %s to %s.", source.path, output)
 
 
 @contextmanager

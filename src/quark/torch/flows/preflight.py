@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -19,11 +19,12 @@ from quark.base.log import logger
 from quark.base.memory_and_disk import available_memory, check_disk, check_memory, free_disk
 from quark.base.progress import write_event
 from quark.core.array import DEVICE_CHUNK
-from quark.torch.algorithms.base import Algorithm
-from quark.torch.algorithms.rounding.gptq import ELEMENTS, LEAST_ROWS
 from quark.torch.calibration.work_device import ON_DEVICE
 from quark.torch.model.batches import hidden_width, tokens_in
 from quark.torch.model.blocks import find_blocks
+
+if TYPE_CHECKING:
+    from quark.torch.algorithms.base import Algorithm
 
 TEMPORARIES, CANDIDATES = 9, 3
 """Arrays of the rows that are solved at once, and chunks of candidates for scales, that are alive together. Counted on
@@ -63,6 +64,8 @@ def on_gpu(model: nn.Module, tokens: int) -> OnGpu:
     block = max((model.get_submodule(name) for name in names), key=_bytes)
     wide = max(m.in_features for m in block.modules() if isinstance(m, nn.Linear))
     item = next(p.element_size() for p in block.parameters())
+    from quark.torch.algorithms.rounding.gptq import ELEMENTS, LEAST_ROWS  # where it runs
+
     rows = TEMPORARIES * 4 * max(ELEMENTS, LEAST_ROWS * wide)
     # What a block reads and gives, and what its widest layer reads.
     held = item * tokens * (2 * hidden_width(model) + wide)

@@ -15,13 +15,13 @@ from quark.base.files import refuse_pickle, require_config
 from quark.base.libraries.transformers import import_transformers, require_readable_tokenizer
 from quark.base.log import logger
 from quark.errors import ConfigError, FormatError, NotSupportedError, as_format_error, did_you_mean, one_line
-from quark.torch.checkpoint.float_model import load_float_model, shapes_of, stored_metas
+from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.checkpoint.importer import import_model_from_safetensors
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.formats import FORMATS
 from quark.torch.formats.gptq.auto_round import AUTO_ROUND
 from quark.torch.model.batches import evaluating, input_device, named_device
-from quark.torch.model.meta_model import build_skeleton, fill_buffers
-from quark.torch.model.model_folder import read_config
+from quark.torch.model.meta_model import fill_buffers
 from quark.torch.model.passes.unfuse_experts import unfuse_known
 
 __all__ = [
@@ -82,15 +82,16 @@ def get_model(
     where = None if spread else named_device(device)
     dtype = data_type if data_type == "auto" else getattr(torch, data_type)
     options: dict[str, Any] = {"attn_implementation": attn_implementation}
-    if str((read_config(folder).get("quantization_config") or {}).get("quant_method")) in FOREIGN:
+    opened = OpenedFolder(folder, trust_remote_code)
+    if opened.method in FOREIGN:
         if spread:
             raise NotSupportedError(f"{folder} is quantized: it is loaded to one device. Leave multi_gpu at False.")
         with as_format_error(folder):
             model = import_model_from_safetensors(None, folder, device=str(where), **options)
     elif spread:
-        model = load_float_model(folder, dtype, trust_remote_code=trust_remote_code, device_map=spread, **options)
+        model = load_float_model(opened, dtype, device_map=spread, **options)
     else:
-        model = load_float_model(folder, dtype, trust_remote_code=trust_remote_code, **options).to(where)
+        model = load_float_model(opened, dtype, **options).to(where)
     return model.eval(), next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
 
 
@@ -157,13 +158,8 @@ def create_model_skeleton(
         trust_remote_code: As for `get_model`.
         attn_implementation: "eager" or "sdpa".
     """
-    folder = Path(model_dir)
-    try:
-        shapes = shapes_of(stored_metas(folder))
-    except FormatError:  # a skeleton needs no weights
-        shapes = {}
-    model: Any = build_skeleton(folder, shapes=shapes, trust_remote_code=trust_remote_code)
-    with as_format_error(folder):
+    model: Any = OpenedFolder(Path(model_dir), trust_remote_code).skeleton
+    with as_format_error(Path(model_dir)):
         model.set_attn_implementation(attn_implementation)
         fill_buffers(model)
     skeleton: nn.Module = model

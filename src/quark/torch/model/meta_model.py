@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,10 @@ from torch import nn
 
 from quark.base.libraries.diffusers import is_network
 from quark.base.libraries.transformers import draw_missing, dtype_plan, empty_of_class, has_values, set_folder
-from quark.errors import FormatError, as_format_error
+from quark.errors import as_format_error
 from quark.torch.diffusion.component import CLASS, is_component
-from quark.torch.diffusion.network import common_dtype, empty_network, network_class
-from quark.torch.model.folder_files import shard_files
-from quark.torch.model.model_folder import Shapes, check_sizes, load_config, model_class, read_config
+from quark.torch.diffusion.network import empty_network, network_class
+from quark.torch.model.model_folder import model_class
 
 _LOCAL = {
     **dict.fromkeys(("generation_config", "from_pipeline", "cache_dir", "proxies", "token", "revision")),
@@ -33,55 +33,33 @@ _LOCAL = {
 """How transformers looks for the generation config of a folder."""
 
 
-def saved_dtype(folder: Path) -> torch.dtype | None:
-    """The dtype of a model as its config.json has it, or None."""
-    config = read_config(folder)
+def named_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype of a model as its config.json has it, or None; of the networks of diffusers quantized ones have it."""
     if is_component(config):
-        return _component_dtype(folder, config)
-    name = config.get("dtype") or config.get("torch_dtype")
+        name = (config.get("quantization_config") or {}).get("torch_dtype")
+    else:
+        name = config.get("dtype") or config.get("torch_dtype")
     found = getattr(torch, name, None) if isinstance(name, str) else None
     return found if isinstance(found, torch.dtype) else None
 
 
-def _component_dtype(folder: Path, config: dict[str, Any]) -> torch.dtype:
-    """The dtype of a network of diffusers: only a quantized one says it, else it is that of most stored numbers."""
-    said = getattr(torch, str((config.get("quantization_config") or {}).get("torch_dtype")), None)
-    if isinstance(said, torch.dtype):
-        return said
-    try:
-        files = shard_files(folder)
-    except FormatError:  # a plan needs no weights
-        return torch.float32
-    return common_dtype(files)
-
-
-def build_skeleton(
-    folder: Path,
-    stored_dtype: torch.dtype = torch.float32,
-    shapes: Shapes | None = None,
-    trust_remote_code: bool = False,
-) -> Any:
-    """The model of the class that config.json names, in evaluation mode; nothing of it is allocated.
+def build_skeleton(folder: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """The model of the class that the config of a folder names, in evaluation mode; nothing of it is allocated.
 
     Args:
-        folder: Model folder; its weight files are not read.
-        stored_dtype: The dtype to load in where config.json has none: that of the first float tensor on disk.
-        shapes: Of the tensors in its weight files: what the config may call for.
+        folder: Of a model of transformers; its weight files are not read.
+        config: As transformers reads it; it becomes the model's.
+        dtype: To load in where the config has none.
         trust_remote_code: See `model_class`.
 
     Raises:
-        FormatError: config.json is absent or wrong, or transformers has no class for it.
+        FormatError: The config is wrong, or transformers has no class for it.
     """
-    stored = read_config(folder)
-    check_sizes(folder, stored, shapes or {})
-    if is_component(stored):
-        return _empty_component(folder, stored)
-    config = load_config(folder, trust_remote_code)
     # What the skeleton stands for is the float model, whatever the files hold.
     config.__dict__.pop("quantization_config", None)
     chosen = model_class(folder, config, trust_remote_code)
     with as_format_error(folder):
-        dtype = config.dtype or stored_dtype
+        dtype = config.dtype or dtype
         model = empty_model(chosen, config, dtype)
         read_generation_config(model, folder)
     _keep_wide(model, dtype_plan(model, dtype))
@@ -89,9 +67,9 @@ def build_skeleton(
     return model.eval()
 
 
-def _empty_component(folder: Path, stored: dict[str, Any]) -> Any:
-    """The network of diffusers of a folder, without its weights."""
-    kind, dtype = network_class(folder / "config.json", stored[CLASS]), _component_dtype(folder, stored)
+def build_network(folder: Path, stored: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """The network of diffusers of a folder in a dtype, without its weights, by its config.json."""
+    kind = network_class(folder / "config.json", stored[CLASS])
     with as_format_error(folder):
         model = empty_network(kind, stored, dtype)
     model.register_to_config(_name_or_path=str(folder))

@@ -160,9 +160,8 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def load_config(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a folder. Raises FormatError."""
-    stored = read_config(folder)
+def load_config(folder: Path, stored: Mapping[str, Any], trust_remote_code: bool = False) -> Any:
+    """The transformers config of a folder with this config.json. Raises FormatError."""
     if is_component(stored):
         raise FormatError(f"{folder / 'config.json'} is that of a network of diffusers, and not of transformers.")
     transformers = import_transformers()

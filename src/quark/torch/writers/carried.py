@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,22 +15,19 @@ from torch import nn
 
 from quark.core.spec import LayerSpec
 from quark.errors import FormatError, QuarkError
+from quark.torch.checkpoint.carried import CarriedLayers, carried_modules, carried_of, refuse_carried
 from quark.torch.checkpoint.dequantize import dequantize_layers
 from quark.torch.checkpoint.importer import load_stored, read_quantization_config
 from quark.torch.checkpoint.loading import stored_like
-from quark.torch.checkpoint.safetensors_file import TensorFile
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.shards import Entry, entries
-from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_modules, carried_of, refuse_carried
-from quark.torch.checkpoint.sources.methods import readable_quantization
-from quark.torch.checkpoint.stored_types import source_folder
+from quark.torch.checkpoint.sources.methods import READ
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, Format, Stored
 from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.formats.gptq.auto_round import AUTO_ROUND
 from quark.torch.formats.layout import Layout
 from quark.torch.layers.replace import quantized_layers, set_submodule
-from quark.torch.model.folder_files import shard_files
-from quark.torch.model.model_folder import read_config
 from quark.torch.model.names import dropped_names
 from quark.torch.plan import Plan, chooser
 
@@ -52,7 +48,7 @@ class Carried:
 
 
 def carried_beside_model(
-    model: Any, config: QConfig, plan: Plan, form: Format, pack_method: str, real: bool
+    model: Any, config: QConfig, plan: Plan, folder: OpenedFolder | None, form: Format, pack_method: str, real: bool
 ) -> Carried:
     """What the folder that a model was loaded from holds and the model's class does not build.
 
@@ -61,11 +57,12 @@ def carried_beside_model(
     Args:
         model: A quantized model.
         config, plan: Under which it was quantized.
+        folder: That it was loaded from; None: it is not known.
         form, pack_method, real: What is written; see `entries`.
     """
-    folder, loaded = source_folder(model), hasattr(model, "quant_format")
+    loaded = hasattr(model, "quant_format")
     # What is read as float is so beside a float model, too.
-    as_float = not loaded and folder is not None and _is_read_as_float(folder)
+    as_float = not loaded and folder is not None and folder.method in READ
     coded = None if as_float else carried_in_codes(model, folder)
     apart = list(quantized_layers(coded)) if coded is not None else []
     made: list[Entry] = []
@@ -84,15 +81,11 @@ def carried_beside_model(
     return Carried([*made, *carried_of(model, folder, layers, apart)], plan, modules)
 
 
-def _is_read_as_float(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and readable_quantization(read_config(folder)) is not None
-
-
 SCALE = "weight_scale"
 """Leaf, as quark folders have it, that only a layer in codes has."""
 
 
-def carried_in_codes(model: Any, folder: Path | None) -> nn.Module | None:
+def carried_in_codes(model: Any, folder: OpenedFolder | None) -> nn.Module | None:
     """The layers in codes beside a model in the folder that it was loaded from, under their full names.
 
     Args:
@@ -105,10 +98,7 @@ def carried_in_codes(model: Any, folder: Path | None) -> nn.Module | None:
     Raises:
         FormatError: A tensor of such a layer is corrupt, missing, or of a shape that fits no weight.
     """
-    if folder is None or not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
-        return None
-    method = (read_config(folder).get("quantization_config") or {}).get("quant_method")
-    if method not in (*FORMATS, *AUTO_ROUND):
+    if folder is None or folder.method not in (*FORMATS, *AUTO_ROUND) or not any(folder.path.glob("*.safetensors")):
         return None
     files = _Files(model, folder)
     stored = read_quantization_config(folder)
@@ -126,7 +116,7 @@ def carried_in_codes(model: Any, folder: Path | None) -> nn.Module | None:
     for name, parts in layers.items():
         spec = choice.spec(name, nn.Linear)
         if spec.weight is None:
-            raise FormatError(f"{name} is stored as codes, but the config of {folder} does not give their type.")
+            raise FormatError(f"{name} is stored as codes, but the config of {folder.path} does not give their type.")
         layout = form.make_layout(spec.weight, spec, model.dtype, content.pack_method, real)
         rows, columns = _float_shape(name, parts, spec, layout)
         bias = "bias" in parts
@@ -138,9 +128,8 @@ def carried_in_codes(model: Any, folder: Path | None) -> nn.Module | None:
 class _Files:
     """The tensors that a folder holds and a model's class does not build."""
 
-    def __init__(self, model: Any, folder: Path) -> None:
-        files = [TensorFile(path) for path in shard_files(folder)]
-        held = {name: file for file in files for name in file.names}
+    def __init__(self, model: Any, folder: OpenedFolder) -> None:
+        held = {name: file for file in folder.files for name in file.names}
         self.held = {name: held[name] for name in dropped_names(model, held)}
 
     def by_layer(self, form: Format) -> dict[str, dict[str, torch.Tensor]]:

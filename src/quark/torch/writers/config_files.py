@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from quark.base.json_objects import plain_json
 from quark.base.libraries.diffusers import is_network
 from quark.base.libraries.transformers import has_code, import_transformers, save_code
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.layers.replace import quantized_layers
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -34,7 +34,7 @@ OF_NETWORKS = ("_name_or_path", "quantization_config", "_pre_quantization_dtype"
 """What the config of a network of diffusers says of the folder that it was loaded from."""
 
 
-def write_config(model: Any, quantization: dict[str, Any], source: Path | None, folder: Path) -> None:
+def write_config(model: Any, quantization: dict[str, Any], source: OpenedFolder | None, folder: Path) -> None:
     """Write config.json.
 
     Args:
@@ -81,7 +81,7 @@ def _quantized_ends(model: Any) -> bool:
     return any(end is not None and end in quantized for end in ends)
 
 
-def as_written(config: Any, source: Path | None) -> dict[str, Any] | None:
+def as_written(config: Any, source: OpenedFolder | None) -> dict[str, Any] | None:
     """The config.json of a source with what was changed since it was read, in the order of its fields.
 
     Args:
@@ -91,10 +91,9 @@ def as_written(config: Any, source: Path | None) -> dict[str, Any] | None:
     Returns:
         None where the source says it of another model, or where transformers would not read `config` of the result.
     """
-    path = None if source is None else source / CONFIG
-    if path is None or not path.is_file():
+    if source is None or not source.has_config:
         return None
-    stored = plain_json(path.read_text(encoding="utf-8"))
+    stored = copy.deepcopy(source.config)
     if stored.get("model_type") != config.model_type:  # of a model of several parts this is one
         return None
     then, now = _read_as(config, stored), _fields(config)

@@ -17,10 +17,11 @@ from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, did_you_mean
 from quark.goals import GOALS
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, WEIGHT_FORMATS
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.safetensors_file import ByteRange
 from quark.torch.checkpoint.shards import Entry, create_shards, entries, names_in_file, stem_of, stored_shapes
-from quark.torch.checkpoint.stored_types import forms_of, source_folder, stored_plain
+from quark.torch.checkpoint.stored_types import forms_of, stored_plain
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS, Folder, FolderFormat
 from quark.torch.formats.layout import Layout, Tensors
@@ -90,23 +91,23 @@ QUARK = FolderTarget()
 """A folder of the quark format, as it is by default."""
 
 
-def of_model(model: Any, config: QConfig, plan: Plan, solved: bool = True) -> Quantized:
+def of_model(model: Any, config: QConfig, plan: Plan, folder: OpenedFolder | None, solved: bool = True) -> Quantized:
     """A model of this process, in memory or on the meta device, with what the folder says that it was loaded from.
 
     Args:
         model: Its layers are replaced.
         config, plan: Under which it is quantized.
+        folder: That it was loaded from; None: it is not known.
         solved: See `Quantized`.
     """
-    source = source_folder(model)
     return Quantized(
         model,
         config,
         plan,
-        source,
-        stored_plain(model, source, narrow=not config.algo_config),
-        partial(forms_of, model, source),
-        partial(carried_beside_model, model, config, plan),
+        folder,
+        stored_plain(model, folder, narrow=not config.algo_config),
+        partial(forms_of, model, folder),
+        partial(carried_beside_model, model, config, plan, folder),
         solved,
     )
 
@@ -149,8 +150,9 @@ class FolderWriter(Writer):
 
     def _unrun(self) -> str | None:
         """What sentence-transformers would not run of an encoder, a sentence; None if it runs all."""
-        folder = self.quantized.source
-        listed = folder is not None and any((place / "modules.json").is_file() for place in (folder, folder.parent))
+        source = self.quantized.source
+        places = () if source is None else (source.path, source.path.parent)
+        listed = any((place / "modules.json").is_file() for place in places)
         if not listed or self.form.name != "compressed-tensors" or self.target.reader != TRANSFORMERS:
             return None
         return (
@@ -185,8 +187,9 @@ class FolderWriter(Writer):
         # Branches and rotations are there when the algorithms have run.
         content = self._content(True) if given.config.algo_config else self.content
         write_config(given.model, self.form.describe(content), given.source, output)
-        _write_companions(given.model, given.source, target.tokenizer, output)
-        write_card(given.model, self.plan.layers, given.config, given.source, output, target.goal)
+        path = None if given.source is None else given.source.path
+        _write_companions(given.model, path, target.tokenizer, output)
+        write_card(given.model, self.plan.layers, given.config, path, output, target.goal)
         for name, text in target.attachments.items():
             (output / name).write_text(text, encoding="utf-8")
 

@@ -15,7 +15,7 @@ from quark.base.log import logger
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.calibration.distributed import rank, shared_output
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
-from quark.torch.checkpoint.stored_types import source_folder
+from quark.torch.checkpoint.opened import OpenedFolder, opened_from
 from quark.torch.config.config import QConfig
 from quark.torch.formats import FORMATS
 from quark.torch.formats.readers import TRANSFORMERS
@@ -24,11 +24,9 @@ from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import check_files
 from quark.torch.plan import Plan
 from quark.torch.writers.folder import FolderTarget, of_model
-from quark.torch.writers.gguf.file import GgufTarget
-from quark.torch.writers.onnx.export import export_onnx
+from quark.torch.writers.writer import OutputTarget
 
 
-@with_weights
 def export_safetensors(
     model: nn.Module,
     output_dir: str | os.PathLike[str],
@@ -68,7 +66,7 @@ def export_safetensors(
         OutputExistsError, OutputError: See there.
         ShapeError: A weight that the layout cannot pack; names it.
     """
-    config, plan = _quantized_as(model)
+    _quantized_as(model)
     target = FolderTarget(
         custom_mode, weight_format or REAL_QUANTIZED, pack_method, max_shard_size, reader, goal, attachments or {},
         tokenizer,
@@ -76,17 +74,34 @@ def export_safetensors(
     _require_transformers(model, "export_safetensors")
     if is_network(model) and custom_mode != "quark":
         raise NotSupportedError(f"diffusers loads no {custom_mode} folder of quark's. Possible: custom_mode='quark'.")
-    writer = target.writer(of_model(model, config, plan))
+    return write_model(model, Path(output_dir), target, overwrite, opened_from(model))
+
+
+@with_weights
+def write_model(
+    model: nn.Module, output: Path, target: OutputTarget, overwrite: bool, source: OpenedFolder | None
+) -> Path:
+    """Write a model of transformers or diffusers; see `export_safetensors`.
+
+    Args:
+        model: Quantized, in memory.
+        output: Folder or file to make.
+        target: What is written.
+        overwrite: Replace it if it is there.
+        source: That the model was loaded from; None: it is not known.
+    """
+    writer = target.writer(of_model(model, *_quantized_as(model), source))
     if (undecoded := writer.check()) is not None:
         logger.warning("%s", undecoded)
-    if (source := source_folder(model)) is not None:
-        check_apart(output_dir, source, whole=True)
-        check_files(source)  # what is copied at the end is refused at the beginning
-    with shared_output(output_dir, overwrite) as folder:
+    if source is not None:
+        check_apart(output, source.path, whole=not target.is_file)
+        if not target.is_file:
+            check_files(source.path)  # what is copied at the end is refused at the beginning
+    with shared_output(output, overwrite, target.is_file) as made:
         if rank() == 0:
-            writer.write(folder)
-    logger.info("Exported to %s.", final_place(output_dir))
-    return Path(output_dir)
+            writer.write(made)
+    logger.info("Exported to %s.", final_place(output))
+    return output
 
 
 def save_quantized(model: Any, save_directory: str | os.PathLike[str], **options: Any) -> None:
@@ -114,7 +129,6 @@ def save_quantized(model: Any, save_directory: str | os.PathLike[str], **options
     export_safetensors(model, save_directory, model.quant_format, max_shard_size=str(size))
 
 
-@with_weights
 def export_gguf(
     model: nn.Module,
     output_dir: str | os.PathLike[str],
@@ -140,15 +154,12 @@ def export_gguf(
         NotSupportedError: A model, scheme or tokenizer that GGUF has no place for; names what is possible.
         ConfigError, FormatError, ShapeError, OutputExistsError, OutputError: See there.
     """
-    config, plan = _quantized_as(model)
+    from quark.torch.writers.gguf.file import GgufTarget  # with the tables of architectures
+
+    _quantized_as(model)
     _require_transformers(model, "export_gguf")
     file = Path(output_dir) / f"{model_type}.gguf"
-    writer = GgufTarget(Path(tokenizer_path)).writer(of_model(model, config, plan))
-    writer.check()
-    with shared_output(file, overwrite, is_file=True) as made:
-        if rank() == 0:
-            writer.write(made)
-    logger.info("Exported to %s.", final_place(file))
+    write_model(model, file, GgufTarget(Path(tokenizer_path)), overwrite, opened_from(model))
     return file
 
 
@@ -205,6 +216,8 @@ class ModelExporter:
 
         `uint4_int4_flag` is by default that of the config, if there is one.
         """
+        from quark.torch.writers.onnx.export import export_onnx
+
         config = getattr(self.config, "onnx_export_config", None)
         flag = getattr(config, "uint4_int4_flag", False) if uint4_int4_flag is None else uint4_int4_flag
         return export_onnx(

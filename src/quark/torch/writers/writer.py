@@ -16,6 +16,7 @@ import torch
 
 from quark.base.progress import progress
 from quark.core.spec import LayerSpec, TensorSpec
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import ByteRange, write_across
 from quark.torch.checkpoint.shards import Entry, Plain
 from quark.torch.config.config import QConfig
@@ -43,7 +44,7 @@ class Quantized:
     model: Any
     config: QConfig
     plan: Plan
-    source: Path | None
+    source: OpenedFolder | None
     plain: Plain
     published: Callable[[Iterable[str]], list[OtherForm]]
     carried: Callable[[Format, str, bool], Carried]

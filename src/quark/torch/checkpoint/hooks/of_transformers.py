@@ -42,7 +42,8 @@ from quark.torch.layers import ROLES, QuantLayer
 from quark.torch.layers.base import EXTRA_SUFFIXES
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.folder_files import regular_file, shard_files
-from quark.torch.model.meta_model import saved_dtype
+from quark.torch.model.meta_model import named_dtype
+from quark.torch.model.model_folder import read_config
 from quark.torch.model.names import layers_in_model, merged_names, names_in
 from quark.torch.model.passes import UnfusedExperts
 
@@ -66,7 +67,7 @@ def _map_to_quark(
     mark_loaded(model, config, "quark")
     _untie(model)
     # transformers makes up what is missing, and casts what is of another dtype: all is checked before it loads.
-    stored_tensors(model, FORMATS["quark"], read_tensors(files), saved_dtype(folder), partial=True)
+    stored_tensors(model, FORMATS["quark"], read_tensors(files), named_dtype(read_config(folder)), partial=True)
     _receive_merged(model, stored)
     keep_from_drawing(model, [name for name, module in model.named_modules() if isinstance(module, UnfusedExperts)])
     return model

@@ -15,7 +15,7 @@ import torch
 
 from quark.base.libraries.transformers import order_of_parts
 from quark.torch.checkpoint.sources.source import Source
-from quark.torch.model.names import Converted, converted_as, source_names
+from quark.torch.model.names import Converted, converted_as
 from quark.torch.model.passes.unfuse_experts import UnfusedExperts, is_transposed
 
 
@@ -57,13 +57,11 @@ class Origins:
 
     Args:
         model: A skeleton as transformers builds it, before any pass.
-        stored: Names of the float tensors of the folder.
+        direct: Name in the model -> name of a float tensor of the folder, as renamings alone find it.
     """
 
-    def __init__(self, model: Any, stored: Iterable[str]) -> None:
-        stored = list(stored)
+    def __init__(self, model: Any, direct: Mapping[str, str]) -> None:
         self.whole = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        direct = source_names(model, stored)
         self._origins = _merged(model, [name for target, name in direct.items() if target not in self.whole])
         self._origins |= {target: Origin((name,)) for target, name in direct.items()}
 

@@ -7,7 +7,7 @@ a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Source:
     """The tensors of a folder by name, as the float model has them.
 
     Args:
-        files: Its safetensors files.
+        files: Its safetensors files, opened or not.
         quantization: The `quantization_config` of its config.json, or None.
 
     Raises:
@@ -61,10 +61,10 @@ class Source:
         NotSupportedError: The checkpoint was quantized in a way that is not read.
     """
 
-    def __init__(self, files: list[Path], quantization: dict[str, Any] | None = None) -> None:
+    def __init__(self, files: Iterable[Path | TensorFile], quantization: dict[str, Any] | None = None) -> None:
         self._files: dict[str, TensorFile] = {}
-        for path in files:
-            file = TensorFile(path)
+        for each in files:
+            file = each if isinstance(each, TensorFile) else TensorFile(each)
             self._files |= dict.fromkeys(file.names, file)
         self._tile, self._fp4 = tile_of(quantization), fp4_dtype(quantization)
         self._quantized = quantization is not None
@@ -96,10 +96,6 @@ class Source:
                 yield name.removesuffix(BLOCKS)
             elif leaf not in PARTS and not self._is_scale(name) and not self._is_transform(parent):
                 yield name
-
-    def stored_names(self) -> list[str]:
-        """Names of the tensors in the files."""
-        return list(self._files)
 
     def owners(self) -> dict[str, str]:
         """Name of a stored tensor -> the float tensor that it is a part of, where an encoding says so."""

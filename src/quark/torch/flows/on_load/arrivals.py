@@ -23,11 +23,11 @@ from quark.base.log import logger
 from quark.base.memory_and_disk import give_back_memory
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.calibration.calibrate import calibrate_tensor, share_scales, sharing_scales
+from quark.torch.checkpoint.carried import carried_beside, plan_carried
 from quark.torch.checkpoint.float_model import check_metas
 from quark.torch.checkpoint.loading import hold_codes, mark_loaded, stored_on_meta
-from quark.torch.checkpoint.sources.carried import carried_beside, plan_carried
+from quark.torch.checkpoint.opened import opened_from
 from quark.torch.checkpoint.sources.source import Source
-from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.config.config import QConfig
 from quark.torch.flows.on_load.mapped_files import MappedFiles
 from quark.torch.formats import FORMATS
@@ -103,7 +103,7 @@ class Arrivals:
         """Put quantized layers into the model, but for what a pass converts; return the plan."""
         model, config = self.model, self.config
         originals = prepare(model, chooser(config, model).wanted)
-        carried = carried_beside(model, source_folder(model)) if config.layer_quant_config or config.exclude else {}
+        carried = carried_beside(model, opened_from(model)) if config.layer_quant_config or config.exclude else {}
         plan = make_plan(config, model, read_elsewhere=weights_read_elsewhere(model), beside=carried)
         plan = plan_carried(config, model, plan, carried)
         if left := plan.without_form(model):

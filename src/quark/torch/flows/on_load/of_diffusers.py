@@ -56,7 +56,7 @@ class QuarkOnLoadNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         folder, stored = float_metas(self._files)
         check_network(folder, model, stored)
         if self._dtype is None:
-            set_types(model, common_dtype(self._files))
+            set_types(model, common_dtype(stored.values()))
         self._arrivals = Arrivals(model, self.quantization_config.config(), self._files, self._mapped)
 
     def check_if_quantized_param(

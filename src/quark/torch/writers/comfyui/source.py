@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from quark.base.files import require_regular
-from quark.base.json_objects import plain_json
 from quark.base.log import logger
 from quark.errors import FormatError, NotSupportedError
-from quark.torch.checkpoint.float_model import check_network, check_stored, shapes_of
+from quark.torch.checkpoint.float_model import check_network
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import TensorFile
 from quark.torch.diffusion.component import CLASS
-from quark.torch.model.folder_files import PIPELINE, components, file_of, shard_files
-from quark.torch.model.meta_model import build_skeleton
+from quark.torch.model.folder_files import PIPELINE, components
 from quark.torch.writers.comfyui.names import (
     DenoiserKind,
     OriginalTensor,
@@ -78,13 +76,13 @@ def open_denoiser(path: Path) -> DenoiserSource:
         NotSupportedError: Its architecture or a tensor has no name in ComfyUI that is known here, it is quantized
             already, or a pipeline has several.
     """
-    folder = _component(path) if path.is_dir() else None
+    folder = OpenedFolder(_component(path)) if path.is_dir() else None
     if folder is not None:
-        check_stored(folder)
-        class_name = str(_json(file_of(folder, CONFIG)).get(CLASS))
-        places = _places(shard_files(folder))
+        folder.check()
+        class_name = str(folder.config.get(CLASS))
+        places = {name: (file, name) for file in folder.files for name in file.names}
         kind = kind_of_class(class_name, places)
-        _check_class(folder, places)
+        _check_class(folder)
         tensors = original_tensors(kind, places)
     else:
         require_regular(path)
@@ -93,7 +91,7 @@ def open_denoiser(path: Path) -> DenoiserSource:
         places = {name: (file, stored) for name, stored in own.items()}
         kind = kind_of_file(own)
         tensors = [OriginalTensor(name, (name,)) for name in own]
-    source = DenoiserSource(kind, tensors, places, folder)
+    source = DenoiserSource(kind, tensors, places, None if folder is None else folder.path)
     for tensor in tensors:
         like = source.like(tensor)
         if like.ndim > 1 and like.dtype not in FLOATS:
@@ -116,27 +114,9 @@ def _component(path: Path) -> Path:
     return path / found[0]
 
 
-def _check_class(folder: Path, places: Mapping[str, tuple[TensorFile, str]]) -> None:
+def _check_class(folder: OpenedFolder) -> None:
     """Raise FormatError where tensors of the class lack, or have another shape; without diffusers a line says so."""
     if find_spec("diffusers") is None:
-        logger.info("%s is not compared with its class, as diffusers is not installed.", folder)
+        logger.info("%s is not compared with its class, as diffusers is not installed.", folder.path)
         return
-    metas = {name: file.meta(own) for name, (file, own) in places.items()}
-    check_network(folder, build_skeleton(folder, shapes=shapes_of(metas)), metas)
-
-
-def _places(files: list[Path]) -> dict[str, tuple[TensorFile, str]]:
-    places: dict[str, tuple[TensorFile, str]] = {}
-    for file in map(TensorFile, files):
-        places |= {name: (file, name) for name in file.names}
-    return places
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = plain_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FormatError(f"{path} is no JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise FormatError(f"{path} holds no object.")
-    return found
+    check_network(folder.path, folder.skeleton, folder.metas)

@@ -42,7 +42,8 @@ class GgufTarget(OutputTarget):
 
     def writer(self, quantized: Quantized) -> GgufWriter:
         """The writer of a file of this model."""
-        return GgufWriter(quantized, self.tokenizer or quantized.source)
+        source = None if quantized.source is None else quantized.source.path
+        return GgufWriter(quantized, self.tokenizer or source)
 
 
 class GgufWriter(Writer):

@@ -29,6 +29,7 @@ from quark.gguf.reader import open_gguf
 from quark.gguf.tokenizer import ENDS
 from quark.gguf.tokenizer_of_file import write_tokenizer_files
 from quark.gguf.types import FLOAT_TYPES
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import ByteRange
 from quark.torch.checkpoint.shards import (
     Entry,
@@ -40,7 +41,7 @@ from quark.torch.checkpoint.shards import (
     write_entry,
 )
 from quark.torch.checkpoint.sources.origins import part_of
-from quark.torch.model.meta_model import build_skeleton
+from quark.torch.model.model_folder import check_sizes
 from quark.torch.model.names import OtherForm, other_forms
 from quark.torch.model.passes import UnfusedExperts, undo
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
@@ -159,7 +160,9 @@ def _of_config(file: Path, reader: Any, folder: Path, config: Any, dtype: torch.
     config.architectures, config.dtype = [mapping[type(config)].__name__], dtype
     (folder / "config.json").write_text(f"{config.to_json_string()}\n", encoding="utf-8")
     shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
-    return FloatTensors(file, reader, build_skeleton(folder, shapes=shapes))
+    opened = OpenedFolder(folder)
+    check_sizes(folder, opened.config, shapes)
+    return FloatTensors(file, reader, opened.skeleton)
 
 
 def _generation_config(reader: Any, config: Any) -> Any:

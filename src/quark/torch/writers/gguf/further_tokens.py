@@ -18,9 +18,9 @@ from quark.core.spec import TensorSpec
 from quark.gguf.architectures.architecture import Architecture
 from quark.gguf.architectures.table import ARCHITECTURES
 from quark.gguf.names import IN_LAYERS
+from quark.torch.checkpoint.carried import CarriedLayers, carried_beside, carried_of
+from quark.torch.checkpoint.opened import opened_from
 from quark.torch.checkpoint.shards import Entry
-from quark.torch.checkpoint.sources.carried import CarriedLayers, carried_beside, carried_of
-from quark.torch.checkpoint.stored_types import source_folder
 from quark.torch.plan import Plan
 from quark.torch.writers.gguf.format import GgufFormat
 from quark.torch.writers.gguf.of_model import tensor_names
@@ -65,7 +65,7 @@ def further_layers(model: Any, architecture: Architecture, plan: Plan | None = N
         architecture: Of the file.
         plan: What layers among them get.
     """
-    folder, form, beside = source_folder(model), GgufFormat(), plan.beside if plan else {}
+    folder, form, beside = opened_from(model), GgufFormat(), plan.beside if plan else {}
 
     def make_layout(spec: Any, layer: Any, dtype: Any) -> Any:
         return form.make_layout(spec, layer, dtype, "reorder", True)

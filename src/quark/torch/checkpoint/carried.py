@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from quark.core.spec import LayerSpec
 from quark.errors import ConfigError, FormatError
 from quark.torch.calibration.calibrate import qparams_under, sharing_scales, tensor_qparams
 from quark.torch.checkpoint.loading import stored_like
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.shards import Entry, MakeLayout
-from quark.torch.checkpoint.sources.methods import readable_quantization
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import lower_layer
@@ -32,9 +31,6 @@ from quark.torch.formats import Format
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.layers import layer_class
 from quark.torch.layers.shapes import check_shapes
-from quark.torch.model.folder_files import shard_files
-from quark.torch.model.model_folder import read_config
-from quark.torch.model.names import dropped_names
 from quark.torch.plan import Plan, chooser
 
 
@@ -53,31 +49,28 @@ class CarriedLayers:
     groups: Sequence[Sequence[str]] = ()
 
 
-def carried_source(model: Any, folder: Path | None) -> Source | None:
-    """The folder that a model was loaded from; None where that is unknown, or holds no safetensors files."""
-    if folder is None or not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
-        return None
-    return Source(shard_files(folder), readable_quantization(read_config(folder)))
-
-
 def carried_of(
-    model: Any, folder: Path | None, layers: CarriedLayers = CarriedLayers(), apart: Collection[str] = ()
+    model: Any, folder: OpenedFolder | None, layers: CarriedLayers = CarriedLayers(), apart: Collection[str] = ()
 ) -> list[Entry]:
     """Entries of what the folder that a model was loaded from holds beside it, but for that of the layers `apart`."""
-    source = carried_source(model, folder)
-    if source is None:
+    source = None if folder is None else folder.source_if_any
+    if folder is None or source is None:
         return []
-    names = [name for name in dropped_names(model, source.names()) if name.rpartition(".")[0] not in apart]
+    names = [name for name in folder.dropped(model) if name.rpartition(".")[0] not in apart]
     return carried_entries(source, names, model.dtype, layers)
 
 
-def carried_beside(model: Any, folder: Path | None) -> dict[str, tuple[int, ...]]:
-    """The `carried_layers` of the folder that a model was loaded from."""
-    source = carried_source(model, folder)
-    return {} if source is None else carried_layers(model, source, dropped_names(model, source.names()))
+def carried_beside(
+    model: Any, folder: OpenedFolder | None, names: Iterable[str] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """The `carried_layers` of the folder that a model was loaded from; among these names where they are given."""
+    source = None if folder is None else folder.source_if_any
+    if folder is None or source is None:
+        return {}
+    return carried_layers(model, source, folder.dropped(model) if names is None else names)
 
 
-def carried_modules(model: Any, folder: Path | None, names: Collection[str]) -> dict[str, nn.Module]:
+def carried_modules(model: Any, folder: OpenedFolder | None, names: Collection[str]) -> dict[str, nn.Module]:
     """Carried layers as modules without weights. Raises FormatError where they are not in the folder any more."""
     found = carried_beside(model, folder) if names else {}
     if gone := sorted({*names} - found.keys()):
