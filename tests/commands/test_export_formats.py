@@ -112,9 +112,9 @@ REFUSED = {
         ("--scheme", "int8_wo", "--export-format", "gguf", "--weight-format", "fake_quantized"),
         "do not apply",
     ),
-    "gguf block by block": (
-        ("--scheme", "uint4_wo_32", "--export-format", "gguf", "--stream"),
-        "--stream with --export-format gguf: block by block only folders are written",
+    "onnx block by block": (
+        ("--scheme", "uint4_wo_32", "--export-format", "onnx", "--stream"),
+        "--stream with --export-format onnx: block by block folders and GGUF files are written",
     ),
     "a mix in a folder": (("--scheme", "q4_k_m"), "only GGUF files hold its block types"),
     "a block type in a folder": (("--scheme", "int8_wo", "--layer", "*.down_proj=q6_k"), "block types of GGUF"),
