@@ -1,0 +1,229 @@
+"""Words of the field in names and texts, and no short function that a reader must jump to once."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.source_tree import FILES, parsed, relative
+
+# Rooms that were not passed yet: the list only gets shorter, and an entry that has nothing to mend is no entry.
+ROOMS_TO_COME = (
+    "base/",
+    "commands/",
+    "core/",
+    "errors.py",
+    "gguf/",
+    "goals/",
+    "jobs/",
+    "one_call.py",
+    "onnx/algorithms/",
+    "onnx/calibration/",
+    "onnx/config/",
+    "onnx/converters/",
+    "onnx/decide.py",
+    "onnx/evaluation/",
+    "onnx/flow/",
+    "onnx/graph/",
+    "onnx/npu/",
+    "onnx/operators/",
+    "onnx/passes/",
+    "onnx/placement/",
+    "onnx/qdq/",
+    "onnx/quantizer.py",
+    "onnx/search/",
+    "onnx_ops/",
+    "report/",
+    "torch/algorithms/",
+    "torch/bit_budget/",
+    "torch/calibration/",
+    "torch/checkpoint/",
+    "torch/config/",
+    "torch/flows/",
+    "torch/formats/",
+    "torch/graph/",
+    "torch/kernels/",
+    "torch/layers/",
+    "torch/llm/",
+    "torch/model/batches.py",
+    "torch/model/blocks/",
+    "torch/model/calibration_data/",
+    "torch/model/dataflow.py",
+    "torch/model/folder_files.py",
+    "torch/model/half_products.py",
+    "torch/model/meta_model.py",
+    "torch/model/model_folder.py",
+    "torch/model/names/",
+    "torch/model/outside_reads.py",
+    "torch/model/passes/",
+    "torch/model/record_forward.py",
+    "torch/model/residual_stream.py",
+    "torch/model/tied_weights.py",
+    "torch/plan.py",
+    "torch/quantizer.py",
+    "torch/writers/",
+)
+
+# Each has a word of the field: after, kept, compared, copy, equal, shown, candidate, and, large.
+DENIED = [
+    "alike", "aloud", "behind", "besides", "held", "judge", "judged", "judges", "judging", "lent", "loud", "rival",
+    "rivals", "twin", "twins",
+]  # fmt: skip
+
+# Private functions of a few lines that are called once, and why each stands by itself.
+STAND_ALONE: dict[str, str] = {}
+
+FEWEST_LINES = 6
+
+_WORDS = "|".join(DENIED)
+_DENIED = re.compile(
+    rf"(?<![a-z])(?:{_WORDS})(?![a-z])|(?:{_WORDS.title()})(?![a-z])|(?<![A-Z])(?:{_WORDS.upper()})(?![A-Z])"
+)
+_REFERS = re.compile(r'"""(?:The same\b|As above\b|As `).*')
+"""A docstring that begins with another definition, so that a reader must look for that first."""
+
+
+def denied_words(text: str) -> list[tuple[int, str]]:
+    """The lines of a text with the denied words in them: of names, whose parts are words, and of all else."""
+    return [(n, word) for n, line in enumerate(text.splitlines(), 1) for word in _DENIED.findall(line)]
+
+
+@cache
+def called_once() -> dict[str, str]:
+    """Short private functions that nothing but one call names: "file:function" -> where the call stands.
+
+    Those stay that a call could not be replaced by: generators, what is decorated, what a class of the family defines
+    again, and what is handed on as a value.
+    """
+    functions = [function for file in FILES for function in _functions(file)]
+    homes = Counter((file, node.name) for file, _, node in functions)
+    named: dict[str, Counter[Path]] = defaultdict(Counter)
+    for file in FILES:
+        for name in re.findall(r"\b_[a-zA-Z]\w*", file.read_text(encoding="utf-8")):
+            named[name][file] += 1
+    methods = _methods_of_families()
+    found = {}
+    for file, owner, node in functions:
+        again = any(node.name in defined for other, defined in methods.get(owner, {}).items() if other != owner)
+        if homes[file, node.name] > 1 or again or not _is_short(node):
+            continue
+        where = {
+            f: count
+            for f, count in named[node.name].items()
+            if relative(f) == file or not homes[relative(f), node.name]
+        }
+        if sum(where.values()) > 3:
+            continue  # a definition, a call, and once in a text
+        places = [(f, line) for f in where for line in _uses(f)[node.name]]
+        if len(places) == 1 and places[0][1]:
+            found[f"{file}:{owner}{'.' if owner else ''}{node.name}"] = (
+                f"line {places[0][1]} of {relative(places[0][0])}"
+            )
+    return found
+
+
+def _functions(file: Path) -> Iterator[tuple[str, str, ast.FunctionDef]]:
+    """File, class or nothing, and definition."""
+    for node in parsed(file).body:
+        if isinstance(node, ast.FunctionDef):
+            yield relative(file), "", node
+        elif isinstance(node, ast.ClassDef):
+            yield from ((relative(file), node.name, inner) for inner in node.body if isinstance(inner, ast.FunctionDef))
+
+
+def _is_short(node: ast.FunctionDef) -> bool:
+    """Private, plain, and of few lines without its docstring."""
+    plain = all(getattr(d, "id", "") in ("staticmethod", "classmethod") for d in node.decorator_list)
+    if not plain or not node.name.startswith("_") or node.name.startswith("__"):
+        return False
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    if not body or any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node)):
+        return False
+    last = body[-1].end_lineno
+    assert last
+    return last - body[0].lineno < FEWEST_LINES - 1
+
+
+def _methods_of_families() -> dict[str, dict[str, set[str]]]:
+    """Class -> each class of its family, above and below -> the methods that this one defines; all by name."""
+    bases: dict[str, set[str]] = defaultdict(set)
+    methods: dict[str, set[str]] = defaultdict(set)
+    for node in (node for file in FILES for node in parsed(file).body if isinstance(node, ast.ClassDef)):
+        plain = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+        bases[node.name] |= {getattr(base, "attr", getattr(base, "id", "")) for base in plain}
+        methods[node.name] |= {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    families: dict[str, dict[str, set[str]]] = defaultdict(dict)
+    for name in methods:
+        above, waiting = set(), [name]
+        while waiting:
+            base = waiting.pop()
+            if base not in above:
+                above.add(base)
+                waiting += bases.get(base, ())
+                families[name][base] = methods.get(base, set())
+                families[base][name] = methods[name]
+    return families
+
+
+@cache
+def _uses(file: Path) -> dict[str, list[int]]:
+    """Private name that a file reads -> each line where it is called; 0 where it is imported or passed as a value."""
+    called: set[int] = set()
+    lines: dict[str, list[int]] = defaultdict(list)
+    for node in ast.walk(parsed(file)):  # a call before the name that it calls
+        if isinstance(node, ast.Call):
+            called.add(id(node.func))
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                lines[alias.name].append(0)
+        elif isinstance(node, (ast.Name, ast.Attribute)):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            lines[name].append(node.lineno if id(node) in called else 0)
+    return lines
+
+
+def _passed(file: str) -> bool:
+    return not file.startswith(ROOMS_TO_COME)
+
+
+def test_denied_words_are_in_no_name_and_no_text() -> None:
+    texts = {relative(file): file.read_text(encoding="utf-8") for file in FILES if _passed(relative(file))}
+    found = {file: lines for file, text in texts.items() if (lines := [*denied_words(file), *denied_words(text)])}
+    assert not found, found
+
+
+def test_a_short_function_that_is_called_once_stands_where_it_is_called() -> None:
+    found = called_once()
+    new = {name: call for name, call in found.items() if name not in STAND_ALONE and _passed(name)}
+    assert not new, new
+    stale = sorted(STAND_ALONE.keys() - found.keys())
+    assert not stale, f"no exceptions any longer: {stale}"
+
+
+def test_a_docstring_is_understood_by_itself() -> None:
+    texts = {relative(file): file.read_text(encoding="utf-8") for file in FILES if _passed(relative(file))}
+    found = {file: lines for file, text in texts.items() if (lines := _REFERS.findall(text))}
+    assert not found, found
+
+
+def test_rooms_to_come_are_rooms_with_something_to_mend() -> None:
+    short = called_once()
+    for room in ROOMS_TO_COME:
+        files = [file for file in FILES if relative(file).startswith(room)]
+        text = "\n".join(relative(file) + file.read_text(encoding="utf-8") for file in files)
+        once = any(name.startswith(room) and name not in STAND_ALONE for name in short)
+        assert once or denied_words(text) or _REFERS.search(text), f"{room} is no room to come any longer"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("lent_tokens", 1), ("_is_held", 1), ("BesidesIt", 1), ("JUDGED = 3", 1), ("shelved, twinkle, talent, beside", 0)],
+)
+def test_words_are_found_in_names_too(text: str, count: int) -> None:
+    assert len(denied_words(text)) == count
