@@ -1,7 +1,7 @@
 """Experts that no calibration token reaches stop no algorithm, in no family, and change none of those with enough.
 
-A router never chooses one expert. What the others become is compared with a run in which nothing is lent. Experts are
-fused, as transformers has them, or modules of their own, as code of checkpoints has them.
+A router never chooses one expert. What the others become is compared with a run in which they read no others. Experts
+are fused, as transformers has them, or modules of their own, as code of checkpoints has them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quark.base.log import logger
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms import ALGORITHMS
 from quark.torch.algorithms.scaling.base import Folding
-from quark.torch.calibration import lent_tokens
+from quark.torch.calibration import expert_tokens
 from quark.torch.calibration.experts import expert_of
 from quark.torch.config.algo_configs import AlgoConfig, AutoRoundConfig, DistillationConfig, GPTQConfig, SVDQuantConfig
 from quark.torch.layers.fake_quant import Mode
@@ -98,7 +98,7 @@ def test_an_expert_without_tokens_stops_nothing_and_leaves_the_others_alone(
     assert experts and (said or not ALGORITHMS[kind].reads_inputs)
     assert kind is not AutoRoundConfig or "that no token reached are rounded to nearest" in said
     assert kind is not GPTQConfig or all(found[layer].weight_quantizer.mode is Mode.frozen for layer in experts)
-    monkeypatch.setattr(lent_tokens, "LENT", 0)
+    monkeypatch.setattr(expert_tokens, "EXTRA", 0)
     alone, _ = quantized(name, form, settings(kind))
     if not issubclass(ALGORITHMS[kind], Folding):  # a fold behind a norm is chosen by all that read it
         for layer in experts:

@@ -55,7 +55,15 @@ def check(holds: Array, failure: Failure) -> None:
     """
     here = _gathered.get()
     names = _names.get()[here.outer :] if here is not None and not on_cpu(holds) else ()
-    later(holds, lambda held: None if held[0] else _fail(failure, names))
+
+    def require(values: list[float]) -> None:
+        error = None if values[0] else failure if isinstance(failure, QuarkError) else failure()
+        if error is not None:
+            for name in reversed(names):
+                error = named(name, error)
+            raise error from None
+
+    later(holds, require)
 
 
 def later(values: Array, use: Callable[[list[float]], None]) -> None:
@@ -153,11 +161,3 @@ def _read(asked: list[_Asked], values: Array | None = None) -> list[float]:
 
 def _listed(values: Array) -> list[float]:
     return [float(value) for value in values.reshape(-1).tolist()]
-
-
-def _fail(failure: Failure, names: tuple[str, ...]) -> None:
-    error = failure if isinstance(failure, QuarkError) else failure()
-    if error is not None:
-        for name in reversed(names):
-            error = named(name, error)
-        raise error from None

@@ -295,17 +295,13 @@ def l2(x: Array, y: Array) -> float:
 
 def kl(x: Array, y: Array) -> float:
     """Kullback-Leibler divergence, in nats, of softmax(y) from softmax(x) along the last axis; mean over the rest."""
-    found = kl_by_row(x, y)
-    return float(found.sum()) / max(1, math.prod(found.shape))
+    divergence = kl_by_row(x, y)
+    return float(divergence.sum()) / max(1, math.prod(divergence.shape))
 
 
 def kl_by_row(x: Array, y: Array) -> Array:
-    """The same for each row of the last axis, in float64: the shape is that of x without it."""
-    p, q = (_log_softmax(astype(part, "float64")) for part in (x, y))
-    return (namespace(p).exp(p) * (p - q)).sum(-1)
-
-
-def _log_softmax(x: Array) -> Array:
-    xp = namespace(x)
-    shifted = x - xp.amax(x, axis=-1, keepdims=True)
-    return shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))
+    """Kullback-Leibler divergence, in nats, of softmax(y) from softmax(x) for each row of the last axis, float64."""
+    xp, (p, q) = namespace(x), (astype(part, "float64") for part in (x, y))
+    p, q = (part - xp.amax(part, axis=-1, keepdims=True) for part in (p, q))
+    p, q = (part - xp.log(xp.sum(xp.exp(part), axis=-1, keepdims=True)) for part in (p, q))
+    return (xp.exp(p) * (p - q)).sum(-1)

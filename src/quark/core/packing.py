@@ -29,7 +29,7 @@ assert sys.byteorder == "little", "quark packs through little-endian words"
 
 
 def encode(values: Array, dtype: Dtype) -> Array:
-    """Bit patterns (uint8, int32 or int64 by width) of float-held `values` that `dtype` holds exactly."""
+    """Bit patterns (uint8, int32 or int64 by width) of `values`, floats that `dtype` holds exactly."""
     if not dtype.is_float:
         if dtype.bits > 16:
             return astype(values, "int64")

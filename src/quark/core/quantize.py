@@ -10,7 +10,7 @@
 Integers multiply by the float32 reciprocal of the scale, as the documented system (and torch's own integer
 kernels) do; ONNX Runtime divides, which can differ by one code where x / scale lies within an ulp of a tie.
 
-x, codes and y are float arrays (numpy or torch); a code is held as the float that it stands for. The arithmetic
+x, codes and y are float arrays (numpy or torch); a code is the float that it stands for. The arithmetic
 is float32 (float64 for 32-bit integers, which float32 does not hold). `fake_quantize` walks over the first axis in
 chunks that stay in the cache, so the handful of elementwise steps cost little more than reading the tensor once. On a
 GPU a kernel takes all of them in one launch, see kernels/groups.py.
@@ -261,7 +261,7 @@ def blockwise(params: QParams, spec: TensorSpec, shape: tuple[int, ...]) -> tupl
 
 
 def elementwise(params: QParams, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[Array, Array | None]:
-    """The same of every element."""
+    """Scale and zero point of every element of a tensor of `shape`, quantized scales multiplied out; float32."""
     scale, zero = blockwise(params, spec, shape)
 
     def spread(part: Array) -> Array:
@@ -276,7 +276,7 @@ def quantize_elements(x: Array, scale: Array, zero: Array | None, spec: TensorSp
 
 
 def fake_quantize_traceable(x: Array, params: QParams | None, spec: TensorSpec) -> Array:
-    """The same values without views, chunks or `out`: slower, and torch.export can trace it."""
+    """X quantized and dequantized without views, chunks or `out`: slower, and torch.export can trace it."""
     if params is None and not spec.is_cast:
         params = compute_qparams(x, spec)
     y = dequantize(quantize(x, params, spec), params, spec)  # type: ignore[arg-type]

@@ -60,7 +60,11 @@ def round_to(x: Array, dtype: Dtype, rounding: RoundType = RoundType.half_even) 
             # torch's own conversions round half to even, in two steps where the bits take eight.
             return astype(astype(clipped, dtype.name), "float32")
         # bfloat16 has float32's own exponent range, where the sum of _round_exponent would overflow.
-        return _round_bits(clipped, 23 - dtype.mbits) if dtype.ebits == 8 else _round_exponent(clipped, dtype)
+        if dtype.ebits != 8:
+            return _round_exponent(clipped, dtype)
+        bits, drop = view(clipped, "int32"), 23 - dtype.mbits
+        rounded = (bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) & -(1 << drop)
+        return xp.where(xp.isnan(clipped), clipped, view(rounded, "float32"))
     step = step_of(clipped, dtype)
     return xp.clip(round_integer(clipped / step, rounding) * step, dtype.min, dtype.max)
 
@@ -77,11 +81,3 @@ def _round_exponent(x: Array, dtype: Dtype) -> Array:
     rounded = x + magic
     rounded -= magic
     return xp.copysign(rounded, x)
-
-
-def _round_bits(x: Array, drop: int) -> Array:
-    """Half-even on the last `drop` bits of the pattern: for types with float32's own exponent (bfloat16)."""
-    bits = view(x, "int32")
-    rounded = (bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) & -(1 << drop)
-    xp = namespace(x)
-    return xp.where(xp.isnan(x), x, view(rounded, "float32"))

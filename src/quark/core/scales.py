@@ -48,7 +48,7 @@ class QParams:
     32-bit integers: float64, which holds them).
 
     Attributes:
-        scale: The step between codes (first level). Values of the scale's own type, held as float32.
+        scale: The step between codes (first level). Values of the scale's own type, as float32.
         zero_point: The code of 0.0, or None where the type has none.
         second: Parameters of the second level: of the scales (`scale_spec`) or of the codes (`code_spec`).
     """
@@ -71,7 +71,9 @@ def qparams_from_range(low: Array, high: Array, spec: TensorSpec, model_dtype: s
         return QParams(_micro_step(_largest(low, high), spec))
     if spec.dtype.name == "bfp16":
         amax = _largest(low, high)
-        return QParams(xp.where(xp.isnan(amax), amax, _bfp_step(low, high, amax, spec)))
+        step = exp2(exponent(amax) - 6)
+        over = (round_integer(high / step) > spec.dtype.max) | (round_integer(low / step) < spec.dtype.min)
+        return QParams(xp.where(xp.isnan(amax), amax, xp.where(over, step * 2, step)))
     if spec.scale_type is ScaleType.float8_e8m0fnu:
         amax = _largest(low, high)
         return QParams(xp.where(xp.isnan(amax), amax, _e8m0(amax, spec.dtype, spec.scale_rule)))
@@ -255,10 +257,3 @@ def _micro_step(amax: Array, spec: TensorSpec) -> Array:
     block = exponent(largest)
     shift = astype(exponent(amax) < block, "int32")
     return xp.where(xp.isnan(largest), largest, exp2(block - shift - (spec.dtype.bits - 2)))
-
-
-def _bfp_step(low: Array, high: Array, amax: Array, spec: TensorSpec) -> Array:
-    xp, dtype = namespace(amax), spec.dtype
-    step = exp2(exponent(amax) - 6)
-    over = (round_integer(high / step) > dtype.max) | (round_integer(low / step) < dtype.min)
-    return xp.where(over, step * 2, step)

@@ -18,7 +18,7 @@ from quark.base.profiler import ProfileStep, profile_scope
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
-from quark.torch.calibration.lent_tokens import ExpertCalibration
+from quark.torch.calibration.expert_tokens import ExpertCalibration
 from quark.torch.calibration.reached import check_reached
 from quark.torch.checkpoint.carried import carried_beside, plan_carried
 from quark.torch.checkpoint.opened import OpenedFolder, opened_from

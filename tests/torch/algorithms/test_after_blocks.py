@@ -129,7 +129,7 @@ def test_a_model_that_does_not_run_without_its_blocks_says_so(caplog: pytest.Log
     config = QConfig(config_of_layer(LayerSpec(weight=INT3)), algo_config=[GPTQConfig()])
     with caplog.at_level("INFO", logger="quark"):
         made = ModelQuantizer(config).quantize_model(Reads().eval(), [torch.randn(40, 16)])
-    assert "Layers behind the blocks are rounded to nearest: the model alone fails (" in caplog.text
+    assert "Layers after the blocks are rounded to nearest: the model alone fails (" in caplog.text
     modes = {name: layer.weight_quantizer.mode is Mode.frozen for name, layer in quantized_layers(made).items()}
     assert modes["layers.1.second"] and not modes["head"] and not modes["before"]
 

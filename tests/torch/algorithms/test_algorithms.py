@@ -332,7 +332,7 @@ def test_experts_that_the_first_batches_miss_are_solved_and_those_that_all_miss_
     first, second = (both[(model.inner(both)[:, 0] > 0) == positive] for positive in (True, False))
     missed = ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(copy.deepcopy(model), [first])
     assert all(frozen(missed).values())
-    assert re.search(r"Experts: of 2, .* 1 with none, which are lent tokens of others", caplog.text)
+    assert re.search(r"Experts: of 2, .* 1 with none, which also read tokens of others", caplog.text)
     for data in ([first, both], [first, second]):
         solved = ModelQuantizer(config(INT3, GPTQConfig())).quantize_model(copy.deepcopy(model), data)
         assert all(frozen(solved).values())

@@ -13,7 +13,7 @@ from quark.jobs.words import torch_algorithms
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms import ALGORITHMS, Algorithm, Block
 from quark.torch.algorithms.input_group import InputGroup
-from quark.torch.algorithms.keep_better import SAMPLES, BlockErrorCheck, judging
+from quark.torch.algorithms.keep_better import SAMPLES, BlockErrorCheck, validation_batches
 from quark.torch.algorithms.layer_weights import freeze_weight, weight_spec
 from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.config.algo_configs import (
@@ -139,7 +139,7 @@ def test_a_large_batch_is_judged_by_some_of_its_rows() -> None:
 
 
 class Watching(Algorithm):
-    judged_apart: ClassVar[bool] = True
+    validated_apart: ClassVar[bool] = True
     seen: ClassVar[list[int]] = []
 
     def on_inputs(self, group: InputGroup, block: Block) -> None:
@@ -154,8 +154,8 @@ class WatchingConfig(AlgoConfig):
 
 
 def test_some_batches_judge_and_no_algorithm_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert judging(3) is None
-    assert [judging(count) for count in (4, 8, 32)] == [[2], [2, 6], [4, 12, 20, 28]]
+    assert validation_batches(3) is None
+    assert [validation_batches(count) for count in (4, 8, 32)] == [[2], [2, 6], [4, 12, 20, 28]]
     data = [batch[:, : 9 + index] for index, batch in enumerate(token_batches(8))]
     made = LLMTemplate.get("llama").get_config("int8")
     plain = ModelQuantizer(made).quantize_model(tiny_llama(), data).state_dict()

@@ -140,7 +140,7 @@ def test_what_is_no_better_on_unseen_batches_is_left(monkeypatch: pytest.MonkeyP
 
 
 def test_what_cannot_be_learned_is_said() -> None:
-    with pytest.raises(ConfigError, match="needs two calibration batches or more, one to judge by; 1 given"):
+    with pytest.raises(ConfigError, match="needs two calibration batches or more, one for validation; 1 given"):
         quantized(SPIN, data=DATA[:1])
     with pytest.raises(ConfigError, match="RotationConfig needs calibration data"):
         quantized(SPIN, data=None)

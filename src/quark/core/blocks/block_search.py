@@ -166,7 +166,10 @@ class _Search:
 
     def _two_levels(self, s: Array, m: Array | None) -> Levels:
         d, e = self._outer(s, m)
-        c, k = self._inner(s, m, d, e)
+        assert self.dtype.scales is not None
+        c, k = self.xp.clip(self.xp.round(_divide(s, d[..., None])), *self.dtype.scales), None
+        if m is not None and e is not None:
+            k = self.xp.clip(self.xp.round(_divide(m, e[..., None])), 0.0, self.dtype.minimums)
         error = self._error(*self._of_levels(c, k, d, e))
         for _ in range(PASSES):
             c, k, error = self._neighbours(c, k, d, e, error)
@@ -188,13 +191,6 @@ class _Search:
         extreme = xp.where(-low > high, low, high)
         d = _half(extreme / (smallest or largest))
         return d, None if m is None else _half(xp.amax(m, axis=-1) / self.dtype.minimums)
-
-    def _inner(self, s: Array, m: Array | None, d: Array, e: Array | None) -> tuple[Array, Array | None]:
-        assert self.dtype.scales is not None
-        c = self.xp.clip(self.xp.round(_divide(s, d[..., None])), *self.dtype.scales)
-        if m is None or e is None:
-            return c, None
-        return c, self.xp.clip(self.xp.round(_divide(m, e[..., None])), 0.0, self.dtype.minimums)
 
     def _of_levels(self, c: Array, k: Array | None, d: Array, e: Array | None) -> tuple[Array, Array | None]:
         return d[..., None] * c, None if k is None or e is None else e[..., None] * k

@@ -82,24 +82,22 @@ def _stored(
     given = {"scale": params.scale}
     if spec.scale_spec is not None and params.second is not None:
         given["second"] = params.second.scale
-        if not _is_one_float(spec.scale_spec, params.second.scale):
+        scales = spec.scale_spec
+        one = isinstance(scales.split, PerTensor) and params.second.scale.numel() == 1
+        if not (one and scales.dtype.is_float) or scales.is_cast:
             return None
     if element.zero_decoded:
         given["zero"] = params.zero_point
     if any(part is None or part.device != x.device for part in given.values()):
         return None
-    scale, zero, second = (_float32(given[name]) if name in given else None for name in ("scale", "zero", "second"))
+    given = {name: astype(part, "float32").contiguous() for name, part in given.items()}
+    scale, zero, second = map(given.get, ("scale", "zero", "second"))
     rule = StoredRule(runs, element)
     key = (
         "stored", dtype_name(x), bytes(element), second is not None, min(runs.groups, 2), runs.groups > 1 and runs.size,
         min(runs.length, 1024).bit_length(),
     )  # fmt: skip
     return (lambda: kernel_module(MODULE).stored(x, out, scale, zero, second, rule)), key
-
-
-def _is_one_float(spec: TensorSpec, scale: Array) -> bool:
-    """Whether the scales of a tensor are floating point under one scale."""
-    return isinstance(spec.split, PerTensor) and spec.dtype.is_float and not spec.is_cast and scale.numel() == 1
 
 
 def _live(
@@ -129,7 +127,3 @@ def _needs_grad(x: Any) -> bool:
 
 def _is_taken(x: Array) -> bool:
     return dtype_name(x) in PATTERNS and bool(x.is_contiguous())
-
-
-def _float32(x: Array) -> Array:
-    return astype(x, "float32").contiguous()

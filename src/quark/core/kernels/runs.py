@@ -47,7 +47,7 @@ class CodeRule(ctypes.Structure):
 
 
 def run_ranges(x: Array, spec: TensorSpec) -> tuple[Array, Array] | None:
-    """As `quark.core.quantize.range_of`, or None where that has to do it."""
+    """Smallest and largest value for each scale, shaped as scales are; None where no compiled pass serves x."""
     length = _run_length(x, spec) if _is_compiled(x) else 0
     if not length:
         return None
@@ -154,7 +154,10 @@ def live_codes(x: Array, spec: TensorSpec, rule: CodeRule) -> tuple[Array, Array
         Codes, uint8 (rows, length); scale and zero point, float32 (rows,).
     """
     rows, length = x.shape
-    xp, (middle, function) = namespace(x), (_middle(spec), _function("live_codes", x))
+    xp, function = namespace(x), _function("live_codes", x)
+    middle = -1.0  # no zero point that is known
+    if spec.symmetric:
+        middle = 0.0 if spec.dtype.signed else (spec.dtype.max - spec.dtype.min + 1) / 2
     out, params = xp.empty((rows, length), dtype=xp.uint8), xp.empty((2, rows), dtype=xp.float32)
     source, codes_at, scale_at = x.data_ptr(), out.data_ptr(), params.data_ptr()
     zero_at = scale_at + 4 * rows
@@ -173,11 +176,6 @@ def has_live_codes(spec: TensorSpec) -> bool:
     """Whether `live_codes` makes the scales of a live tensor."""
     whole = not spec.dtype.is_float and spec.dtype.bits == 8 and spec.scale_spec is None
     return whole and spec.dynamic and _is_plain(spec) and spec.scale_type in (ScaleType.float, ScaleType.float32)
-
-
-def _middle(spec: TensorSpec) -> float:
-    """The zero point of a symmetric type, -1 of others."""
-    return -1.0 if not spec.symmetric else 0.0 if spec.dtype.signed else (spec.dtype.max - spec.dtype.min + 1) / 2
 
 
 def rule_of(spec: TensorSpec, order: Sequence[int] = SEQUENTIAL, shift: float = 0.0) -> CodeRule:

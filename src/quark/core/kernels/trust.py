@@ -1,8 +1,8 @@
 """A kernel is checked before it is trusted.
 
 It was written on one machine and runs on many, under compilers that change. What it computes first on a kind of device,
-each time it is compiled anew, is held against the formulas, and read: the one wait that a kernel costs. Where it fails,
-or cannot be compiled, that device takes the plain steps from then on, and one warning says so.
+each time it is compiled anew, is compared with the formulas, and read: the one wait that a kernel costs. Where it
+fails, or cannot be compiled, that device takes the plain steps from then on, and one warning says so.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Trust:
         if (device, key) in self.passed:
             kernel()
             return
-        if _is_captured():
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():
             plain()  # nothing can be read while a graph of launches is recorded
             return
         is_right, undo = prepare()
@@ -87,12 +88,6 @@ def device_of(x: Array) -> str | None:
         return None
     properties = namespace(x).cuda.get_device_properties(x.device)
     return f"{properties.name} ({properties.major}.{properties.minor})"
-
-
-def _is_captured() -> bool:
-    """Whether launches are recorded, to be repeated later."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.backends.cuda.is_built() and bool(torch.cuda.is_current_stream_capturing())
 
 
 @cache

@@ -58,10 +58,7 @@ def require_matches(patterns: Iterable[str], names: Iterable[str], where: str) -
         if not matched:
             literal = pattern.removeprefix("re:").replace("*", "")
             near = [name for name in names if literal and literal in name][:5]
-            hint = f"Names that contain it: {', '.join(near)}." if near else did_you_mean(literal, _with_leaves(names))
+            # Of many names their last parts, which is what a pattern mostly ends with.
+            ends = set(names) if len(names) <= 12 else {name.rsplit(".", 1)[-1] for name in names}
+            hint = f"Names that contain it: {', '.join(near)}." if near else did_you_mean(literal, ends)
             raise ConfigError(f"{where}: the pattern {pattern!r} matches no layer. {hint}")
-
-
-def _with_leaves(names: list[str]) -> set[str]:
-    """Full names when there are few, else their last parts (what a pattern mostly ends with)."""
-    return set(names) if len(names) <= 12 else {name.rsplit(".", 1)[-1] for name in names}

@@ -128,10 +128,6 @@ class Observer:
         xp = namespace(low)
         self.low, self.high = xp.minimum(self.low, low), xp.maximum(self.high, high)
 
-    def _scalars(self) -> tuple[float, float]:
-        low, high = self.extremes()
-        return float(low), float(high)
-
     def _as_range(self, low: float, high: float) -> tuple[Array, Array]:
         """A decided scalar range, cut to what was seen, as arrays like the statistic's."""
         assert self.low is not None

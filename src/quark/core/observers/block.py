@@ -53,13 +53,10 @@ class MXDiffsObserver(Observer):
         low, high = self.range()
         upper = qparams_from_range(low, high, self.spec)
         xp = namespace(low)
-        lower = QParams(xp.where(upper.scale > self._smallest(), upper.scale / 2, upper.scale))
-        return QParams(xp.where(self._error(lower) < self._error(upper), lower.scale, upper.scale))
-
-    def _smallest(self) -> float:
-        """The step at which an E8M0 exponent is -127."""
         dtype = self.spec.dtype
-        return 2.0 ** (-127 if dtype.is_float else -127 - dtype.emax)
+        smallest = 2.0 ** (-127 if dtype.is_float else -127 - dtype.emax)  # the step at which an E8M0 exponent is -127
+        lower = QParams(xp.where(upper.scale > smallest, upper.scale / 2, upper.scale))
+        return QParams(xp.where(self._error(lower) < self._error(upper), lower.scale, upper.scale))
 
     def _error(self, params: QParams) -> Array:
         """Squared error of each part; float64, so that order and library do not decide between near errors."""

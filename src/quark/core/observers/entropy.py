@@ -35,16 +35,15 @@ class EntropyObserver(HistogramBasedObserver):
         amax = max(-low, high)
         if amax == 0:
             return low, high
-        counts = uniform(_without_zeros(absolute(bins)), 0.0, amax, BINS)
+        bins = absolute(bins)
+        nonzero = (
+            bins.right > np.finfo(np.float32).tiny
+        )  # after a Relu the bin of 0, which is exact, would drown the rest
+        bins = Bins(bins.left[nonzero], bins.right[nonzero], bins.count[nonzero])
+        counts = uniform(bins, 0.0, amax, BINS)
         ends = range(BINS, self.levels - 1, -(BINS // 512))[::-1]
         edge = ends[int(np.argmin(divergences(counts, np.array(ends), self.levels)))] / BINS * amax
         return max(low, -edge), min(high, edge)
-
-
-def _without_zeros(bins: Bins) -> Bins:
-    """The bins of values other than 0. Every type holds 0 exactly; after a Relu its bin would drown the rest."""
-    nonzero = bins.right > np.finfo(np.float32).tiny
-    return Bins(bins.left[nonzero], bins.right[nonzero], bins.count[nonzero])
 
 
 def divergences(counts: Floats, ends: np.ndarray[tuple[int], np.dtype[np.int64]], levels: int) -> Floats:

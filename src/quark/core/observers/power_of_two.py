@@ -154,7 +154,7 @@ class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
 
 
 class PowerOfTwoMSEPercentileObserver(PowerOfTwoMinMSEObserver):
-    """The same for the values within `percentile` percent: the others, which clip, do not count; default 99.999."""
+    """The exponents of least squared error of the values within `percentile` percent: others clip, and do not count."""
 
     def __init__(self, spec: TensorSpec, percentile: float = 99.999) -> None:
         super().__init__(spec)
@@ -194,7 +194,7 @@ class PowerOfTwoMostCommonObserver(PowerOfTwoMinMaxObserver):
         self.votes[np.arange(len(best)), best + EXPONENTS // 2] += 1
 
     def _vote_on_device(self, one: PowerOfTwoMinMSEObserver) -> None:
-        """The same, and nothing waits; what is not finite votes for something, and `range` tells of it."""
+        """Count one vote for each part, and wait for nothing; what is not finite votes too, and `range` tells of it."""
         assert one.low is not None and one.high is not None and one.histogram is not None
         xp, low, high = namespace(one.low), one.low.reshape(-1), one.high.reshape(-1)
         scalar = replace(self.spec, granularity=PerTensor())

@@ -393,8 +393,9 @@ def solve(
     if offset is not None:
         work += offset
     # Columns are moved by the drift and by errors; where the residual is asked for, it tells one from the other.
-    moved = work if drift is None or residual is None else residual
-    if moved is not work:
+    moved = work
+    if drift is not None and residual is not None:
+        moved = residual
         moved[...] = 0.0
     blocks = block_solver(rounder, weight)
 

@@ -88,7 +88,7 @@ class _Search:
 
     @staticmethod
     def _chosen(p: Array, q: Array, error: Array, a: Array, b: Array, best: Array) -> tuple[Array, Array, Array]:
-        """The same, given what (p, q) lose."""
+        """(p, q) where their error is less than `best`, that of (a, b), by more than rounding; and the error then."""
         xp = namespace(best)
         better = error < best * (1 - ROUNDING)
         return xp.where(better, p, a), xp.where(better, q, b), xp.where(better, error, best)
@@ -109,7 +109,11 @@ class _Search:
         """What shares of the whole range lose, each as `_error` has it; of a small weight on a device all at once, as
         rows below each other, for each candidate would take some forty launches.
         """
-        if not self._fits(len(shares)):
+        # All at once where their rows have scales of their own, and no compiled code takes one after the other.
+        one_second = self.second is None or math.prod(self.second.scale.shape) == 1
+        most = SMALL if on_cpu(self.values) else chunk_bytes_for(self.values)
+        fits = one_second and 4 * math.prod(self.values.shape) * len(shares) <= most
+        if self.runs is None or not fits or (on_cpu(self.values) and compiles(self.spec)):
             for share in shares:
                 both = namespace(self.low).full_like(self.low, share)
                 yield self._error(both, both)
@@ -121,16 +125,6 @@ class _Search:
             importance = concatenate([importance] * len(shares))
         errors = self._lost(self._within(low, high), concatenate([self.values] * len(shares)), importance)
         yield from (errors[start : start + rows] for start in range(0, len(errors), rows))
-
-    def _fits(self, count: int) -> bool:
-        """Whether so many copies of the weight are worked on at once: their rows have scales of their own, and no
-        compiled code takes one candidate after the other.
-        """
-        one_second = self.second is None or math.prod(self.second.scale.shape) == 1
-        if self.runs is None or not one_second or (on_cpu(self.values) and compiles(self.spec)):
-            return False
-        most = SMALL if on_cpu(self.values) else chunk_bytes_for(self.values)
-        return 4 * math.prod(self.values.shape) * count <= most
 
     def _error(self, a: Array, b: Array) -> Array:
         """The weighted square error of each part, in the shape of the scale."""

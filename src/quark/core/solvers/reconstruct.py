@@ -286,7 +286,9 @@ def train(
     random, window = np.random.default_rng(training.seed), max(1, training.iterations // WINDOWS)
     nearest = unit.loss(rows, learner.nearest)
     result = Outcome(learner.nearest, _copy(unit.bias), nearest, nearest)
-    watch, bias, total = _Watch(training.early_stop, nearest, _energy(rows)), None, 0.0
+    measured = rows.targets[:: rows.measured_each]
+    energy = float(measured.square().sum()) / len(measured)  # the loss of the output zero
+    watch, bias, total = _Watch(training.early_stop, nearest, energy), None, 0.0
     if learns_bias:
         unit.bias = _copy(unit.bias)
         bias = Adam(unit.bias)
@@ -310,18 +312,13 @@ def train(
         last = learner.done or iteration + 1 == training.iterations
         if last or (iteration + 1) % window == 0:
             watch.check(float(total) / window)
-            _keep_best(result, unit, rows, learner)
+            weight = learner.rounded()
+            if (lost := unit.loss(rows, weight)) < result.learned:
+                result.weight, result.bias, result.learned = _copy(weight), _copy(unit.bias), lost
             if last or (beta is not None and watch.ends(float(total) / window, learner.penalty(beta))):
                 break
             total = 0.0
     return result
-
-
-def _keep_best(result: Outcome, unit: Unit, rows: Rows, learner: Learner) -> None:
-    weight = learner.rounded()
-    loss = unit.loss(rows, weight)
-    if loss < result.learned:
-        result.weight, result.bias, result.learned = _copy(weight), _copy(unit.bias), loss
 
 
 def _copy(x: Array | None) -> Array | None:
@@ -352,12 +349,6 @@ class _Watch:
         measure = loss if penalty is None else penalty
         worse, self.best = measure >= self.best, min(self.best, measure)
         return self.early_stop and worse
-
-
-def _energy(rows: Rows) -> float:
-    """The loss of the output zero."""
-    part = rows.targets[:: rows.measured_each]
-    return float(part.square().sum()) / len(part)
 
 
 def _batch(rows: Rows, training: Training, random: np.random.Generator, near: Array) -> tuple[Array, Array]:

@@ -138,8 +138,8 @@ def best_candidate(
 def _best_on_device(
     candidate: Callable[[int], Array], loss: Callable[[Array], Array], count: int, worth: float, plain: Array | None
 ) -> Array:
-    """The same without a look at any loss: every second candidate is tried, and those that `search` would not have
-    reached are left out of the choice.
+    """The best candidate without a look at any loss, or scales of 1: every second one is tried, and those that `search`
+    would not have reached are left out of the choice.
     """
     tried = [candidate(index) for index in range(count)]
     xp, scales = namespace(tried[0]), namespace(tried[0]).stack(tried)
@@ -322,8 +322,8 @@ def _descend(candidates: _Candidates, gram: Array, sweeps: int) -> Array:
         passed = xp.empty_like(error)
         for g in reversed(range(candidates.groups)) if sweep % 2 else range(candidates.groups):
             here = columns[g]
-            behind = slice(here.stop, None) if sweep % 2 else slice(here.start)
-            passed[:, here] = _product(error, gram, here, behind)
+            visited = slice(here.stop, None) if sweep % 2 else slice(here.start)
+            passed[:, here] = _product(error, gram, here, visited)
             rest = passed[:, here] + ahead[:, here]
             chosen[g] = (alone[g] + 2 * candidates.dots(g, rest)).argmin(-1)
             error[:, here] = candidates.errors(chosen[g], g)

@@ -55,7 +55,7 @@ def algorithms_of(configs: Sequence[AlgoConfig]) -> list[Algorithm]:
     Raises:
         NotSupportedError: An algorithm that this version does not have, as that of a checkpoint of another one; names
             the possible ones.
-        ConfigError: One that rescales what layers read, behind one that gives them a branch which reads it too.
+        ConfigError: One that rescales what layers read, after one that gives them a branch which reads it too.
     """
     algorithms: list[Algorithm] = []
     for config in configs:
@@ -64,7 +64,7 @@ def algorithms_of(configs: Sequence[AlgoConfig]) -> list[Algorithm]:
             possible = ", ".join(kind.__name__ for kind in ALGORITHMS)
             raise NotSupportedError(f"{type(config).__name__} is not part of this version. Possible: {possible}.")
         if issubclass(cls, Folding) and any(isinstance(before, SVDQuant) for before in algorithms):
-            raise ConfigError(f"{type(config).__name__} goes before SVDQuantConfig in algo_config, not behind it.")
+            raise ConfigError(f"{type(config).__name__} goes before SVDQuantConfig in algo_config, not after it.")
         algorithms.append(cls(without_shown(config)))
     return algorithms
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import InputGroup
-from quark.torch.calibration.lent_tokens import Choose, Lent, all_tokens_to_all_experts, lending
+from quark.torch.calibration.expert_tokens import Choose, ExtraTokens, all_tokens_to_all_experts, reading_extra
 from quark.torch.calibration.work_device import WHERE_IT_IS, WorkDevice
 from quark.torch.config.algo_configs import AlgoConfig
 from quark.torch.layers import QuantLayer
@@ -34,7 +34,7 @@ class Block:
         shared_scale_groups: Leaf names of layers with one second-level weight scale (NVFP4).
         place: Where it computes and its batches wait.
         groups: Names, relative to the module, of the quantized linear layers that read one tensor, in running order.
-        lent: Tokens of others that experts read while inputs of layers are collected.
+        extra_tokens: Those of others that experts read while inputs of layers are collected.
         all_experts: Whether each expert reads all tokens then.
         left: Experts that no token reached, which are rounded to nearest.
         numbers: Which of the batches of this process the calls are of; None: all.
@@ -48,7 +48,7 @@ class Block:
     shared_scale_groups: Sequence[Sequence[str]] = ()
     place: WorkDevice = WHERE_IT_IS
     groups: list[tuple[str, ...]] = field(default_factory=list)
-    lent: Lent = field(default_factory=dict)
+    extra_tokens: ExtraTokens = field(default_factory=dict)
     all_experts: bool = False
     left: set[str] = field(default_factory=set)
     numbers: Sequence[int] | None = None
@@ -59,13 +59,15 @@ class Block:
         return range(len(self.calls)) if self.numbers is None else self.numbers
 
     def of(self, numbers: Sequence[int]) -> Block:
-        """The same block with some of its batches."""
+        """This block with some of its batches."""
         calls, float_calls = ([of[n] for n in numbers] if of else [] for of in (self.calls, self.float_calls))
         return replace(self, calls=calls, float_calls=float_calls, numbers=numbers)
 
-    def lending(self, module: nn.Module, choose: Choose | None = None) -> AbstractContextManager[None]:
-        """Within: the experts of this block, or of a copy, read tokens of others, too; see `lending`."""
-        return all_tokens_to_all_experts(module) if self.all_experts else lending(module, self.lent, choose)
+    def reading_extra(self, module: nn.Module, choose: Choose | None = None) -> AbstractContextManager[None]:
+        """Within: the experts of this block, or of a copy, read tokens of others, too; see `reading_extra`."""
+        return (
+            all_tokens_to_all_experts(module) if self.all_experts else reading_extra(module, self.extra_tokens, choose)
+        )
 
     def run(self, calls: Sequence[Call]) -> list[torch.Tensor]:
         """What the block returns for some calls, as it waits."""
@@ -130,11 +132,11 @@ class Algorithm:
             tensors to layers, for which a folder that is filled block by block has no place.
         needs_float: Whether input groups and blocks carry the float model's inputs too.
         batches_experts: Whether it overrides `on_expert_inputs`, so that several experts are reached at once.
-        rounds: Whether it rounds weights, so that the blocks behind read what rounded ones give.
+        rounds: Whether it rounds weights, so that the blocks after it read what rounded ones give.
         sums: Whether it reads inputs as sums alone, which add up over processes.
         measured_whole: Whether `prepare` changes what the whole model loses, so that the model's output is measured.
-        solves_after_blocks: Whether it solves linear layers behind the blocks, too, each by what it reads.
-        judged_apart: Whether what it chooses fits the chance of few samples, too, so that others judge it.
+        solves_after_blocks: Whether it solves linear layers after the blocks, too, each by what it reads.
+        validated_apart: Whether what it chooses fits the chance of few samples, too, so that others measure it.
         learns: Whether `learn` runs the model on the calibration data before the first block.
     """
 
@@ -146,7 +148,7 @@ class Algorithm:
     sums: ClassVar[bool] = True
     measured_whole: ClassVar[bool] = False
     solves_after_blocks: ClassVar[bool] = False
-    judged_apart: ClassVar[bool] = False
+    validated_apart: ClassVar[bool] = False
     learns: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
@@ -155,7 +157,7 @@ class Algorithm:
 
     @property
     def name(self) -> str:
-        """As `algo_config` names it."""
+        """Its name in `algo_config`."""
         return str(getattr(self.config, "name", type(self).__name__))
 
     @property
@@ -170,8 +172,8 @@ class Algorithm:
 
     @property
     def reads_some(self) -> bool:
-        """Whether it is not shown the batches that judge it, where some can be spared."""
-        return self.keeps_better and self.judged_apart
+        """Whether it is not shown the batches that measure it, where some can be spared."""
+        return self.keeps_better and self.validated_apart
 
     def blocks_path(self, model: nn.Module) -> str | None:
         """Name of the list of blocks that the config gives; None: it is found."""
@@ -224,7 +226,7 @@ class Algorithm:
         """
 
     def say(self) -> None:
-        """Once, behind the last block: log what the user would not expect of what was done."""
+        """Once, after the last block: log what the user would not expect of what was done."""
 
     def recorded(self, config: AlgoConfig) -> AlgoConfig | None:
         """The config that says what was done, given the one that asked for it; None: nothing was done."""
@@ -237,7 +239,7 @@ class Algorithm:
         """When linear layers are about to read one tensor: gets them, and that tensor for all batches."""
 
     def on_expert_inputs(self, groups: list[InputGroup], block: Block) -> None:
-        """The same for several experts of a mixture at once, each with the tensor that its layers read."""
+        """When linear layers of several experts are about to run: gets groups of them that read one tensor each."""
 
     def leave(self, block: Block) -> None:
         """After the block has run."""

@@ -171,10 +171,12 @@ def _block(
     moved: dict[int, torch.Tensor] = {}  # what two series share stays shared
 
     def own(hidden: Hidden) -> list[Call]:
-        for x in hidden or ():
+        if hidden is None:
+            return list(calls)
+        for x in hidden:
             if id(x) not in moved:
                 moved[id(x)] = place.waiting(x) if calls else x
-        return _with_hidden(calls, hidden and [moved[id(x)] for x in hidden])
+        return [call.with_hidden(moved[id(x)]) for call, x in zip(calls, hidden, strict=True)]
 
     float_hidden = state.float_hidden or state.hidden
     return Block(name, block, own(state.hidden), own(float_hidden), own(state.observed), groups, place)
@@ -188,10 +190,3 @@ def is_inside(name: str, block: str) -> bool:
 def layers_inside(layers: Mapping[str, QuantLayer], block: str) -> dict[str, QuantLayer]:
     """The layers of a block, by their full names."""
     return {name: layer for name, layer in layers.items() if is_inside(name, block)}
-
-
-def _with_hidden(calls: Sequence[Call], hidden: Hidden) -> list[Call]:
-    """The calls on other hidden states, if there are any."""
-    if hidden is None:
-        return list(calls)
-    return [call.with_hidden(x) for call, x in zip(calls, hidden, strict=True)]

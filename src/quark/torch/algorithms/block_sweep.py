@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
@@ -33,12 +33,12 @@ from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.block_loop import Hidden, is_inside, layers_inside, loop_over_blocks, record_inputs
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import no_tokens
-from quark.torch.algorithms.keep_better import BlockErrorCheck, judging, prepare_where_better
+from quark.torch.algorithms.keep_better import BlockErrorCheck, prepare_where_better, validation_batches
 from quark.torch.algorithms.layer_inputs import input_groups, lockstep
 from quark.torch.calibration.calibrate import waiting_activations
 from quark.torch.calibration.distributed import broadcast_from_first, merge_observers, part_of, rank, world
+from quark.torch.calibration.expert_tokens import ExpertCalibration
 from quark.torch.calibration.experts import expert_of, finish_expert_ranges
-from quark.torch.calibration.lent_tokens import ExpertCalibration
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.batches import evaluating
@@ -97,24 +97,21 @@ def sweep(
     def work(block: Block) -> tuple[Hidden, Hidden]:
         with _saying_what_changed(block.name):
             outputs = sweep_block(block, layers, stages, experts)
-        if block.name == names[-1] and after_blocks.candidates:
-            after_blocks.see(block, *outputs)
+        after_blocks.see(block, *outputs)
         return outputs
 
     with quantizers_off(layers.values()), evaluating(model), torch.no_grad():
         needs_float = any(stage.needs_float for stage in stages)
         calls, state = record_inputs(model, layers, names, data, weights, needs_float)
         loop_over_blocks(model, names, calls, work, weights, shared_scale_groups, state=state)
-        if after_blocks.candidates:
-            with _saying_what_changed(""), weights.holding(after_blocks.candidates):
-                after_blocks.sweep(part_of(data), experts)
+        after_blocks.sweep(data, experts, weights)
     experts.say()
     for stage in stages:
         stage.say()
 
 
 class SweepAfterBlocks:
-    """The sweep over what is behind the blocks, by the algorithms that solve layers there too.
+    """The sweep over what runs after the blocks, by the algorithms that solve layers there too.
 
     Attributes:
         candidates: The quantized linear layers outside of the blocks; none where no algorithm would solve them.
@@ -130,24 +127,32 @@ class SweepAfterBlocks:
         self.candidates = linear if self.stages else {}
 
     def see(self, block: Block, hidden: Hidden, float_hidden: Hidden) -> None:
-        """Note what the last block gives."""
+        """Note what a block gives, if it is the last one and layers are solved after it."""
+        if block.name != self.names[-1] or not self.candidates:
+            return
         # One for all batches, unless their shapes say what is beside a hidden state.
         first = around_hidden(block.calls[0], block.module)
         self.around = [call.around if isinstance(call, StreamCall) else first for call in block.calls]
         self.hidden, self.float_hidden, self.place = hidden or [], float_hidden or hidden or [], block.place
 
-    def sweep(self, data: Iterable[Any], experts: ExpertCalibration) -> None:
-        """Run the algorithms on the layers behind the blocks. Where a model does not run without them, a line says so.
+    def sweep(self, data: Iterable[Any], experts: ExpertCalibration, weights: BlockWeights) -> None:
+        """Run the algorithms on the layers after the blocks. Where a model does not run without them, a line says so.
 
         Args:
-            data: The batches of this process.
-            experts: As `sweep_block` takes it.
+            data: The batches of all processes.
+            experts: How those of mixtures are calibrated.
+            weights: Brings and takes the weights of the layers.
         """
-        batches, without = list(data), without_blocks(self.model, self.names)
+        if self.candidates:
+            with _saying_what_changed(""), weights.holding(self.candidates):
+                self._sweep(list(part_of(data)), experts)
+
+    def _sweep(self, batches: Sequence[Any], experts: ExpertCalibration) -> None:
+        without = without_blocks(self.model, self.names)
         try:
             found = layers_after_blocks(without, self._calls(self.hidden, batches)[0])
         except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
-            logger.info("Layers behind the blocks are rounded to nearest: the model alone fails (%s).", one_line(error))
+            logger.info("Layers after the blocks are rounded to nearest: the model alone fails (%s).", one_line(error))
             return
         layers = {name: self.candidates[name] for name in found if name in self.candidates}
         if layers:
@@ -221,8 +226,8 @@ def sweep_block(
     hidden: list[torch.Tensor] = []
     float_hidden: list[torch.Tensor] = []
     original: nn.Module | None = None
-    read, judge = _read_and_judge(block, stages)
-    check = BlockErrorCheck(judge, layers_inside(layers, block.name), read)
+    read, measured = _read_and_measured(block, stages)
+    check = BlockErrorCheck(measured, layers_inside(layers, block.name), read)
     for index, stage in enumerate(stages):
         if stage.needs_float and original is None:
             # After the transforms, which change what the layers read but not what the block computes.
@@ -237,7 +242,8 @@ def sweep_block(
         float_hidden = beside or float_hidden
         if not check.keeps(stage, before, start) and last:
             # What was observed, and what the next block reads, came from weights that are gone.
-            with _rounded(check, stage), _observing_inputs(block, layers, experts), block.lending(block.module):
+            rounding = check.rounded_weights() if stage.rounds else nullcontext()
+            with rounding, _observing_inputs(block, layers, experts), block.reading_extra(block.module):
                 hidden = block.run(block.calls)
     experts.left += len(block.left)
     return hidden, float_hidden
@@ -246,21 +252,21 @@ def sweep_block(
 def _find_groups(
     block: Block, layers: Mapping[str, QuantLayer], stages: Sequence[Algorithm], experts: ExpertCalibration
 ) -> None:
-    """Set the groups of the block, what its experts are lent, and which of them are left."""
+    """Set the groups of the block, the tokens of others that its experts read, and which of them are left."""
     block.all_experts = experts.all_experts
     if any(stage.by_inputs for stage in stages) or waiting_activations(layers_inside(layers, block.name), ("input",)):
-        block.lent = experts.lent(block.module, block.calls, any(stage.needs_float for stage in stages))
-    with block.lending(block.module):
+        block.extra_tokens = experts.extra_tokens(block.module, block.calls, any(stage.needs_float for stage in stages))
+    with block.reading_extra(block.module):
         block.groups, left = quantized_groups(block, layers)
-    block.left = _experts_of(block, left)
+    block.left = {name for name in (expert_of(block.full(leaf)) for leaf in left) if name}
 
 
-def _read_and_judge(block: Block, stages: Sequence[Algorithm]) -> tuple[Block | None, Block]:
-    """The block with the batches that algorithms read which are judged apart, and with those that judge; None and all
-    of them where there is no such algorithm, or no batch can be spared.
+def _read_and_measured(block: Block, stages: Sequence[Algorithm]) -> tuple[Block | None, Block]:
+    """The block with the batches that algorithms read which are validated apart, and with those that measure them; None
+    and all of them where there is no such algorithm, or no batch can be spared.
     """
     apart = any(stage.reads_some for stage in stages)
-    numbers = judging(len(block.calls)) if apart else None
+    numbers = validation_batches(len(block.calls)) if apart else None
     if numbers is None:
         return None, block
     return block.of([n for n in range(len(block.calls)) if n not in numbers]), block.of(numbers)
@@ -283,15 +289,6 @@ def _refuse_repeated(block: Block, stage: Algorithm) -> None:
             f"{stage.name} cannot solve the block in one sweep. Possible: AutoRound, which learns whole blocks, or "
             "leaving these layers out (exclude)."
         )
-
-
-def _experts_of(block: Block, leaves: Collection[str]) -> set[str]:
-    return {name for name in (expert_of(block.full(leaf)) for leaf in leaves) if name}
-
-
-def _rounded(check: BlockErrorCheck, stage: Algorithm) -> AbstractContextManager[None]:
-    """Within: weights that a stage was to round, and did not, are rounded to nearest."""
-    return check.rounded_weights() if stage.rounds else nullcontext()
 
 
 def _run(
@@ -330,24 +327,19 @@ def _run(
             (lambda groups: stage.on_expert_inputs(groups, shown)) if stage.batches_experts else None,
             float_once,
             block.place,
-            block.lending,
+            block.reading_extra,
             block.all_experts,
             shown.batches,
         )
         if read:
-            hidden = _with_others(block, read, hidden)
+            outputs = dict(zip(read.batches, hidden, strict=True))
+            others = [number for number in block.batches if number not in outputs]
+            with block.reading_extra(block.module):
+                outputs |= zip(others, block.run([block.calls[number] for number in others]), strict=True)
+            hidden = [outputs[number] for number in block.batches]
     stage.leave(shown)
     broadcast_from_first(block.module)
     return hidden, float_hidden
-
-
-def _with_others(block: Block, read: Block, hidden: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs of a block for all its batches, given those for some."""
-    found = dict(zip(read.batches, hidden, strict=True))
-    others = [number for number in block.batches if number not in found]
-    with block.lending(block.module):
-        found |= zip(others, block.run([block.calls[number] for number in others]), strict=True)
-    return [found[number] for number in block.batches]
 
 
 @contextmanager

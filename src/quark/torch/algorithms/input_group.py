@@ -86,7 +86,7 @@ class InputGroup:
 
     def in_turn(self, inputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Inputs of all processes where the layers compute, one at a time, in the order of the data."""
-        # What is behind the blocks may be on another device than what it reads, until it runs.
+        # What runs after the blocks may be on another device than what it reads, until it runs.
         return (x.to(self.device) for x in in_order(inputs, self.waiting.load, self.device, self.numbers))
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor], name: Any = None) -> InputGroup:

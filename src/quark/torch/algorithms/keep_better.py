@@ -4,14 +4,14 @@
 
 over the first tokens of a few calibration samples: x is what the quantized blocks before give, x' what the float model
 gives where an algorithm compares with it, else x. Q rounds each weight as it will be, to nearest where no algorithm has
-chosen anything, and each input and output with the range that passes. An algorithm judges one group of layers at a
+chosen anything, and each input and output with the range that passes. An algorithm solves one group of layers at a
 time, by their own outputs; what that does to the block, where one error hides another or adds to it, is seen here.
 
-Samples that an algorithm read say too much good of it, if what it chose fits their chance, too (`judged_apart`). It is
-judged by one batch of eight (two of few, four at most) that it does not read, and none of them may come further from
-the float output. Static ranges are then those of the others, so what lies beyond them is clipped.
+Samples that an algorithm read say too much good of it, if what it chose fits their chance, too (`validated_apart`). It
+is measured by one batch of eight (two of few, four at most) that it does not read, and none of them may come further
+from the float output. Static ranges are then those of the others, so what lies beyond them is clipped.
 
-What an algorithm does to a whole model before the first block is judged likewise, by what the model returns. It is
+What an algorithm does to a whole model before the first block is measured likewise, by what the model returns. It is
 tried on a copy, so a model that would lose by it is never touched.
 """
 
@@ -53,7 +53,7 @@ SAMPLES, TOKENS = 4, 64
 """How many calibration samples are compared, and how many of their first tokens: of 128 x 512, four times 0.4 %."""
 
 SHARE, FEW, LEAST = 8, 2, 4
-"""One batch of eight judges, or two where that would be fewer; never more than one of four."""
+"""One batch of eight is for validation, or two where that would be fewer; never more than one of four."""
 
 _Params = tuple[nn.Parameter, torch.Tensor]
 _State = tuple[FakeQuantize, QParams | None, Mode]
@@ -70,7 +70,8 @@ class BlockErrorCheck:
 
     def __init__(self, block: Block, layers: Mapping[str, QuantLayer], read: Block | None = None) -> None:
         self.block, self.layers, self.read = block, dict(layers), read
-        picked = _picked(len(block.calls))
+        some = min(len(block.calls), SAMPLES)
+        picked = [index * len(block.calls) // some for index in range(some)]
         rows = -(-SAMPLES // max(1, len(picked)))
         runs = short_runs(block.module, [block.calls[index] for index in picked], TOKENS, rows)
         self.calls = [call for call, _ in runs]
@@ -168,12 +169,12 @@ class BlockErrorCheck:
                 call.run(self.block.module)
             merge_observers(quantizers)
             observers = {q: cast(Observer, q.observer) for q in quantizers.values()}
-            found: dict[FakeQuantize, QParams | None] = {
+            ranges: dict[FakeQuantize, QParams | None] = {
                 q: observer.qparams() for q, observer in observers.items() if observer.count
             }
             for quantizer in quantizers.values():
                 quantizer.observer = None
-            return found
+            return ranges
 
     def _errors(self) -> torch.Tensor | None:
         """Of each call sum |Q(block)(x) - block(x')|^2 and sum |block(x')|^2, (calls, 2); None of what cannot be
@@ -225,8 +226,8 @@ def _static_quantizers(layers: Mapping[str, QuantLayer]) -> dict[str, FakeQuanti
     return {name: q for name, q in quantizers.items() if q.spec.needs_calibration and not q.spec.dynamic}
 
 
-def judging(count: int) -> list[int] | None:
-    """Numbers of those of so many batches of this process that judge, and that no algorithm reads; evenly taken.
+def validation_batches(count: int) -> list[int] | None:
+    """Numbers of those of so many batches of this process that measure algorithms, and that none reads; evenly taken.
 
     None where there are too few, of all processes together, for some to be spared.
     """
@@ -237,12 +238,6 @@ def judging(count: int) -> list[int] | None:
     if not some or any(chosen.issuperset(range(first, total, world())) for first in range(world())):
         return None  # a process would have none to read
     return [number for number, batch in enumerate(own) if batch in chosen]
-
-
-def _picked(count: int) -> list[int]:
-    """Numbers of the batches that are compared, evenly taken."""
-    some = min(count, SAMPLES)
-    return [index * count // some for index in range(some)]
 
 
 def _tensor_of(call: Call, module: nn.Module) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -26,8 +27,8 @@ from torch import nn
 from quark.base.memory_and_disk import give_back_memory
 from quark.errors import StructureError
 from quark.torch.algorithms.input_group import InputGroup
+from quark.torch.calibration.expert_tokens import Choose, Places, is_shown
 from quark.torch.calibration.experts import expert_of, reached_together
-from quark.torch.calibration.lent_tokens import Choose, Places, is_shown
 from quark.torch.calibration.spill import Waiting, tensors_of
 from quark.torch.calibration.work_device import WHERE_IT_IS, WorkDevice
 from quark.torch.layers.base import hook_input
@@ -72,7 +73,7 @@ def lockstep(
     on_expert_inputs: OnExpertInputs | None = None,
     float_once: bool = False,
     place: WorkDevice = WHERE_IT_IS,
-    lending: Callable[[nn.Module, Choose | None], AbstractContextManager[None]] = lambda *_: nullcontext(),
+    reading_extra: Callable[[nn.Module, Choose | None], AbstractContextManager[None]] = lambda *_: nullcontext(),
     all_experts: bool = False,
     batches: Sequence[int] = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -88,7 +89,7 @@ def lockstep(
         on_expert_inputs: Gets the groups of several experts at once; None: `on_inputs` gets one after the other.
         float_once: Whether the float block runs for the last time: its layers then lose their weights as they have run.
         place: Where the block computes, and where its batches wait.
-        lending: Within what it gives for a block, experts read tokens of others, too. It gets whose tokens they read.
+        reading_extra: Within what it gives for a block, experts read tokens of others, too. It gets whose they read.
         all_experts: Whether each expert reads all tokens within it: of what they read, statistics are then found once.
         batches: Numbers of the batches of this process that the calls are of; none: of all.
 
@@ -101,9 +102,12 @@ def lockstep(
     blocks = [one for one in (block, float_block) if one is not None]
     own = (x for one in blocks for x in (*one.parameters(), *one.buffers()))
     waiting = place.halted(own, [*calls, *float_calls])
-    runs = [_BatchRun(block, call, place, waiting, number) for number, call in _numbered(calls, batches)]
+    numbered = zip(batches or range(len(calls)), calls, strict=True)
+    runs = [_BatchRun(block, call, place, waiting, number) for number, call in numbered]
     float_runs: list[_BatchRun] = []
+    follow: AbstractContextManager[None] = nullcontext()
     if float_block is not None:
+        follow = reading_extra(float_block, _follow_places)
         pairs = zip(float_calls, runs, strict=True)
         float_runs = [_BatchRun(float_block, call, place, waiting, pair.number, pair) for call, pair in pairs]
     known = SharedStatistics() if all_experts else None
@@ -111,8 +115,8 @@ def lockstep(
     with (
         _halting(block, groups),
         _halting(float_block, groups),
-        lending(block, None if float_block is None else _note_places),
-        nullcontext() if float_block is None else lending(float_block, _follow_places),
+        reading_extra(block, None if float_block is None else _note_places),
+        follow,
         _same_experts(block, float_block),
         _looking_ahead(block, expert_groups),
         _looking_ahead(float_block, expert_groups),
@@ -122,11 +126,6 @@ def lockstep(
         meet = partial(_meet, name, block, groups, shown=shown, known=known)
         _run_all([*runs, *float_runs], meet)
     return [run.output for run in runs], [run.output for run in float_runs]
-
-
-def _numbered(calls: Sequence[Call], batches: Sequence[int]) -> Iterator[tuple[int, Call]]:
-    """Each call with the number of its batch."""
-    return zip(batches or range(len(calls)), calls, strict=True)
 
 
 def _run_all(runs: Sequence[_BatchRun], meet: Callable[[list[_BatchRun]], None]) -> None:
@@ -173,7 +172,7 @@ class SharedStatistics:
     def of(self, layer: str, inputs: Sequence[torch.Tensor]) -> dict[Any, Any] | None:
         """Statistics of the inputs of a layer and those with it; None for what is not read by all of a mixture.
 
-        The first layers of experts read what all do, those behind what their expert makes of it.
+        The first layers of experts read what all do, those after them what their expert makes of it.
         """
         expert = expert_of(layer)
         mixture = None if expert is None else expert.rpartition(".")[0]
@@ -197,7 +196,7 @@ def _meet(
     float_runs = [run for run in halted if run.block is not block]
     reached: dict[int, InputGroup] = {}
     # Float experts follow the tokens of the others, which must be there before.
-    alone = not any(expert_of(leaf) for group in groups for leaf in group)
+    alone = not any(map(expert_of, chain.from_iterable(groups)))
 
     def go_on() -> None:
         for run in float_runs if alone else ():
@@ -205,13 +204,14 @@ def _meet(
 
     for index in halted[0].inputs:
         layers = {f"{name}.{leaf}".lstrip("."): block.get_submodule(leaf) for leaf in groups[index]}
+        inputs = [run.inputs[index] for run in runs]
         reached[index] = InputGroup(
             layers,  # type: ignore[arg-type]
-            [run.inputs[index] for run in runs],
+            inputs,
             [run.inputs[index] for run in float_runs],
             go_on,
             halted[0].waiting,
-            None if known is None else known.of(next(iter(layers)), [run.inputs[index] for run in runs]),
+            None if known is None else known.of(next(iter(layers)), inputs),
             list(map(attrgetter("number"), runs)),
         )
     give_back_memory()  # what the batches freed on their way here, before the algorithm makes its matrices
@@ -234,7 +234,7 @@ class _BatchRun(greenlet):  # type: ignore[misc]
     Attributes:
         group: The group at which it halts; the first one, where several experts are reached at once.
         inputs: Group -> its input, of those that it has reached while it halts: one, or several experts.
-        held: Group -> what its layers get. A block whose attention and MLP read one norm side by side runs other
+        kept: Group -> what its layers get. A block whose attention and MLP read one norm side by side runs other
             groups in between.
         output: What the block returned, in the end, as it waits.
         waiting: Where the tensors that it holds are while it halts.
@@ -263,7 +263,7 @@ class _BatchRun(greenlet):  # type: ignore[misc]
         self.passing = False
         self.group = -1
         self.inputs: dict[int, torch.Tensor] = {}
-        self.held: dict[int, _KeptInput] = {}
+        self.kept: dict[int, _KeptInput] = {}
         self.output: Any = None
 
     def run(self) -> None:
@@ -286,24 +286,24 @@ class _BatchRun(greenlet):  # type: ignore[misc]
         """What it holds while it halts."""
         yield from tensors_of(self.gr_frame)
         yield from self.inputs.values()
-        yield from (held.x for held in self.held.values())
+        yield from (kept.x for kept in self.kept.values())
 
     def read_input(self, group: int, size: int, x: torch.Tensor) -> torch.Tensor:
         """What a layer of a group of `size` layers gets for x: halts at the first, holds it for the rest."""
-        if group not in self.held:
+        if group not in self.kept:
             self.halt({group: x})
-        held = self.held[group]
-        held.read += 1
-        if held.read == size:
-            del self.held[group]
-        return held.x
+        kept = self.kept[group]
+        kept.read += 1
+        if kept.read == size:
+            del self.kept[group]
+        return kept.x
 
     def halt(self, inputs: dict[int, torch.Tensor]) -> None:
         """Halt with the inputs of some groups, then hold them as the algorithm leaves them."""
         self.group, self.inputs = min(inputs), inputs
         del inputs  # what is replaced while this batch waits must be free for the batches that go on before it
         self.parent.switch()
-        self.held |= {group: _KeptInput(self.waiting.load(x)) for group, x in self.inputs.items()}
+        self.kept |= {group: _KeptInput(self.waiting.load(x)) for group, x in self.inputs.items()}
         self.inputs = {}
 
 

@@ -45,7 +45,7 @@ from quark.torch.model.blocks.streams import StreamCall
 SEED = 0
 """Of the labels of the first batch; those of each next one have the next number, whichever process draws them."""
 TAIL = "tail"
-"""The result of what is behind the blocks."""
+"""The result of what runs after the blocks."""
 
 
 class ScorePasses:
@@ -71,15 +71,15 @@ class ScorePasses:
 
     @contextmanager
     def watching(self, block: str | None) -> Iterator[Callable[[], None]]:
-        """Within: a block, None for what is behind the blocks, runs forward and back; call what it gives a batch."""
+        """Within: a block, None for what runs after the blocks, runs forward and back; call what it gives a batch."""
         yield lambda: None
 
     def result(self, block: str | None, call: Call | None, positions: int) -> dict[str, Any]:
         """What is kept of a part that was watched, while its weights are there.
 
         Args:
-            block: Its name; None for what is behind the blocks.
-            call: Its first call; None behind the blocks.
+            block: Its name; None for what runs after the blocks.
+            call: Its first call; None after the blocks.
             positions: Of all data, at which something is predicted.
         """
         return {}
@@ -106,11 +106,11 @@ class ScorePasses:
                     self._back(index, calls[self.names[index]])
 
     def inputs_of(self, index: int) -> str:
-        """Name in the store of the inputs of a block; behind the last one, of its outputs."""
+        """Name in the store of the inputs of a block; after the last one, of its outputs."""
         return f"inputs-{index}"
 
     def scores_of(self, index: int) -> str:
-        """The same of their scores."""
+        """Name in the store of the scores of the inputs of a block; after the last one, of its outputs."""
         return f"scores-{index}"
 
     def _forward(self, calls: Mapping[str, list[Call]], loop: str) -> None:
@@ -133,7 +133,7 @@ class ScorePasses:
         loop_over_blocks(self.model, self.names, dict(calls), work, self.weights, state=state, loop=loop)
 
     def _tail(self, calls: Mapping[str, list[Call]]) -> None:
-        """What is behind the blocks, and the scores of what it reads."""
+        """What is after the blocks, and the scores of what it reads."""
         scores, positions = [], 0
         with self.weights.around(self.names), _in_float(self.model), torch.no_grad():
             device, finite = input_device(self.model), []
@@ -157,7 +157,7 @@ class ScorePasses:
         self.store.keep_result(TAIL, {"positions": positions, **result})
 
     def _arounds(self, calls: Mapping[str, list[Call]]) -> list[Callable[[int, torch.Tensor], Any]]:
-        """For each batch what blocks return, of their index and of the hidden state behind the last one."""
+        """For each batch what blocks return, of their index and of the hidden state after the last one."""
         first, block = calls[self.names[0]][0], self.model.get_submodule(self.names[0])
         if isinstance(first, StreamCall):
             return [call.around for call in calls[self.names[0]] if isinstance(call, StreamCall)]

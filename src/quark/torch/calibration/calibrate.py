@@ -23,8 +23,8 @@ from quark.core.scales import EPS, TINY, QParams, qparams_from_range
 from quark.core.spec import TensorSpec
 from quark.errors import CalibrationError, NonFiniteError
 from quark.torch.calibration.distributed import merge_observers, part_of
+from quark.torch.calibration.expert_tokens import ExpertCalibration, all_tokens_to_all_experts
 from quark.torch.calibration.experts import finish_expert_ranges
-from quark.torch.calibration.lent_tokens import ExpertCalibration, all_tokens_to_all_experts
 from quark.torch.calibration.timesteps import noting_ranges
 from quark.torch.config.config import QConfig
 from quark.torch.layers import QuantLayer

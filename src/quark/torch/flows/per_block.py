@@ -40,7 +40,7 @@ from quark.torch.calibration.calibrate import (
     waiting_activations,
     waiting_ranges,
 )
-from quark.torch.calibration.lent_tokens import ExpertCalibration
+from quark.torch.calibration.expert_tokens import ExpertCalibration
 from quark.torch.config.config import QConfig
 from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.layers import QuantLayer

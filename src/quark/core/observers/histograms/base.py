@@ -59,7 +59,7 @@ class HistogramBasedObserver(Observer):
         self._ends = float(low), float(high)
 
     def range(self) -> tuple[Array, Array]:
-        low, high = self._ends or self._scalars()
+        low, high = self._ends or (float(end) for end in self.extremes())
         if not (math.isfinite(low) and math.isfinite(high)):
             self.extremes()  # says so; on a device, later
             return self._as_range(0.0, 0.0)

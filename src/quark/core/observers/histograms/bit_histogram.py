@@ -45,7 +45,7 @@ def count_patterns(x: np.ndarray[Any, np.dtype[np.float32]], counts: Counts) -> 
 
 
 def count_with_numpy(values: np.ndarray[Any, np.dtype[np.float32]], counts: Counts) -> Extremes:
-    """The same without a compiler."""
+    """Add the counts of values to `counts` without a compiler; smallest and largest value."""
     half = np.bincount(values.view(np.uint32) >> BITS, minlength=1 << BITS)
     counts += np.roll(half, 1 << (BITS - 1))
     return values.min(), values.max()
@@ -55,10 +55,10 @@ def count_with_numpy(values: np.ndarray[Any, np.dtype[np.float32]], counts: Coun
 def _compiled() -> Any:
     """The compiled function, or None where it cannot be built."""
     source = Path(__file__).with_name("counts.cpp")
-    found: Any = native.loaded(source, "the counter of histograms", "numpy counts too.")
-    if found is None:
+    library: Any = native.loaded(source, "the counter of histograms", "numpy counts too.")
+    if library is None:
         return None
-    function = found.count_patterns
+    function = library.count_patterns
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
     function.restype = None
     return function
@@ -91,13 +91,20 @@ class BitHistogram:
             xp = namespace(x)  # counted on the device: a copy from the host would wait for it
             rows = astype(xp.cumsum(xp.ones_like(index[:, :1]), 0) - 1, "int32")
             index = index + (rows << self.bits)
-        counts = _counted(index.reshape(-1), self.rows << self.bits)
+        index, size, xp = index.reshape(-1), self.rows << self.bits, namespace(x)
+        if on_cpu(x):
+            counts = xp.bincount(index, minlength=size)
+        else:  # on a device bincount asks for the largest number first, and waits for it
+            one = index.new_ones((), dtype=xp.int64)
+            counts = one.new_zeros(size).scatter_add_(0, index.long(), one.expand_as(index))
         self.counts = counts if self.counts is None else self.counts + counts
 
     def update_values(self, x: np.ndarray[Any, Any]) -> Extremes:
         """Count the values of one numpy tensor in one pass, and return its smallest and largest value."""
         if self.counts is None:
-            self.counts = _zeros(1 << BITS)
+            # Pages of their own take no memory before something is counted in them: values lie in few of the exponents,
+            # and memory that was used before would be cleared, and so taken.
+            self.counts = np.frombuffer(mmap(-1, 8 << BITS, access=ACCESS_COPY), np.int64)
         return count_patterns(astype(x, "float32"), self.counts)
 
     def merge(self, other: BitHistogram) -> None:
@@ -129,23 +136,6 @@ def _edges(index: NumpyArray, bits: int) -> tuple[Floats, Floats]:
     patterns = ((index - (1 << bits) // 2) << (32 - bits)).astype(np.int64)
     near, far = _as_float(patterns), _as_float(patterns | ((1 << (32 - bits)) - 1))
     return np.minimum(near, far), np.maximum(near, far)
-
-
-def _counted(index: Array, size: int) -> Array:
-    """How often each number below `size` occurs, int64."""
-    if on_cpu(index):
-        return namespace(index).bincount(index, minlength=size)
-    # On a device bincount asks for the largest number first, and waits for it.
-    one = index.new_ones((), dtype=namespace(index).int64)
-    return one.new_zeros(size).scatter_add_(0, index.long(), one.expand_as(index))
-
-
-def _zeros(size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Counters in pages of their own, which take no memory before something is counted in them: most never are.
-
-    The values of a tensor lie in few of the exponents; memory that was used before would be cleared, and so taken.
-    """
-    return np.frombuffer(mmap(-1, 8 * size, access=ACCESS_COPY), np.int64)
 
 
 def absolute(bins: Bins) -> Bins:

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from quark.base import native
 from quark.core.array import Array, chunk_bytes_for, dtype_name, is_torch, namespace, on_cpu
 from quark.core.kernels.element_rule import ElementRule
@@ -251,7 +253,7 @@ def candidate_dots(values: Array, scale: Array, zero: Array | None, spec: Tensor
 
 
 def _dots_of_errors(values: Array, scale: Array, zero: Array | None, spec: TensorSpec, other: Array) -> Array:
-    """The same from errors that are made, of a few runs at a time."""
+    """sum_i (Q(x_i) - x_i) other_i, (runs, candidates), from errors that are made, of a few runs at a time."""
     xp, parts = namespace(values), []
     step = max(1, chunk_bytes_for(values) // (4 * values.shape[-1] * scale.shape[-1]))
     for start in range(0, len(values), step):
@@ -281,16 +283,9 @@ def row_dots(left: Array, right: Array) -> Array:
 def _each(arrays: tuple[Array | None, ...], rows: int, part: Callable[[list[Any], int, int], None]) -> None:
     """Run `part` on the arrays of each problem, rows over threads."""
     lead = arrays[0].shape[:-2] if arrays[0] is not None else ()
-    for problem in _indices(lead):
+    for problem in np.ndindex(lead):
         own = [None if x is None else x[problem] for x in arrays]
         native.in_threads(rows, SLICE, lambda start, count, own=own: part(own, start, count))  # type: ignore[misc]
-
-
-def _indices(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    indices: list[tuple[int, ...]] = [()]
-    for length in shape:
-        indices = [(*index, i) for index in indices for i in range(length)]
-    return indices
 
 
 def _plain(x: Array) -> bool:

@@ -99,7 +99,9 @@ def refine_kernel(
     low: tl.constexpr, high: tl.constexpr, divide: tl.constexpr, zero_before: tl.constexpr, zero_after: tl.constexpr,
     zero_decoded: tl.constexpr, float_bits: tl.constexpr, smallest_power: tl.constexpr,
 ):  # fmt: skip
-    """The same visit of columns that have values; the gradient becomes that at which each column was visited."""
+    """Visit columns [0, columns) that have values, of rows [tile * program 0, ...) of problem (program 1); the gradient
+    becomes that at which each column was visited.
+    """
     index = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     column = tl.arange(0, size)

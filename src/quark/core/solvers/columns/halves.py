@@ -26,16 +26,11 @@ def in_halves(
         if stop > start:
             step(start, stop)
         return
-    middle = _middle(start, stop, align)
+    half = (start + stop) // 2
+    middle = half // align * align if half // align * align > start else half
     in_halves(start, middle, step, carry, align, most)
     carry(start, middle, stop)
     in_halves(middle, stop, step, carry, align, most)
-
-
-def _middle(start: int, stop: int, align: int) -> int:
-    half = (start + stop) // 2
-    aligned = half // align * align
-    return aligned if aligned > start else half
 
 
 def add_product(total: Array, left: Array, right: Array, sign: int = 1, rounded: bool = False) -> None:

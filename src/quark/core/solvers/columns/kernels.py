@@ -1,7 +1,7 @@
 """Blocks of columns as kernels of a GPU, each of which is checked before it is trusted; see core/kernels/trust.py.
 
-The first block of a width that one solves under a rule, for which it is compiled anew, is held against the formulas, by
-itself:
+The first block of a width that one solves under a rule, for which it is compiled anew, is compared with the formulas,
+by itself:
 
     every code          quantize_elements(v) = q, bit for bit, of the very v that the kernel says it rounded
     every v             |v - (w + F^T (t - q) + P^T v)| <= (n + 2) 2^-24 (|w| + |F|^T |t - q| + |P|^T |v|)

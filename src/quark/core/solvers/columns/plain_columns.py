@@ -162,7 +162,7 @@ class OneByOne:
 class _Steps:
     """`quantize_elements` in steps that write in place; what follows from the scales alone is computed once.
 
-    Columns that share their scales are held in units of them: `enter` and `leave` divide and multiply a whole block,
+    Columns that share their scales are in units of them: `enter` and `leave` divide and multiply a whole block,
     `quantize` gives codes less the zero point, and `finish` makes values of them. Else `quantize` gives values.
     """
 

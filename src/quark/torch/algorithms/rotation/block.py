@@ -68,7 +68,7 @@ class BlockPlan:
         if self.online:
             out.append(("The online rotation of inputs (R1, R4)", self._rotate_inputs))
         if self.queries[0]:
-            out.append(("R3", lambda block: None if rotate_queries_and_keys(block, self.queries[1]) else _no_rotary()))
+            out.append(("R3", self._rotate_queries))
         return out
 
     def apply(self, block: nn.Module) -> None:
@@ -88,6 +88,12 @@ class BlockPlan:
     def _rotate_inputs(self, block: nn.Module) -> None:
         for name, rotation in self.online.items():
             rotate_online(block, name, rotation)
+
+    def _rotate_queries(self, block: nn.Module) -> None:
+        if not rotate_queries_and_keys(block, self.queries[1]):
+            raise StructureError(
+                "R3 needs queries and keys with a rotary embedding; the block has none. Possible: r3=False."
+            )
 
 
 def plan_block(
@@ -129,20 +135,20 @@ def prove_block(block: nn.Module, many: Call, plan: BlockPlan) -> None:
     Raises:
         StructureError: It is not the same; names the rotation and the block.
     """
-    twin, call = _double(block, many)
+    exact, call = _double(block, many)
     errors: dict[str, torch.Tensor] = {}
-    with torch.no_grad(), evaluating(twin):
-        x, y = call.hidden, _exact(twin, call)
+    with torch.no_grad(), evaluating(exact):
+        x, y = call.hidden, _exact(exact, call)
         try:
             for what, change in plan.stages():
-                change(twin)
+                change(exact)
                 if what == "R1":
                     assert plan.stream is not None
                     x, y = plan.stream.apply(x), plan.stream.apply(y)
                     call = call.with_hidden(x)
-                errors[what] = (_exact(twin, call) - y).norm() / (y - x).norm().clamp(min=1e-300)
+                errors[what] = (_exact(exact, call) - y).norm() / (y - x).norm().clamp(min=1e-300)
         finally:
-            _require_same(errors)  # what fails behind a wrong change fails because of it
+            _require_same(errors)  # what fails after a wrong change fails because of it
 
 
 def _require_same(errors: Mapping[str, torch.Tensor]) -> None:
@@ -170,8 +176,8 @@ def _double(block: nn.Module, call: Call) -> tuple[nn.Module, Call]:
 
 
 def _value_paths(block: nn.Module, single: Call, config: RotationConfig) -> list[ValuePath]:
-    twin, call = _double(block, single)
-    paths = find_value_paths(twin, lambda: _exact(twin, call))
+    exact, call = _double(block, single)
+    paths = find_value_paths(exact, lambda: _exact(exact, call))
     named = {name for name, _ in block.named_modules()}
     for field in ("v_proj", "o_proj"):
         name = getattr(config, field)
@@ -192,19 +198,13 @@ def _heads(block: nn.Module, paths: list[ValuePath], config: RotationConfig) -> 
     sizes = [size for size in named if isinstance(size, int)]
     rotations = []
     for path in paths:
-        size, heads = _fitting_heads(path, sizes)
+        fitting = ((size, heads) for size in sizes if (heads := path.heads(size)) is not None)
+        size, heads = next(fitting, (0, None))
+        if heads is None:
+            raise StructureError(f"R2: the size of the heads of {path.value} is not known (head_dim of its module).")
         rotation = Rotation(head_rotation_size(size, config.rotation_size), R2_SEED if config.random_r2 else None)
         rotations.append((path, heads, rotation))
     return tuple(rotations)
-
-
-def _fitting_heads(path: ValuePath, sizes: list[int]) -> tuple[int, list[torch.Tensor]]:
-    """The first of the sizes that heads of a value path may have, and those heads."""
-    for size in sizes:
-        heads = path.heads(size)
-        if heads is not None:
-            return size, heads
-    raise StructureError(f"R2: the size of the heads of {path.value} is not known (head_dim of its module).")
 
 
 def _by_source(block: nn.Module, call: Call, attention: Collection[str]) -> tuple[list[str], list[str]]:
@@ -259,7 +259,3 @@ def _input_rotation(name: str, layer: nn.Module, config: RotationConfig, r1: boo
     shared = config.online_config is not None and config.online_config.shared_parallel
     seed = R1_SEED if shared else zlib.crc32(name.encode())
     return Rotation(size, seed if r1 and config.random_r1 else None)
-
-
-def _no_rotary() -> None:
-    raise StructureError("R3 needs queries and keys with a rotary embedding; the block has none. Possible: r3=False.")

@@ -31,8 +31,8 @@ def cayley_step(matrix: torch.Tensor, gradient: torch.Tensor, rate: float) -> to
     step = rate / skew.abs().sum(0).max().clamp(min=torch.finfo(torch.float32).tiny)
     identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     # The eigenvalues of I + t/2 Y have the real part 1, so nothing is to be checked, for which a device is waited for.
-    ahead, behind = identity + step / 2 * skew, (identity - step / 2 * skew) @ matrix
-    turned: torch.Tensor = torch.linalg.solve_ex(ahead, behind)[0]
+    left, right = identity + step / 2 * skew, (identity - step / 2 * skew) @ matrix
+    turned: torch.Tensor = torch.linalg.solve_ex(left, right)[0]
     return turned
 
 

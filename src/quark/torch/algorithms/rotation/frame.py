@@ -104,12 +104,16 @@ class _PassingRun:
 
     def run(self, tokens: int) -> None:
         ids = torch.randint(0, self._vocabulary(), (1, tokens), generator=torch.Generator().manual_seed(0))
-        device = input_device(self.model)
+        device, given = input_device(self.model), example(self.model)
+        batch: Any = ids
+        if isinstance(given, Mapping) and not set(given) <= {"input_ids"}:
+            # What else a model of transformers must get: features, images, ids of its decoder.
+            batch = {name: ids if name in ("input_ids", "decoder_input_ids") else x for name, x in given.items()}
         quiet = quantizers_off(quantized_layers(self.model).values())
         passing = passing_through(self.model, self.names, self.calls.__setitem__, self.output)
         with torch.no_grad(), evaluating(self.model), quiet, passing:
             try:
-                output = forward_batch(self.model, self._batch(ids), device)
+                output = forward_batch(self.model, batch, device)
             except (TypeError, ValueError, RuntimeError) as error:
                 if isinstance(error, QuarkError):
                     raise
@@ -119,13 +123,6 @@ class _PassingRun:
             raise StructureError(f"The model does not run its block {missing[0]!r}.")
         leaves = tree_leaves(output)
         self.result = tuple(x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point())
-
-    def _batch(self, ids: torch.Tensor) -> Any:
-        """The token ids, with what else a model of transformers must get: features, images, ids of its decoder."""
-        given = example(self.model)
-        if not isinstance(given, Mapping) or set(given) <= {"input_ids"}:
-            return ids
-        return {name: ids if name in ("input_ids", "decoder_input_ids") else x for name, x in given.items()}
 
     def _vocabulary(self) -> int:
         sizes = [m.num_embeddings for m in self.model.modules() if isinstance(m, nn.Embedding)]

@@ -34,7 +34,7 @@ from quark.torch.model.batches import evaluating, forward_batch, input_device
 from quark.torch.model.residual_stream import Residual
 
 SEEN = 0.875
-"""Share of the calibration batches that steps see; the others judge."""
+"""Share of the calibration batches that steps see; the others are for validation."""
 STREAM = ""
 """Name of R1 among the matrices; that of an R2 is its block and the number of its value path."""
 
@@ -44,8 +44,8 @@ class Learned:
     """What was learned.
 
     Attributes:
-        matrices: Name -> matrix, float64, as it is applied behind the Hadamard matrix.
-        before, after: Divergence on the batches that judge, in nats, with the Hadamard matrices and with these.
+        matrices: Name -> matrix, float64, as it is applied after the Hadamard matrix.
+        before, after: Divergence on the validation batches, in nats, with the Hadamard matrices and with these.
     """
 
     matrices: dict[str, torch.Tensor]
@@ -96,20 +96,21 @@ def learn_rotations(
     """
     if len(data) < 2:
         raise ConfigError(
-            f"RotationConfig(trainable=True) needs two calibration batches or more, one to judge by; {len(data)} given."
+            f"RotationConfig(trainable=True) needs two calibration batches or more, one for validation; "
+            f"{len(data)} given."
         )
     turned = _Turned(model, layers, parts, plans, stream)
     count = min(len(data) - 1, max(1, round(SEEN * len(data))))
-    seen, judging = data[:count], data[count:]
+    seen, validation = data[:count], data[count:]
     order, losses = torch.Generator().manual_seed(0), list[torch.Tensor]()  # read when all are there
     with evaluating(model), turned.rounding():
-        first = turned.mean_loss(judging)
+        first = turned.mean_loss(validation)
         for step in progress(range(config.train_steps), "steps", config.train_steps):
             picked = torch.randperm(count, generator=order)[: config.train_batch_size].tolist()
             loss = turned.step([seen[index] for index in picked], config.train_lr * (1 - step / config.train_steps))
             status(partial(_said, loss))
             losses.append(loss)
-        before, after, *seen_losses = torch.stack([first, turned.mean_loss(judging), *losses]).tolist()
+        before, after, *seen_losses = torch.stack([first, turned.mean_loss(validation), *losses]).tolist()
     if not all(map(math.isfinite, seen_losses)):
         raise NonFiniteError("RotationConfig(trainable=True): the loss or the gradient of a rotation holds NaN or Inf.")
     logger.info(

@@ -74,7 +74,7 @@ def find_value_paths(block: nn.Module, run: Callable[[], Any]) -> list[ValuePath
 
 
 def _on_cpu(rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The same rows on the CPU, in one copy: a device would be waited for at each pair that is compared there."""
+    """Rows on the CPU, in one copy: a device would be waited for at each pair that is compared there."""
     if not rows:
         return []
     whole = torch.cat([x.to(rows[0].device) for x in rows]).cpu()

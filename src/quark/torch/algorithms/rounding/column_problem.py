@@ -130,7 +130,7 @@ class ColumnProblem:
             return None
         return gptq.drawn(self.weights[name][rows].float().T[self.order], self.drift)
 
-    def rounds_alike(self, feedback: torch.Tensor, importance: torch.Tensor) -> bool:
+    def may_round_offset(self, feedback: torch.Tensor, importance: torch.Tensor) -> bool:
         """Whether what moves the weights may be found by rounded products: whether on some of the rows as little of
         what it gains is then lost, `gptq.ALLOWED` at most.
 

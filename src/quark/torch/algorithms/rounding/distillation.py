@@ -52,8 +52,8 @@ from quark.torch.model.batches import evaluating, forward_batch, input_device
 from quark.torch.model.tied_weights import overlapping
 
 UNSEEN, MOST_UNSEEN = 0.125, 8
-"""Share of the batches that judge and that no step sees, and most of them. The first ones: what a model has written
-itself comes behind the user's data."""
+"""Share of the batches for validation, which no step sees, and most of them. The first ones: what a model has written
+itself comes after the user's data."""
 REACH, FASTEST = 0.2, 0.02
 """How far steps of random sign may move a code, in mean steps of the grid, and the highest rate that this sets."""
 RETREATS = 2
@@ -96,7 +96,7 @@ class Distillation(Algorithm):
             raise StructureError("DistillationConfig: no linear layer has a weight in codes, with scales.")
         if len(data) < 2:
             raise ConfigError(
-                f"DistillationConfig needs two calibration batches or more, one to judge by: {len(data)}."
+                f"DistillationConfig needs two calibration batches or more, one for validation: {len(data)}."
             )
         self.data = data
         self.teacher = copy.deepcopy(model).requires_grad_(False)
@@ -119,19 +119,19 @@ class Distillation(Algorithm):
                 "DistillationConfig: no linear layer has a quantized weight that only this layer uses."
             )
         count = max(1, min(round(UNSEEN * len(self.data)), MOST_UNSEEN))
-        judging = merged(self.data[:count], self.config.batch_size)
+        validation = merged(self.data[:count], self.config.batch_size)
         seen = merged(self.data[count:], self.config.batch_size)
         start = time.perf_counter()
         with evaluating(self.teacher), evaluating(model), frozen(learned):
-            before = self._mean_loss(model, {}, judging)
+            before = self._mean_loss(model, {}, validation)
             self._learn(model, learned, seen)
-            after = self._mean_loss(model, _values(learned), judging)
+            after = self._mean_loss(model, _values(learned), validation)
             for _ in range(RETREATS if self.keeps_better else 0):
                 if after < before:
                     break
                 for weight in learned:
                     weight.go_back()
-                after = self._mean_loss(model, _values(learned), judging)
+                after = self._mean_loss(model, _values(learned), validation)
         del self.teacher, self.data
         kept = after < before or not self.keeps_better
         done = BlockErrors("", self.name, (), before, after, kept, time.perf_counter() - start, DIVERGENCE)

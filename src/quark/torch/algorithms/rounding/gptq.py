@@ -74,7 +74,7 @@ class GPTQ(ByScores):
         self.of_outputs: dict[str, torch.Tensor] = {}
 
     def enter(self, block: Block) -> None:
-        known = self.scores is not None and block.name in self.scores.names  # none of what is behind the blocks
+        known = self.scores is not None and block.name in self.scores.names  # none of what runs after the blocks
         self.of_outputs = self.scores.of_layers(block) if self.scores is not None and known else {}
 
     def on_inputs(self, group: InputGroup, block: Block) -> None:
@@ -91,8 +91,8 @@ class GPTQ(ByScores):
                 problem = ColumnProblem(group, layers, self._order(group.gram, layers))
                 self._add_pulls(problem)
             problems.setdefault(problem.shape, []).append(problem)
-        for alike in problems.values():
-            self._solve(alike, block)
+        for of_one_shape in problems.values():
+            self._solve(of_one_shape, block)
 
     def _solve(self, problems: list[ColumnProblem], block: Block) -> None:
         feedback, of_order = self._factor(problems)
@@ -114,8 +114,8 @@ class GPTQ(ByScores):
             feedback, of_order = feedback.float(), of_order.float()
             give_back_memory()  # what the factor took beside it
             factors = zip(unstacked(feedback, problems), unstacked(of_order, problems), strict=True)
-            alike = rounded and all(p.rounds_alike(*f) for p, f in zip(problems, factors, strict=True))
-            solver = _Solver(self, problems, feedback, of_order, drift, drift_rounded, rounded, alike)
+            offset_rounded = rounded and all(p.may_round_offset(*f) for p, f in zip(problems, factors, strict=True))
+            solver = _Solver(self, problems, feedback, of_order, drift, drift_rounded, rounded, offset_rounded)
             for same in zip(*(by_spec(problem.layers) for problem in problems), strict=True):
                 solver.round(same)
 
@@ -224,7 +224,8 @@ class _Solver:
         feedback, importance, drift: Of all problems, in the solver's order.
         drift_rounded: Whether products with the drift may be rounded; see `gptq.drift_may_round`.
         rounded: Whether what is carried from column to column may be rounded; see `gptq.may_round`.
-        alike: Whether what is added to columns may be found by rounded products; see `ColumnProblem.rounds_alike`.
+        offset_rounded: Whether what is added to columns may be found by rounded products; see
+            `ColumnProblem.may_round_offset`.
     """
 
     algorithm: GPTQ
@@ -234,7 +235,7 @@ class _Solver:
     drift: torch.Tensor | None
     drift_rounded: bool
     rounded: bool
-    alike: bool
+    offset_rounded: bool
 
     def round(self, layers: Sequence[dict[str, QuantLayer]]) -> None:
         """Solve the layers of one spec of each problem."""
@@ -265,17 +266,7 @@ class _Solver:
         solved = [[torch.empty_like(weight) for weight in some] for some in weights]
         found: list[list[list[QParams]]] = [[[] for _ in some] for some in weights]
         all_pieces = self._pieces([len(weight) for weight in weights[0]], spec)
-
-        def solve(index: int) -> tuple[torch.Tensor, list[list[QParams]]]:
-            pieces = all_pieces[index]
-            some_weights = [[of[layer][rows] for layer, rows in pieces] for of in weights]
-            some_params = [[rows_of(of[layer], rows) for layer, rows in pieces] for of in qparams]
-            pulls = [
-                torch.cat([problem.pulls[of[layer]][:, rows] for layer, rows in pieces], 1) if problem.pulls else None
-                for problem, of in zip(self.problems, names, strict=True)
-            ]
-            return self._solve_rows(some_weights, some_params, pulls, spec)
-
+        solve = partial(self._solve_pieces, weights, qparams, names, spec, all_pieces)
         for pieces, (columns, params) in zip(all_pieces, shared_work(len(all_pieces), solve, device), strict=True):
             sizes = [rows.stop - rows.start for _, rows in pieces]
             for problem, of_problem in enumerate(unstacked(columns, self.problems)):
@@ -285,6 +276,25 @@ class _Solver:
                     solved[problem][layer][rows] = values.to(weights[problem][layer].dtype).T
                     found[problem][layer].append(one)
         return solved, found
+
+    def _solve_pieces(
+        self,
+        weights: list[list[torch.Tensor]],
+        qparams: list[list[QParams]],
+        names: list[list[str]],
+        spec: TensorSpec,
+        all_pieces: list[list[tuple[int, slice]]],
+        index: int,
+    ) -> tuple[torch.Tensor, list[list[QParams]]]:
+        """The values of the pieces of an index, transposed, and their scales."""
+        pieces = all_pieces[index]
+        some_weights = [[of[layer][rows] for layer, rows in pieces] for of in weights]
+        some_params = [[rows_of(of[layer], rows) for layer, rows in pieces] for of in qparams]
+        pulls = [
+            torch.cat([problem.pulls[of[layer]][:, rows] for layer, rows in pieces], 1) if problem.pulls else None
+            for problem, of in zip(self.problems, names, strict=True)
+        ]
+        return self._solve_rows(some_weights, some_params, pulls, spec)
 
     def _coupled(
         self,
@@ -367,8 +377,14 @@ class _Solver:
         return natural, qparams
 
     def _columns(self, weights: list[list[torch.Tensor]]) -> torch.Tensor:
-        """Weights of each problem in the solver's order, transposed."""
-        return stacked(_transposed(own)[problem.order] for own, problem in zip(weights, self.problems, strict=True))
+        """The columns of the weights of each problem in the solver's order, (columns, rows of all), float32."""
+        every = []
+        for own, problem in zip(weights, self.problems, strict=True):
+            columns = own[0].new_empty((own[0].shape[1], sum(map(len, own))), dtype=torch.float32)
+            for part, weight in zip(torch.split(columns, [len(weight) for weight in own], 1), own, strict=True):
+                part.copy_(weight.T)
+            every.append(columns[problem.order])
+        return stacked(every)
 
     def _offset(self, pulls: list[torch.Tensor | None], weight: torch.Tensor) -> torch.Tensor | None:
         """By how much the float weight that is best on the real inputs is another one, in the solver's order: F^T of
@@ -377,7 +393,7 @@ class _Solver:
         if self.problems[0].drift is not None and self.drift is not None:
             return gptq.drawn(weight, self.drift, self.drift_rounded)
         given = [pull[problem.order] for pull, problem in zip(pulls, self.problems, strict=True) if pull is not None]
-        return gptq.offset_of(stacked(given), self.feedback, self.importance, self.alike) if given else None
+        return gptq.offset_of(stacked(given), self.feedback, self.importance, self.offset_rounded) if given else None
 
     def _in_natural_order(self, solved: torch.Tensor) -> torch.Tensor:
         natural = torch.empty_like(solved)
@@ -411,14 +427,6 @@ def _report(name: str, errors: list[float]) -> None:
     """Tell what a layer's output loses: to nearest, and as it was solved."""
     before, after = errors
     report(name, before, after, OUTPUT_ERROR)
-
-
-def _transposed(weights: list[torch.Tensor]) -> torch.Tensor:
-    """The columns of some weights side by side, (columns, rows of all), float32."""
-    columns = weights[0].new_empty((weights[0].shape[1], sum(map(len, weights))), dtype=torch.float32)
-    for part, weight in zip(torch.split(columns, [len(weight) for weight in weights], 1), weights, strict=True):
-        part.copy_(weight.T)
-    return columns
 
 
 def _qparams(layer: QuantLayer) -> QParams:

@@ -1,4 +1,4 @@
-"""Grids: the values that the columns of a weight may take while a solver visits them, and the scales behind.
+"""Grids: the values that the columns of a weight may take while a solver visits them, and their scales.
 
 Several layers are solved at once; their rows lie one below the other, their columns in the solver's order. Where
 experts of one shape are solved at once, what is given for each layer is given for each layer of each expert, and the
@@ -64,7 +64,7 @@ def _spread_grid(
     spec: TensorSpec,
     orders: Sequence[torch.Tensor] | None,
 ) -> ColumnGrid:
-    """The same from whole rows of scales, which are copied faster than elements."""
+    """Scales of columns from whole rows of scales, which are copied faster than elements."""
     length = weights[0][0].shape[1]
     size = spec.split.split(length)[1] if isinstance(spec.split, PerGroup) else length
 

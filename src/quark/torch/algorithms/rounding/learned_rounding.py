@@ -189,7 +189,12 @@ class LearnedRounding:
         params, first = self._params(), 0
         for layer, parameter, count in zip(self.layers, self.parameters, self.counts, strict=True):
             rows = slice(first, first + count)
-            freeze_weight(layer, self.shown[rows].view(parameter.shape), self._params_of(params, rows, parameter))
+            own = params
+            if len(self.layers) > 1:  # in memory of its own
+                shape, both = self.split.scale_shape(tuple(parameter.shape)), (params.scale, params.zero_point)
+                scale, zero = (None if x is None else x[rows].reshape(shape).clone() for x in both)
+                own = QParams(cast(torch.Tensor, scale), zero)
+            freeze_weight(layer, self.shown[rows].view(parameter.shape), own)
             first += count
 
     def _leaves(self) -> Iterator[tuple[Readers, torch.Tensor]]:
@@ -201,14 +206,6 @@ class LearnedRounding:
             some.weight = self.shown[rows].detach().view(shape).requires_grad_()
             yield some, self.gradient[rows]
             first = rows.stop
-
-    def _params_of(self, params: QParams, rows: slice, parameter: torch.Tensor) -> QParams:
-        """The parameters of one layer, in memory of their own."""
-        if len(self.layers) == 1:
-            return params
-        shape = self.split.scale_shape(tuple(parameter.shape))
-        own = [None if x is None else x[rows].reshape(shape).clone() for x in (params.scale, params.zero_point)]
-        return QParams(cast(torch.Tensor, own[0]), own[1])
 
     def _clip(self, gradient: torch.Tensor, rate: float) -> None:
         """A step of the range."""

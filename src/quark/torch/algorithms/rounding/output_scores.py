@@ -46,7 +46,7 @@ class OutputScores(ScorePasses):
         blocks: Names of its blocks, in running order.
         data: Calibration batches.
         weights: Brings and takes the weights of blocks.
-        store: Where the scores lie, as large as the hidden states behind all blocks.
+        store: Where the scores lie, as large as the hidden states after all blocks.
         needs_logits: Whether a model without logits is refused; else its loss is the squared error of its output.
 
     Raises:
@@ -189,7 +189,7 @@ class ByScores(Algorithm):
 
     @property
     def name(self) -> str:
-        """As `algo_config` names it; with what it went by, where that was chosen."""
+        """Its name in `algo_config`; with what it went by, where that was chosen."""
         return super().name if self.scores is None else f"{super().name} by Fisher information"
 
     def learned_bytes(self, model: nn.Module, blocks: Sequence[str], data: Sequence[Any]) -> int:
@@ -218,7 +218,7 @@ class ByScores(Algorithm):
 
 
 def scores_bytes(model: nn.Module, blocks: Sequence[str], data: Sequence[Any]) -> int:
-    """Bytes of the scores behind all blocks, and of the moments of the widest layer with their factor.
+    """Bytes of the scores after all blocks, and of the moments of the widest layer with their factor.
 
     Args:
         model: With or without weights.

@@ -55,7 +55,7 @@ class SVDQuant(Algorithm):
 
     needs_whole = True
     sums = False
-    judged_apart = True
+    validated_apart = True
 
     def __init__(self, config: SVDQuantConfig) -> None:
         super().__init__(config)
@@ -102,8 +102,9 @@ class SVDQuant(Algorithm):
     def _split(self, problems: Sequence[_Problem], largest: torch.Tensor, inputs: _Inputs) -> None:
         """Give layers that read one input their branches, and the weights that are left."""
         rank = self.config.svd_rank
-        scales = [[smoothing_scale(largest, one.weight, alpha) for alpha in self._alphas()] for one in problems]
-        each = [(one, scale) for one, of_one in zip(problems, scales, strict=True) for scale in of_one]
+        candidates = self.config.alpha_candidates or CANDIDATES
+        alphas = candidates if self.config.search_alpha else (self.config.smooth_alpha,)
+        each = [(one, smoothing_scale(largest, one.weight, alpha)) for one in problems for alpha in alphas]
         for (one, scale), (left, right) in zip(
             each, nearest_of_each((one.weight * scale for one, scale in each), rank), strict=True
         ):
@@ -119,11 +120,6 @@ class SVDQuant(Algorithm):
         for one in problems:
             cast(nn.Parameter, one.layer.weight).data.copy_(one.chosen.rest)
             put_branch(one.layer, LowRankBranch(one.chosen.l1, one.chosen.l2))
-
-    def _alphas(self) -> Sequence[float]:
-        if not self.config.search_alpha:
-            return (self.config.smooth_alpha,)
-        return self.config.alpha_candidates or CANDIDATES
 
 
 def smoothing_scale(largest: torch.Tensor, weight: torch.Tensor, alpha: float) -> torch.Tensor:

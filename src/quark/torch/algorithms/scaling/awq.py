@@ -12,7 +12,6 @@ from functools import partial
 from typing import cast
 
 import torch
-from torch import nn
 
 from quark.core.array import dtype_name
 from quark.core.checks import naming
@@ -48,7 +47,10 @@ class AWQ(Folding):
         if self.config.scaling_layers:
             return folds
         # Rows of very different sizes under one scale lose more than the readers gain.
-        return [fold for fold in folds if not _has_one_range(block.module.get_submodule(fold.producer))]
+        modules = [block.module.get_submodule(fold.producer) for fold in folds]
+        specs = [module.spec.weight if isinstance(module, QuantLayer) else None for module in modules]
+        one_range = [spec is not None and isinstance(spec.split, PerTensor) and not spec.is_cast for spec in specs]
+        return [fold for fold, whole in zip(folds, one_range, strict=True) if not whole]
 
     def on_inputs(self, group: InputGroup, block: Block) -> None:
         gram = group.gram
@@ -62,7 +64,11 @@ class AWQ(Folding):
 
     def scale(self, fold: Fold, layers: dict[str, QuantLayer], statistics: InputStatistics) -> torch.Tensor | None:
         assert statistics.gram is not None and statistics.mean_abs is not None
-        weights = [_some_rows(layer) for layer in layers.values()]
+        weights = [float_weight(layer) for layer in layers.values()]
+        weights = [  # of those whose rows share no ranges about ROWS rows
+            weight[:: -(-len(weight) // ROWS)] if _groups(layer) else weight
+            for weight, layer in zip(weights, layers.values(), strict=True)
+        ]
         rounders = [partial(fake_quantize, params=None, spec=weight_spec(layer)) for layer in layers.values()]
         mean_abs = fold.shared(statistics.mean_abs, "mean")
         return smooth.best_scale(weights, rounders, statistics.gram, mean_abs, fold.feasible)
@@ -115,15 +121,3 @@ def _groups(layer: QuantLayer) -> int:
         groups, size = split.split(width)
         return groups if groups * size == width else 0
     return 0
-
-
-def _has_one_range(producer: nn.Module) -> bool:
-    """Whether one scale serves the whole weight of a module."""
-    spec = producer.spec.weight if isinstance(producer, QuantLayer) else None
-    return spec is not None and isinstance(spec.split, PerTensor) and not spec.is_cast
-
-
-def _some_rows(layer: QuantLayer) -> torch.Tensor:
-    """About ROWS rows of the weight; all of them where they share ranges."""
-    weight = float_weight(layer)
-    return weight[:: -(-len(weight) // ROWS)] if _groups(layer) else weight

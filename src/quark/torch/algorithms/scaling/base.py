@@ -2,7 +2,7 @@
 
 They choose a scale for the input channels of layers that read one tensor, and fold it into what makes that tensor. All
 batches wait before those layers, so the scale is known, the weights are changed and the waiting inputs divided in the
-same forward. Where a fold reaches beyond one group of layers (all experts behind a norm, a router that stays in float)
+same forward. Where a fold reaches beyond one group of layers (all experts after a norm, a router that stays in float)
 a forward before that one collects the statistics.
 """
 
@@ -53,7 +53,11 @@ class InputStatistics:
     @classmethod
     def of(cls, group: InputGroup, needs: Sequence[str]) -> InputStatistics:
         """The statistics of one input group."""
-        statistics = {name: _sample(group) if name == "sample" else getattr(group, name) for name in needs}
+        statistics = {name: getattr(group, name) for name in needs if name != "sample"}
+        if "sample" in needs:
+            step = max(1, group.count // SAMPLE)
+            some = (flat(x)[::step] for x in map(group.waiting.load, group.inputs))
+            statistics["sample"] = torch.cat(list(in_order(some, numbers=group.numbers))).float()
         return cls(group.count, **statistics)
 
     def merged(self, other: InputStatistics) -> InputStatistics:
@@ -69,12 +73,6 @@ class InputStatistics:
             None if self.max_abs is None or other.max_abs is None else torch.maximum(self.max_abs, other.max_abs),
             None if self.sample is None or other.sample is None else torch.cat([self.sample, other.sample]),
         )
-
-
-def _sample(group: InputGroup) -> torch.Tensor:
-    step = max(1, group.count // SAMPLE)
-    some = (flat(x)[::step] for x in map(group.waiting.load, group.inputs))
-    return torch.cat(list(in_order(some, numbers=group.numbers))).float()
 
 
 class Folding(Algorithm):
@@ -141,20 +139,18 @@ class Folding(Algorithm):
             candidates = self.discovery.folds(block.module, args, kwargs)
         folds = []
         for item in candidates:
-            reason = item.reason if isinstance(item, Refusal) else self._tied(item, block)
+            names = () if isinstance(item, Refusal) else (item.producer, *item.layers, *item.others)
+            modules = {name: block.module.get_submodule(name) for name in names}
+            reason = item.reason if isinstance(item, Refusal) else ""
+            for name, module in modules.items():
+                if any(full in self.tied for full, _ in module.named_parameters(block.full(name), recurse=False)):
+                    reason = f"{name!r} shares a parameter with another module"
+                    break
             if reason:
                 logger.info(f"{block.full(item.layers[0])}: its input keeps its scale: {reason}.")
             elif isinstance(item, Fold) and _quantized(item, block):
                 folds.append(item)
         return folds
-
-    def _tied(self, fold: Fold, block: Block) -> str:
-        """Why a fold would change more than its block."""
-        for name in (fold.producer, *fold.layers, *fold.others):
-            parameters = block.module.get_submodule(name).named_parameters(block.full(name), recurse=False)
-            if any(parameter in self.tied for parameter, _ in parameters):
-                return f"{name!r} shares a parameter with another module"
-        return ""
 
     def _apply(self, fold: Fold, block: Block, statistics: InputStatistics) -> torch.Tensor | None:
         s = self.scale(fold, _quantized(fold, block), statistics)
@@ -191,7 +187,7 @@ class Folding(Algorithm):
             block.groups,
             collect,
             place=block.place,
-            lending=block.lending,
+            reading_extra=block.reading_extra,
             batches=block.batches,
         )
         for index, statistics in seen.items():

@@ -123,7 +123,11 @@ class _Search:
             if sibling is None:
                 return [Refusal(group, f"{name!r} read no token in the recorded forward") for group in groups]
             found = [copied for item in found for copied in _like_sibling(item, sibling, name)]
-        return _merged(found)
+        merged: list[Fold | Refusal] = []
+        for item in found:
+            if not any(set(item.layers) <= set(other.layers) for other in merged):
+                merged.append(item)
+        return merged
 
     def candidate(self, layers: tuple[str, ...], producer: str | None = None) -> Asking[Fold | Refusal]:
         """The first nearest node before `layers` whose channels pass factors on to their input, or all reasons."""
@@ -329,12 +333,12 @@ def _sibling(name: str, called: Iterable[str]) -> str | None:
     """A called layer whose name differs only in numbers; its own name must be the same (Mixtral has w1, w2, w3)."""
     parts = name.split(".")
 
-    def alike(other: str) -> bool:
+    def matches(other: str) -> bool:
         others = other.split(".")
         numbered = [re.sub(r"\d+", "0", part) for part in parts[:-1]] == [re.sub(r"\d+", "0", p) for p in others[:-1]]
         return numbered and (parts[-1] == others[-1] or (parts[-1].isdigit() and others[-1].isdigit()))
 
-    return next((other for other in sorted(called) if alike(other)), None)
+    return next((other for other in sorted(called) if matches(other)), None)
 
 
 def _like_sibling(item: Fold | Refusal, sibling: str, name: str) -> list[Fold | Refusal]:
@@ -350,12 +354,3 @@ def _like_sibling(item: Fold | Refusal, sibling: str, name: str) -> list[Fold | 
     if isinstance(item, Fold):
         return [item, replace(item, producer=there + item.producer.removeprefix(here), layers=layers)]
     return [item, replace(item, layers=layers)]
-
-
-def _merged(candidates: Sequence[Fold | Refusal]) -> list[Fold | Refusal]:
-    """Without items whose layers are all in an earlier one."""
-    merged: list[Fold | Refusal] = []
-    for item in candidates:
-        if not any(set(item.layers) <= set(other.layers) for other in merged):
-            merged.append(item)
-    return merged

@@ -40,7 +40,10 @@ class Float64(TorchFunctionMode):
         if name.endswith("grouped_mm"):
             func = _grouped_mm  # torch has none for float64
         if func is F.linear and not kwargs and args[1].dtype in NARROW:
-            return _linear(*args)
+            # Of the weight only some rows are float64 at a time, and these stay in the cache.
+            x, weight, bias = (*args, None)[:3]
+            y = torch.cat([F.linear(x.double(), rows.double()) for rows in torch.split(weight, ROWS)], -1)
+            return y if bias is None else y + bias.double()
         args, kwargs = tree_map(_widened, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -108,13 +111,6 @@ def difference(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
         return 0.0
     each = [(x - y).abs().max() / x.abs().max().clamp_min(1e-300) for x, y in zip(a, b, strict=True)]
     return float(torch.stack([one.to(each[0].device) for one in each]).max())
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear` in float64; of the weight only some rows are float64 at a time, and these stay in the cache."""
-    x = x.double()
-    y = torch.cat([F.linear(x, rows.double()) for rows in torch.split(weight, ROWS)], -1)
-    return y if bias is None else y + bias.double()
 
 
 def _times(factors: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

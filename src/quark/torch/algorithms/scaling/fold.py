@@ -62,7 +62,7 @@ class Fold:
 
     def _places(self, device: torch.device) -> tuple[int, torch.Tensor]:
         """How many channels of the producer there are up to the last that is read, and that of each input channel; one
-        behind them where there is none. Carried to a device once.
+        after them where there is none. Carried to a device once.
         """
         if device not in self.carried:
             size = int(self.rows.amax()) + 1

@@ -41,7 +41,7 @@ class SmoothQuant(Folding):
     """SmoothQuant (Xiao et al. 2022) of every input that can be scaled; see `SmoothQuantConfig`."""
 
     needs = ("max_abs",)
-    judged_apart = True
+    validated_apart = True
 
     def scale(self, fold: Fold, layers: dict[str, QuantLayer], statistics: InputStatistics) -> torch.Tensor | None:
         assert statistics.max_abs is not None
@@ -74,7 +74,7 @@ class AutoSmoothQuant(Folding):
     """AutoSmoothQuant; see `AutoSmoothQuantConfig`."""
 
     needs = ("max_abs", "sample")
-    judged_apart = True
+    validated_apart = True
     sums = False
 
     def __init__(self, config: object) -> None:
@@ -99,7 +99,12 @@ class AutoSmoothQuant(Folding):
 
         def loss(s: torch.Tensor) -> torch.Tensor:
             read = x * (1 + signs * _producer_error(self.block, fold, s))
-            errors = [_output_error(layer, x, read, s, act_max) for layer in layers.values()]
+            errors = []
+            for layer in layers.values():
+                weight, spec = float_weight(layer), layer.spec.weight
+                quantized = weight * s if spec is None else fake_quantize(weight * s, None, spec)
+                output = _quantized_input(read / s, layer.spec.input, act_max / s) @ quantized.T
+                errors.append(output - x @ weight.T)
             return self.loss(torch.cat(errors, -1))
 
         return best_candidate(candidate, loss, STEPS + 1, plain=torch.ones_like(act_max))
@@ -121,16 +126,6 @@ def _producer_error(block: nn.Module, fold: Fold, s: torch.Tensor) -> torch.Tens
     error = fake_quantize(weight / factor, None, producer.spec.weight) * factor - weight
     relative = (error.norm(dim=1) / weight.norm(dim=1).clamp_min(torch.finfo(weight.dtype).tiny)).to(s.device)
     return fold.spread(relative, 0.0)
-
-
-def _output_error(
-    layer: QuantLayer, x: torch.Tensor, read: torch.Tensor, s: torch.Tensor, act_max: torch.Tensor
-) -> torch.Tensor:
-    """Q(read / s) Q(W s)^T - x W^T."""
-    weight, spec = float_weight(layer), layer.spec.weight
-    scaled = weight * s
-    quantized = scaled if spec is None else fake_quantize(scaled, None, spec)
-    return _quantized_input(read / s, layer.spec.input, act_max / s) @ quantized.T - x @ weight.T
 
 
 def _quantized_input(x: torch.Tensor, spec: TensorSpec | None, act_max: torch.Tensor) -> torch.Tensor:

@@ -58,14 +58,14 @@ class UnfusedExperts(nn.Module):
         sorted: Whether its input holds as many rows for each expert, sorted by expert, and no routing comes with it.
         ahead: Called before each expert's turn, if set: (whether it is for the down projection, index of the expert,
             function from any expert's index to its input of that turn). No input depends on the turns of others.
-        lent: Expert -> the share of the tokens of others that it reads behind its own, so that there is something to
+        extra: Expert -> the share of the tokens of others that it reads after its own, so that there is something to
             calibrate it by. What it makes of them is left out: the mixture returns what it always does.
         all_tokens: Whether each expert reads all tokens so, one expert after the other: of what it makes inside of so
             many, memory holds that of one.
     """
 
     ahead: Callable[[bool, int, Callable[[int], torch.Tensor]], None] | None = None
-    lent: Mapping[int, float] = MappingProxyType({})
+    extra: Mapping[int, float] = MappingProxyType({})
     all_tokens: bool = False
 
     def __init__(self, fused: nn.Module, names: Names) -> None:
@@ -117,17 +117,17 @@ class UnfusedExperts(nn.Module):
                 expert = self.get_submodule(str(index))
                 yield expert.get_submodule(down)(self._inner(expert, hidden_states))[token]
             return
-        rows = [self._with_lent(expert, token, len(hidden_states)) for expert, (token, _) in enumerate(places)]
+        rows = [self._with_extra(expert, token, len(hidden_states)) for expert, (token, _) in enumerate(places)]
         inner = [self._inner(expert, x) for expert, x in self._turns(False, lambda i: hidden_states[rows[i]])]
         for (expert, x), (token, _) in zip(self._turns(True, inner.__getitem__), places, strict=True):
             yield expert.get_submodule(down)(x)[: len(token)]
 
-    def _with_lent(self, expert: int, own: torch.Tensor, count: int) -> torch.Tensor:
-        """The tokens of an expert, and behind them those of others, out of `count`, that it is lent."""
-        if expert not in self.lent:
+    def _with_extra(self, expert: int, own: torch.Tensor, count: int) -> torch.Tensor:
+        """The tokens of an expert, and after them those of others, out of `count`, that it reads."""
+        if expert not in self.extra:
             return own
         others = torch.ones(count, dtype=torch.bool, device=own.device).index_fill_(0, own, False)
-        return torch.cat([own, share_of(others, self.lent[expert])])
+        return torch.cat([own, share_of(others, self.extra[expert])])
 
     def tokens_of_experts(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor | None = None, *_: torch.Tensor
@@ -144,12 +144,12 @@ class UnfusedExperts(nn.Module):
     def _each_its_rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The outputs of sorted experts, (experts * tokens, H)."""
         rows = hidden_states.reshape(self.count, -1, hidden_states.shape[-1])
-        lent = dict.fromkeys(range(self.count), 1.0) if self.all_tokens else self.lent
-        idle = {expert: share_of(~rows[expert].any(-1), share) for expert, share in lent.items()}
-        mean = rows.sum(0) / rows.any(-1).sum(0).clamp(min=1).unsqueeze(-1) if lent else rows[0]
+        extra = dict.fromkeys(range(self.count), 1.0) if self.all_tokens else self.extra
+        idle = {expert: share_of(~rows[expert].any(-1), share) for expert, share in extra.items()}
+        mean = rows.sum(0) / rows.any(-1).sum(0).clamp(min=1).unsqueeze(-1) if extra else rows[0]
 
         def read(expert: int) -> torch.Tensor:
-            """Its rows; those that it is lent as the experts of their token get it, and one of 0 behind them."""
+            """Its rows; those of others as the experts of their token get them, and one of 0 after them."""
             if expert not in idle:
                 return rows[expert]
             filled = torch.cat([rows[expert], rows.new_zeros(1, rows.shape[-1])])

@@ -1,18 +1,18 @@
 """Tokens of other experts by which those of a mixture are calibrated that the router chose seldom, or never.
 
-    lent = LENT (channels - own)     tokens of others, evenly taken, to an expert with fewer of its own than channels,
+    extra = EXTRA (channels - own)   tokens of others, evenly taken, to an expert with fewer of its own than channels,
                                      the most that a layer of it reads; all of the others, if they are fewer
 
-An expert reads them behind its own, in both of its phases, so its down projection sees what the expert itself makes of
+An expert reads them after its own, in both of its phases, so its down projection sees what the expert itself makes of
 them, which no other expert tells. Whatever is found of its inputs counts its own tokens with a share of
-own / (own + lent). With as many tokens as channels, the second moments can be those of a full space: it is lent none.
+own / (own + extra). With as many tokens as channels, the second moments can be those of a full space: it reads none.
 
 With `all_experts`, each expert reads all tokens. Either way what a mixture returns is what it always does.
 
 Experts that are modules of their own (Switch, NLLB-MoE, code of a checkpoint) are called by their mixture with their
-tokens alone, or not at all. Those that are lent tokens are called before that with what they are to read; when the
-mixture then calls them, what they read is passed over. So are all of a mixture whose inputs are compared with those of
-the float model: its experts then read the tokens that the router of the other chose, so that rows pair up.
+tokens alone, or not at all. Those that read tokens of others are called before that with what they are to read; when
+the mixture then calls them, what they read is passed over. So are all of a mixture whose inputs are compared with
+those of the float model: its experts then read the tokens that the router of the other chose, so that rows pair up.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from quark.torch.model.blocks import Call
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.model.passes.unfuse_experts import share_of
 
-LENT = 4
+EXTRA = 4
 """Tokens of others for each one that an expert lacks. Measured (a mixture of 3 M parameters, GPTQ int4, 1024 tokens for
-32 experts of 128 channels, three of them masked): of what rounding to nearest loses on held-out tokens, experts without
+32 experts of 128 channels, three of them masked): of what rounding to nearest loses on other tokens, experts without
 tokens lose 0.33, 0.29, 0.27 with 2, 4, 8 for each channel; those with few 0.36 with none, three of them more than
 nearest, and 0.26, 0.27, 0.32 with 2, 4 for each one lacking, and all there are."""
 
-Lent = Mapping[str, Mapping[int, float]]
-"""Name of a mixture -> expert -> the share of the tokens of others that it is lent."""
+ExtraTokens = Mapping[str, Mapping[int, float]]
+"""Name of a mixture -> expert -> the share of the tokens of others that it reads."""
 
 
 @dataclass
@@ -65,19 +65,19 @@ class ExpertCalibration:
     left: int = 0
     ranges: set[str] = field(default_factory=set)
 
-    def lent(self, module: nn.Module, calls: Sequence[Call], compared: bool = False) -> Lent:
-        """What the experts of a block are lent, by what its router chooses for some calls.
+    def extra_tokens(self, module: nn.Module, calls: Sequence[Call], compared: bool = False) -> ExtraTokens:
+        """Which tokens of others the experts of a block read, by what its router chooses for some calls.
 
         Args:
             module: The block.
             calls: For which its router chooses.
             compared: Whether inputs are compared with those of the float model. Experts that are modules of their own
-                are then lent nothing at least, so that both sides are called with the same tokens.
+                then read a share of 0 at least, so that both sides are called with the same tokens.
         """
         found: dict[str, dict[int, float]] = {}
         for name, of in ({} if self.all_experts else _routed(module, calls)).items():
             found[name] = {
-                e: min(1.0, LENT * (of.channels - n) / max(1, of.tokens - n))
+                e: min(1.0, EXTRA * (of.channels - n) / max(1, of.tokens - n))
                 for e, n in enumerate(of.own)
                 if n < of.channels
             }
@@ -94,7 +94,7 @@ class ExpertCalibration:
         if self.few + self.idle:
             parts.append(
                 f"of {self.experts}, calibration reached {self.few} with too few tokens and {self.idle} with none, "
-                "which are lent tokens of others"
+                "which also read tokens of others"
             )
         if self.left:
             parts.append(f"{self.left} that no token reached are rounded to nearest")
@@ -113,26 +113,26 @@ returns the places that are read, None for those of its own router."""
 
 
 @contextmanager
-def lending(module: nn.Module, lent: Lent, choose: Choose | None = None) -> Iterator[None]:
-    """Within: the experts of a block read what they are lent.
+def reading_extra(module: nn.Module, extra: ExtraTokens, choose: Choose | None = None) -> Iterator[None]:
+    """Within: the experts of a block read tokens of others, too.
 
     Args:
         module: The block.
-        lent: What they are lent.
+        extra: The share that each reads.
         choose: Whose tokens experts that are modules of their own read; None: their own.
     """
-    called = called_experts(module) if lent else {}
-    mixtures = {name: cast(UnfusedExperts, module.get_submodule(name)) for name in lent if name not in called}
+    called = called_experts(module) if extra else {}
+    mixtures = {name: cast(UnfusedExperts, module.get_submodule(name)) for name in extra if name not in called}
     try:
         with ExitStack() as hooks:
             for name, mixture in mixtures.items():
-                mixture.lent = lent[name]
-            for name in lent.keys() & called.keys():
-                hooks.enter_context(called[name].showing(lent[name], partial(choose, name) if choose else None))
+                mixture.extra = extra[name]
+            for name in extra.keys() & called.keys():
+                hooks.enter_context(called[name].showing(extra[name], partial(choose, name) if choose else None))
             yield
     finally:
         for mixture in mixtures.values():
-            del mixture.lent
+            del mixture.extra
 
 
 @contextmanager
@@ -211,8 +211,8 @@ class CalledExperts:
         """Within: before the owner runs, experts are called with what they are to read.
 
         Args:
-            shares: Expert -> share of all tokens that it reads behind its own; None: each reads all tokens.
-            choose: As `lending` takes it, of this mixture.
+            shares: Expert -> share of all tokens that it reads after its own; None: each reads all tokens.
+            choose: As `reading_extra` takes it, of this mixture.
         """
         chosen = range(len(self.experts)) if shares is None else sorted(shares)
         layers = frozenset(self._linear([self.experts[index] for index in chosen]))
@@ -266,8 +266,8 @@ def called_experts(module: nn.Module) -> dict[str, CalledExperts]:
     for name, container in module.named_modules():
         named = ((f"{name}.{child}".lstrip("."), expert) for child, expert in container.named_children())
         experts = tuple(expert for full, expert in named if expert_of(full) == full)
-        alike = len({type(expert) for expert in experts}) == 1 and not isinstance(container, UnfusedExperts)
-        if alike and len(experts) > 1:
+        of_one_class = len({type(expert) for expert in experts}) == 1 and not isinstance(container, UnfusedExperts)
+        if of_one_class and len(experts) > 1:
             plain = type(container).forward is nn.Module.forward
             owner = module.get_submodule(name.rpartition(".")[0]) if plain else container
             found[name] = CalledExperts(owner, experts)

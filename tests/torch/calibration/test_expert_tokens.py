@@ -1,4 +1,4 @@
-"""Tokens that experts are lent: who reads what, and that mixtures return what they always do."""
+"""Tokens of others that experts read: who reads what, and that mixtures return what they always do."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from quark.errors import ConfigError
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_inputs import SharedStatistics
-from quark.torch.calibration import lent_tokens
-from quark.torch.calibration.lent_tokens import ExpertCalibration, all_tokens_to_all_experts, lending
+from quark.torch.calibration import expert_tokens
+from quark.torch.calibration.expert_tokens import ExpertCalibration, all_tokens_to_all_experts, reading_extra
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.llm.model_loading import preprocess_for_quantization
 from quark.torch.model.blocks import find_blocks, record_calls
@@ -60,8 +60,8 @@ def test_a_mixture_returns_what_it_always_does_whatever_its_experts_read(name: s
     layers = {str(i): experts.get_submodule(f"{i}.{experts.names[1]}") for i in range(4)}
     down = {f"{i} down": experts.get_submodule(f"{i}.{experts.names[2]}") for i in range(4)}
     own, expected = read_by(model, layers | down, lambda model: ExitStack())  # type: ignore[arg-type, return-value]
-    for within, lent in (
-        (partial(lending, lent={mixture: {1: 0.5}}), {1: 0.5}),
+    for within, extra in (
+        (partial(reading_extra, extra={mixture: {1: 0.5}}), {1: 0.5}),
         (all_tokens_to_all_experts, dict.fromkeys(range(4), 1.0)),
     ):
         seen, found = read_by(model, layers | down, within)  # type: ignore[arg-type]
@@ -69,9 +69,9 @@ def test_a_mixture_returns_what_it_always_does_whatever_its_experts_read(name: s
         for index in range(4):
             before, count = len(own[str(index)]), len(seen[str(index)])
             assert count == len(seen[f"{index} down"])
-            others = lent.get(index, 0) * (TOKENS - before)
+            others = extra.get(index, 0) * (TOKENS - before)
             assert before + others <= count < before + others + len(DATA), index
-    assert not any("lent" in vars(m) or "all_tokens" in vars(m) for m in model.modules())
+    assert not any("extra" in vars(m) or "all_tokens" in vars(m) for m in model.modules())
 
 
 def test_experts_that_are_called_with_their_tokens_alone_are_called_with_all_before() -> None:
@@ -80,7 +80,7 @@ def test_experts_that_are_called_with_their_tokens_alone_are_called_with_all_bef
     seen: list[tuple[int, int, bool]] = []
     for index, expert in enumerate(model.experts):
         expert.register_forward_pre_hook(
-            lambda m, args, index=index: seen.append((index, len(args[0]), lent_tokens.is_shown(m)))
+            lambda m, args, index=index: seen.append((index, len(args[0]), expert_tokens.is_shown(m)))
         )
     expected = model(x)
     own = {index: count for index, count, _ in seen}
@@ -98,18 +98,18 @@ def test_experts_that_are_modules_read_their_own_tokens_and_those_that_they_are_
     model, x = Routed().eval(), torch.randn(64, 32)
     seen: list[tuple[torch.Tensor, bool]] = []
     for expert in model.experts:
-        expert.register_forward_pre_hook(lambda m, args: seen.append((args[0], lent_tokens.is_shown(m))))
+        expert.register_forward_pre_hook(lambda m, args: seen.append((args[0], expert_tokens.is_shown(m))))
     expected = model(x)
     (first, _), (second, _) = seen
     del seen[:]
-    with lending(model, {"experts": {1: 0.25}}):
+    with reading_extra(model, {"experts": {1: 0.25}}):
         assert torch.equal(model(x), expected)
     read = [rows for rows, shown in seen if not shown]
     assert torch.equal(read[0], torch.cat([second, x[::4]])) and torch.equal(read[1], first) and len(read) == 2
     del seen[:]
     # The places of another router: of the float block beside, for example.
     places = {0: torch.tensor([3, 5]), 1: torch.tensor([0])}
-    with lending(model, {"experts": {0: 0.0, 1: 0.0}}, lambda name, find: places if find() and name else None):
+    with reading_extra(model, {"experts": {0: 0.0, 1: 0.0}}, lambda name, find: places if find() and name else None):
         assert torch.equal(model(x), expected)
     read = [rows for rows, shown in seen if not shown]
     assert torch.equal(read[0], x[[3, 5]]) and torch.equal(read[1], x[[0]]) and len(read) == 2
@@ -131,10 +131,10 @@ def test_experts_are_lent_what_they_lack_and_counted() -> None:
     with torch.no_grad():
         for call in calls:
             call.run(module)
-        lent = experts.lent(module, calls)["mlp.experts"]
-        assert {i: min(1.0, 4 * (64 - n) / (tokens - n)) for i, n in own.items() if n < 64} == pytest.approx(lent)
+        extra = experts.extra_tokens(module, calls)["mlp.experts"]
+        assert {i: min(1.0, 4 * (64 - n) / (tokens - n)) for i, n in own.items() if n < 64} == pytest.approx(extra)
     few = sum(0 < n < 64 for n in own.values())
-    assert (experts.experts, experts.few, experts.idle) == (4, few, list(own.values()).count(0)) and lent
+    assert (experts.experts, experts.few, experts.idle) == (4, few, list(own.values()).count(0)) and extra
 
 
 @pytest.mark.slow
