@@ -15,11 +15,8 @@ from tests.source_tree import FILES, parsed, relative
 
 # Rooms that were not passed yet: the list only gets shorter, and an entry that has nothing to mend is no entry.
 ROOMS_TO_COME = (
-    "base/",
-    "commands/",
-    "errors.py",
-    "gguf/",
-    "goals/",
+    "commands/plan.py",
+    "gguf/writer.py",
     "jobs/",
     "one_call.py",
     "onnx/algorithms/",
@@ -38,20 +35,10 @@ ROOMS_TO_COME = (
     "onnx/quantizer.py",
     "onnx/search/",
     "onnx_ops/",
-    "report/",
-    "torch/bit_budget/",
-    "torch/calibration/",
     "torch/checkpoint/",
-    "torch/config/",
     "torch/flows/",
     "torch/formats/",
-    "torch/graph/",
-    "torch/kernels/",
-    "torch/layers/",
-    "torch/llm/",
     "torch/model/batches.py",
-    "torch/model/blocks/",
-    "torch/model/calibration_data/",
     "torch/model/dataflow.py",
     "torch/model/folder_files.py",
     "torch/model/half_products.py",
@@ -74,10 +61,35 @@ DENIED = [
     "rivals", "twin", "twins",
 ]  # fmt: skip
 
+# Documented names that have one: file -> words.
+DOCUMENTED = {"torch/bit_budget/measure.py": ["alike"]}
+
 # Private functions of a few lines that are called once, and why each stands by itself.
 _COMPLEX = "where it is called there would be more than fifteen paths"
+_EACH = "of each entry of a comprehension or lambda"
+_STEPS = "a question of several steps, asked where its answer is needed"
+_PART = "a part, by its name, of what is put together of several"
 STAND_ALONE = {
+    "base/bounded_regex.py:_Positions._asserted": _STEPS,
+    "base/command_line.py:_bringing": _STEPS,
+    "base/command_line.py:_open_descriptors": "tests close descriptors around it",
+    "base/files.py:_holds": _COMPLEX,
+    "base/files.py:_is_hub_name": _STEPS,
+    "commands/folders/report.py:_timesteps": _PART,
+    "commands/options/of_request.py:_default": _EACH,
+    "commands/options/of_request.py:_of_typer": _EACH,
     "core/observers/real_rows.py:_axis": _COMPLEX,
+    "errors.py:_is_installed": _EACH,
+    "gguf/architectures/table.py:_exaone4": _EACH,
+    "gguf/configs.py:_activation": _PART,
+    "gguf/configs.py:_key_of": _PART,
+    "gguf/configs.py:_special_tokens": _PART,
+    "gguf/hyperparameters.py:_changes_nothing": _STEPS,
+    "gguf/tokenizer.py:_special_ids": _PART,
+    "gguf/types.py:_whole_blocks": _STEPS,
+    "gguf/vocabularies/sentencepiece.py:_refuse_inner_spaces": _COMPLEX,
+    "goals/choice.py:_takes_none": _COMPLEX,
+    "report/page.py:_is_number": _EACH,
     "torch/algorithms/block_sweep.py:_read_and_measured": _COMPLEX,
     "torch/algorithms/block_sweep.py:_with_quantized_weights": _COMPLEX,
     "torch/algorithms/input_group.py:_has_tiles": "tests put another processor in its place",
@@ -89,13 +101,53 @@ STAND_ALONE = {
     "torch/algorithms/rounding/gptq.py:_Solver._offset": _COMPLEX,
     "torch/algorithms/rounding/learned_rounding.py:_each_once": _COMPLEX,
     "torch/algorithms/scaling/find_folds.py:_Search._other_readers": _COMPLEX,
+    "torch/bit_budget/measure.py:_bounds": _COMPLEX,
+    "torch/bit_budget/sweep.py:Sweep._outside": _COMPLEX,
+    "torch/calibration/expert_tokens.py:_channels": _COMPLEX,
+    "torch/calibration/reached.py:_add_empty": _COMPLEX,
+    "torch/calibration/reached.py:_has_own_code": _STEPS,
+    "torch/calibration/reached.py:_noting": "makes a function of its own for each quantizer",
+    "torch/calibration/work_device.py:_may_move": _EACH,
+    "torch/config/config.py:_layer_type": _EACH,
+    "torch/config/config_schema.py:_is_positive": _EACH,
+    "torch/config/llm_template.py:LLMTemplate._algorithm": _EACH,
+    "torch/config/llm_template.py:LLMTemplate._default_exclude": _COMPLEX,
+    "torch/config/llm_template.py:LLMTemplate._siblings": _COMPLEX,
+    "torch/config/lowering.py:_element": _COMPLEX,
+    "torch/config/lowering.py:_first_threshold": _COMPLEX,
+    "torch/config/lowering.py:_scale_type": _COMPLEX,
+    "torch/graph/archived_code.py:_is_arithmetic": _STEPS,
+    "torch/graph/plan.py:_check_shape": _COMPLEX,
+    "torch/graph/plan.py:_nothing_to_quantize": _COMPLEX,
+    "torch/graph/plan.py:_only_softmax_reads": _EACH,
+    "torch/graph/quantize.py:_is_exported": _STEPS,
+    "torch/graph/quantizers/kv_cache.py:_product_before": "stands beside _product_after",
+    "torch/kernels/accelerate.py:_fastest_ways": _EACH,
+    "torch/kernels/accelerate.py:_has_scales_in_rows": _STEPS,
+    "torch/kernels/accelerate.py:_product": _COMPLEX,
+    "torch/kernels/packed_linear.py:PackedLinear._load_from_state_dict": "torch calls it",
+    "torch/layers/attention/cache_rules.py:_only_ends_so": _EACH,
+    "torch/layers/attention/cache_view.py:_makers": _EACH,
+    "torch/model/blocks/offloaded_part.py:OffloadedPart._has_others": _STEPS,
+    "torch/model/blocks/offloaded_part.py:_fitting_home": _COMPLEX,
+    "torch/model/blocks/offloading.py:_make_parts": _PART,
+    "torch/model/blocks/recording.py:_is_reached": _EACH,
+    "torch/model/blocks/recording.py:_is_stack": _EACH,
+    "torch/model/blocks/recording.py:_sequence_around_hidden": _STEPS,
+    "torch/model/blocks/recording.py:_suffice": _STEPS,
+    "torch/model/calibration_data/batches.py:_has_length": _STEPS,
+    "torch/model/calibration_data/recorded_steps.py:_text_encoders": _COMPLEX,
+    "torch/model/calibration_data/stored_batches.py:_stored_dtype": _STEPS,
+    "torch/model/calibration_data/unpadding.py:_labelled": _COMPLEX,
+    "torch/model/calibration_data/unpadding.py:_own_axes": _COMPLEX,
+    "torch/model/calibration_data/unpadding.py:_patches": _COMPLEX,
 }
 
 FEWEST_LINES = 6
 
 _WORDS = "|".join(DENIED)
 _DENIED = re.compile(
-    rf"(?<![a-z])(?:{_WORDS})(?![a-z])|(?:{_WORDS.title()})(?![a-z])|(?<![A-Z])(?:{_WORDS.upper()})(?![A-Z])"
+    rf"(?<![a-z])(?!held[-_]out)(?:{_WORDS})(?![a-z])|(?:{_WORDS.title()})(?![a-z])|(?<![A-Z])(?:{_WORDS.upper()})(?![A-Z])"
 )
 _REFERS = re.compile(r'"""(?:The same\b|As above\b|As `).*')
 """A docstring that begins with another definition, so that a reader must look for that first."""
@@ -206,8 +258,11 @@ def _passed(file: str) -> bool:
 
 def test_denied_words_are_in_no_name_and_no_text() -> None:
     texts = {relative(file): file.read_text(encoding="utf-8") for file in FILES if _passed(relative(file))}
-    found = {file: lines for file, text in texts.items() if (lines := [*denied_words(file), *denied_words(text)])}
-    assert not found, found
+    found = {file: [*denied_words(file), *denied_words(text)] for file, text in texts.items()}
+    found = {
+        file: [(n, word) for n, word in lines if word not in DOCUMENTED.get(file, ())] for file, lines in found.items()
+    }
+    assert not any(found.values()), {file: lines for file, lines in found.items() if lines}
 
 
 def test_a_short_function_that_is_called_once_stands_where_it_is_called() -> None:
@@ -235,7 +290,14 @@ def test_rooms_to_come_are_rooms_with_something_to_mend() -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("lent_tokens", 1), ("_is_held", 1), ("BesidesIt", 1), ("JUDGED = 3", 1), ("shelved, twinkle, talent, beside", 0)],
+    [
+        ("lent_tokens", 1),
+        ("_is_held", 1),
+        ("BesidesIt", 1),
+        ("JUDGED = 3", 1),
+        ("held-out data, held_out", 0),
+        ("shelved, twinkle, talent, beside", 0),
+    ],
 )
 def test_words_are_found_in_names_too(text: str, count: int) -> None:
     assert len(denied_words(text)) == count

@@ -9,7 +9,7 @@
     ├── StructureError           a part of a model was not found, or a change would alter outputs (also ValueError)
     ├── FormatError              a file or folder is corrupt, truncated or of another kind (also ValueError)
     ├── OutputExistsError        the output exists already, and --force is not given   (also FileExistsError)
-    ├── OutputError              the output could not be written; nothing was left behind (also OSError)
+    ├── OutputError              the output could not be written; no part of it was left (also OSError)
     ├── TooLittleMemoryError     a job needs more memory than is free                  (also MemoryError)
     ├── NotSupportedError        a documented option that this version does not have   (also NotImplementedError)
     ├── ProcessLostError         another process of a group died, failed or cannot be reached   (also RuntimeError)

@@ -49,7 +49,7 @@ def full_match(pattern: str, text: str) -> bool:
 
 @cache
 def _compiled(pattern: str) -> tuple[re.Pattern[str], Any]:
-    """As `re` has it, and as a tree."""
+    """A pattern that `re` compiled, and its tree."""
     if len(pattern) > LONGEST:
         raise ConfigError(f"The regular expression {pattern[:40]!r}... has more than {LONGEST} characters.")
     try:

@@ -184,13 +184,9 @@ def _validate(self: Any, cls: type, values: dict[str, Any]) -> None:
         if field not in values:
             raise ConfigError(f"{name} is required.") from None
         came = values[field]
-        expected = _shown(get_type_hints(cls)[field])
+        hint = get_type_hints(cls)[field]
+        expected = hint.__name__ if isinstance(hint, type) else re.sub(r"[\w.]+\.", "", str(hint))  # without modules
         raise ConfigError(f"{name}: expected {expected}, got {came!r} ({type(came).__name__}).") from None
-
-
-def _shown(hint: Any) -> str:
-    """A type as one would write it, without modules."""
-    return hint.__name__ if isinstance(hint, type) else re.sub(r"[\w.]+\.", "", str(hint))
 
 
 def _check_assignment(self: Any, name: str, value: Any) -> None:

@@ -1,11 +1,11 @@
 """Outputs that are whole or absent: written into a temporary folder beside their place, flushed, then renamed.
 
-    .quark-1f0c93ab.tmp/        held by a lock as long as its process lives
+    .quark-1f0c93ab.tmp/        locked as long as its process lives
         out                     the new output under its own name, so that no name becomes too long
         .quark-old/out          the output before, where the system cannot exchange two names
         .quark-gone/out.data    a second name of a file that goes with the output before, as soon as `out` is renamed
 
-A process that is killed leaves such a folder behind. Nobody holds its lock any longer, by which the next run that
+A process that is killed leaves such a folder there. Nobody has its lock any longer, by which the next run that
 writes into the same folder knows that it may remove it. Where there are no such locks (Windows, NFS) it stays.
 
 A link to a folder stays, and the folder that it names is replaced: it says where there is room. A link to a file is
@@ -158,7 +158,7 @@ def temporary_folder(target: Path) -> Iterator[Path]:
         if not isinstance(error, OSError) or isinstance(error, (OutputError, OutputExistsError)):
             raise
         raise OutputError(
-            f"Could not write {final_place(target)}: {error.strerror or error}. Nothing was left behind."
+            f"Could not write {final_place(target)}: {error.strerror or error}. No part of it was left."
         ) from error
 
 
@@ -257,12 +257,12 @@ def digest_of(file: Path, ended: Event | None = None) -> str:
     return digest.hexdigest()
 
 
-# What may be written. ------------------------------------------------------------------------------------------------
-
-
 def _holds(folder: Path, path: Path) -> bool:
     """Whether a path, or what it links to, lies in a folder."""
     return any(_same(folder, parent) for parent in (*path.parents, *_real(path).parents))
+
+
+# What may be written. ------------------------------------------------------------------------------------------------
 
 
 def check_apart(output: str | os.PathLike[str], *inputs: Any, whole: bool = False) -> None:
@@ -315,14 +315,14 @@ def check_file(path: str | os.PathLike[str], overwrite: bool) -> Path:
     """
     target = _absolute(path)
     if os.fspath(path).endswith((os.sep, os.altsep or os.sep)):
-        raise OutputError(f"{path} ends like a folder, and the output is a file. Possible: a name behind it.")
+        raise OutputError(f"{path} ends like a folder, and the output is a file. Possible: a name after it.")
     if _is_folder(target):
         raise OutputExistsError(f"{path} is a folder, and the output is a file. Choose another output.")
     return _checked(target, Path(path), overwrite)
 
 
 def check_folder(path: str | os.PathLike[str], overwrite: bool) -> Path:
-    """The same of a folder; an empty one may be there, and what is replaced holds a model.
+    """The absolute path of a folder that can be written. An empty one may be there; what is replaced holds a model.
 
     Where `path` is a link to a folder: the path of that folder.
     """
@@ -344,7 +344,7 @@ def _is_of_model(path: Path) -> bool:
 
 
 def check_place(path: str | os.PathLike[str], overwrite: bool) -> Path:
-    """The same of a folder that may hold anything."""
+    """The absolute path of a folder that can be written, where one that is replaced may hold anything."""
     target = _absolute(path)
     if _is_folder(target):
         target = target.resolve()
@@ -382,7 +382,7 @@ def _checked(target: Path, named: Path, overwrite: bool) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         found = None
     except OSError as error:
-        raise OutputError(f"Could not write {named}: {error.strerror}. Nothing was left behind.") from error
+        raise OutputError(f"Could not write {named}: {error.strerror}. No part of it was left.") from error
     if found is not None:
         _check_replaceable(target, named, overwrite)
     _check_parents(target, named)
@@ -431,7 +431,7 @@ def _make(parent: Path) -> tuple[Path, int | None]:
     while True:
         folder = parent / f".quark-{uuid.uuid4().hex[:8]}.tmp"
         folder.mkdir(mode=0o700)
-        # Until the lock is held, another run may take the folder for a dead one.
+        # Until there is the lock, another run may take the folder for a dead one.
         with suppress(FileNotFoundError, BlockingIOError):
             lock = hold(folder)
             if lock is None or folder.exists():

@@ -1,4 +1,4 @@
-"""Objects of JSON that every reader understands alike: no name occurs twice, no value is NaN."""
+"""Objects of JSON that every reader understands in one way: no name occurs twice, no value is NaN."""
 
 from __future__ import annotations
 

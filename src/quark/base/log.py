@@ -1,6 +1,6 @@
 """The one logger of the package ("[QUARK-INFO]: ..."), and streams that never fail.
 
-Lines go to stderr: stdout is for results. A terminal that is gone, a full disk behind a redirection or a
+Lines go to stderr: stdout is for results. A terminal that is gone, a full disk that a redirection writes to or a
 narrow encoding ends no run.
 """
 
@@ -34,7 +34,10 @@ class UnfailingStream:
     def write(self, text: str) -> int:
         if self.stream is not None and self.error is None:
             try:
-                self._write(self.stream, text)
+                try:
+                    self.stream.write(text)
+                except UnicodeEncodeError as error:
+                    self.stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
             except (OSError, ValueError) as error:  # ValueError: the stream is closed
                 self.error = error
         return len(text)
@@ -45,13 +48,6 @@ class UnfailingStream:
                 self.stream.flush()
             except (OSError, ValueError) as error:
                 self.error = error
-
-    @staticmethod
-    def _write(stream: IO[str], text: str) -> None:
-        try:
-            stream.write(text)
-        except UnicodeEncodeError as error:
-            stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
 
     def isatty(self) -> bool:
         """Whether the stream is a terminal."""

@@ -1,7 +1,7 @@
 """The profiler of scripts: time, memory and disk traffic at the start and the end of each step, as a YAML file.
 
 It works where the environment has QUARK_PROFILING=1, and costs nothing elsewhere. The file is written anew at each
-checkpoint, so that what a killed run left behind says where its memory went.
+checkpoint, so that what a killed run left says where its memory went.
 
     memory_usage:
     - step: "Model Loading Start"
@@ -181,7 +181,7 @@ SUMMARY_METRICS = (
     ),
     _Row("peak_memory_mb", "The most resident memory of the process, in MiB",
          lambda c: _mib(c.peak_memory, c.peak_memory > 0)),
-    _Row("gpu_peak_memory_mb", "The most GPU memory that torch held, in MiB",
+    _Row("gpu_peak_memory_mb", "The most GPU memory that torch had, in MiB",
          lambda c: _mib(c.gpu_peak_memory, c.gpu_available)),
     _Row(
         "total_disk_read_mb", "MiB read from the start to the end",

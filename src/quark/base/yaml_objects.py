@@ -1,4 +1,4 @@
-"""Objects of YAML that every reader understands alike: plain values, each name once, no aliases.
+"""Objects of YAML that every reader understands in one way: plain values, each name once, no aliases.
 
 Numbers and words are those of YAML 1.2. Under 1.1, which PyYAML reads, 010 is 8, 1:30 is 90, and `no` is false.
 """

@@ -63,7 +63,13 @@ def inspect(
     opsets = ", ".join(f"{entry.domain or 'ai.onnx'} {entry.version}" for entry in proto.opset_import)
     maker = f", by {proto.producer_name}" if proto.producer_name else ""
     console.print(f"{model}: {file_bytes(model) / 1e6:.2f} MB, {opsets}, IR {proto.ir_version}{maker}", highlight=False)
-    console.print(_operators(proto.graph))
+    counts = Counter(
+        (node.op_type, node.domain or "ai.onnx") for graph, _ in _graphs(proto.graph, {}) for node in graph.nodes
+    )
+    table = new_table("operator", "domain", "nodes", title="Operators")
+    for (op_type, domain), count in counts.most_common():
+        table.add_row(op_type, domain, str(count))
+    console.print(table)
     console.print(_types(proto.graph))
     _print_fusion(inspect_fusion(model), console)
     if measure:
@@ -86,15 +92,6 @@ def _print_times(model: Path, data: Path | None, console: Results) -> None:
         f"those of the float model {found.float_seconds * 1e3:.3f} ms.",
         highlight=False,
     )
-
-
-def _operators(graph: onnx.GraphProto) -> Table:
-    """Of the graph and its bodies."""
-    counts = Counter((node.op_type, node.domain or "ai.onnx") for each, _ in _graphs(graph, {}) for node in each.nodes)
-    table = new_table("operator", "domain", "nodes", title="Operators")
-    for (op_type, domain), count in counts.most_common():
-        table.add_row(op_type, domain, str(count))
-    return table
 
 
 def _types(graph: onnx.GraphProto) -> Table:

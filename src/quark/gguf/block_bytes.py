@@ -124,14 +124,18 @@ def pack_blocks(parts: Parts, dtype: BlockType) -> torch.Tensor:
     Returns:
         uint8 (..., blocks, bytes of a block).
     """
-    held = dict(parts)
-    held["q"] = _stored_codes(parts["q"], dtype)
-    if "c" in held and dtype.name != "q6_k":  # the int8 of Q6_K keep their sign
-        held["c"] = held["c"].int() - _lowest(dtype)
-    held |= {name: held[name].int() for name in "ck" if name in held}
+    stored = dict(parts)
+    if dtype.values:
+        values = torch.tensor(dtype.values, dtype=parts["q"].dtype, device=parts["q"].device)
+        stored["q"] = torch.bucketize(parts["q"].contiguous(), values).int()
+    else:
+        stored["q"] = parts["q"].int() if dtype.bits == 8 else (parts["q"] - dtype.min).int()
+    if "c" in stored and dtype.name != "q6_k":  # the int8 of Q6_K keep their sign
+        stored["c"] = stored["c"].int() - _lowest(dtype)
+    stored |= {name: stored[name].int() for name in "ck" if name in stored}
     if dtype.has_minimum and dtype.scales is None:
-        held["e"] = -held["e"]  # of one level, m is stored as what is added
-    return torch.cat([field.pack(held) for field in FIELDS[dtype.name]], -1)
+        stored["e"] = -stored["e"]  # of one level, m is stored as what is added
+    return torch.cat([field.pack(stored) for field in FIELDS[dtype.name]], -1)
 
 
 def unpack_blocks(stored: torch.Tensor, dtype: BlockType) -> Parts:
@@ -141,7 +145,11 @@ def unpack_blocks(stored: torch.Tensor, dtype: BlockType) -> Parts:
         stop = start + field.bytes(sizes)
         field.unpack(stored[..., start:stop], sizes, parts)
         start = stop
-    parts["q"] = _codes(parts["q"], dtype)
+    q = parts["q"]
+    if dtype.values:
+        parts["q"] = torch.tensor(dtype.values, dtype=torch.float32, device=q.device)[q.long()]
+    else:
+        parts["q"] = (torch.where(q > 127, q - 256, q) if dtype.bits == 8 else q + int(dtype.min)).float()
     if "c" in parts:
         c = parts["c"]
         parts["c"] = (torch.where(c > 127, c - 256, c) if dtype.name == "q6_k" else c + _lowest(dtype)).float()
@@ -164,19 +172,6 @@ def halves_of(dtype: BlockType) -> list[int]:
 def _lowest(dtype: BlockType) -> int:
     assert dtype.scales is not None
     return dtype.scales[0]
-
-
-def _stored_codes(q: torch.Tensor, dtype: BlockType) -> torch.Tensor:
-    """Non-negative numbers; of Q8_0, bytes."""
-    if dtype.values:
-        return torch.bucketize(q.contiguous(), torch.tensor(dtype.values, dtype=q.dtype, device=q.device)).int()
-    return q.int() if dtype.bits == 8 else (q - dtype.min).int()
-
-
-def _codes(q: torch.Tensor, dtype: BlockType) -> torch.Tensor:
-    if dtype.values:
-        return torch.tensor(dtype.values, dtype=torch.float32, device=q.device)[q.long()]
-    return (torch.where(q > 127, q - 256, q) if dtype.bits == 8 else q + int(dtype.min)).float()
 
 
 assert FIELDS.keys() == BLOCK_TYPES.keys()

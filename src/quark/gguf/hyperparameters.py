@@ -46,26 +46,26 @@ def refuse_other_config(file: Path, reader: Any, config: Any, whose: str) -> Non
 
 
 def _differences(reader: Any, config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Key, value in the file, and value of the config, where these are not alike."""
+    """Key, value in the file, and value of the config, where these differ."""
     architecture = architecture_of(config)
     writer = import_gguf().GGUFWriter(None, architecture.arch)
     write_hyperparameters(writer, architecture, config)
-    held, made = dict(hyperparameters(reader)), {key: entry.value for key, entry in writer.kv_data[0].items()}
-    for key in sorted({*held, *made}):
+    stored, made = dict(hyperparameters(reader)), {key: entry.value for key, entry in writer.kv_data[0].items()}
+    for key in sorted({*stored, *made}):
         name = key.removeprefix(f"{architecture.arch}.")
         if name in DESCRIBES or not key.startswith(f"{architecture.arch}."):
             continue
-        found = held.get(key, DEFAULTS.get(name))
+        found = stored.get(key, DEFAULTS.get(name))
         if name == "block_count" and isinstance(
             found, int
         ):  # of blocks that predict further tokens, the model has none
-            found -= int(held.get(f"{architecture.arch}.nextn_predict_layers") or 0)
+            found -= int(stored.get(f"{architecture.arch}.nextn_predict_layers") or 0)
         ours = made.get(key, DEFAULTS.get(name))
         if found is None:
             continue  # readers know it by heart, or from the tensors
         if ours is None and not _changes_nothing(name, found):
             yield key, found, "not there"
-        elif ours is not None and not _alike(found, ours):
+        elif ours is not None and not _equal(found, ours):
             yield key, found, ours
 
 
@@ -79,17 +79,17 @@ def with_scaled_rope(reader: Any, config: Any) -> None:
 
     Where that is not all of it, `refuse_other_config` finds so.
     """
-    arch, held = architecture_of(config).arch, dict(hyperparameters(reader))
-    kind, whole = held.get(f"{arch}.rope.scaling.type"), getattr(config, "rope_parameters", None) or {}
+    arch, stored = architecture_of(config).arch, dict(hyperparameters(reader))
+    kind, whole = stored.get(f"{arch}.rope.scaling.type"), getattr(config, "rope_parameters", None) or {}
     rope = whole.get("full_attention", whole)  # of layers with a sliding window nothing is scaled
     if kind not in SCALINGS or not rope or "rope_theta" not in rope:
         return
-    scaled = {field: shortest(held[f"{arch}.{key}"]) for key, field in ROPE.items() if f"{arch}.{key}" in held}
-    factor, attention = scaled.get("factor"), held.get(f"{arch}.rope.scaling.attn_factor")
+    scaled = {field: shortest(stored[f"{arch}.{key}"]) for key, field in ROPE.items() if f"{arch}.{key}" in stored}
+    factor, attention = scaled.get("factor"), stored.get(f"{arch}.rope.scaling.attn_factor")
     if kind == "yarn" and factor and attention is not None:
         # A reader multiplies by this factor of the paper itself.
         scaled["attention_factor"] = attention * (1 + math.log(factor) / 10)
-    if (tenth := held.get(f"{arch}.rope.scaling.yarn_log_multiplier")) is not None:
+    if (tenth := stored.get(f"{arch}.rope.scaling.yarn_log_multiplier")) is not None:
         scaled |= dict.fromkeys(("mscale", "mscale_all_dim"), shortest(10 * tenth))
     rope = {**rope, "rope_type": kind, **scaled}
     config.rope_parameters = {**whole, "full_attention": rope} if "full_attention" in whole else rope
@@ -105,12 +105,12 @@ def shortest(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _alike(found: Any, made: Any) -> bool:
+def _equal(found: Any, made: Any) -> bool:
     if isinstance(found, list) or isinstance(made, list):
         pair = [value if isinstance(value, list) else [value] for value in (found, made)]
         longest = max(map(len, pair))
         first, second = (value * longest if len(value) == 1 else value for value in pair)
-        return len(first) == len(second) and all(map(_alike, first, second))
+        return len(first) == len(second) and all(map(_equal, first, second))
     if isinstance(found, str) or isinstance(made, str):
         return bool(found == made)
     return math.isclose(found, made, rel_tol=1e-6)

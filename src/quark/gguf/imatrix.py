@@ -3,7 +3,7 @@
     GGUF   general.type "imatrix"; <tensor>.in_sum2, sums of squares, (experts, columns); <tensor>.counts, tokens
     .dat   int32 entries; each int32 length, name, int32 calls, int32 values, float32 means * calls; then int32 calls
 
-tools/imatrix/imatrix.cpp of llama.cpp defines both. An expert that no token reached weighs all columns alike.
+tools/imatrix/imatrix.cpp of llama.cpp defines both. An expert that no token reached weighs all columns the same.
 """
 
 from __future__ import annotations

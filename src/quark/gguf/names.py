@@ -48,7 +48,7 @@ def tensor_names(
         architecture: Its Architecture.
         publish: Name in the model -> name in its published checkpoints.
         prefix: What the names of the model inside begin with, a dot at the end.
-        more: How many blocks there are behind those of the model.
+        more: How many blocks there are after those of the model.
     """
     table = import_gguf().get_tensor_name_map(arch_key(architecture.arch), config.num_hidden_layers + more)
 

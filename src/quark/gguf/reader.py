@@ -1,6 +1,6 @@
 """The reader of a GGUF file, and what is refused of damaged ones before a tensor is read.
 
-What llama.cpp (gguf.cpp, llama-model-loader.cpp) refuses is refused here: tensors lie one behind the other in the order
+What llama.cpp (gguf.cpp, llama-model-loader.cpp) refuses is refused here: tensors lie one after the other in the order
 of their entries, each at the next multiple of the alignment, and fill the section of data; a block of the model that
 the metadata count is there, and no other.
 """
@@ -43,7 +43,7 @@ def open_gguf(file: Path) -> Any:
 def _reader_class() -> Any:
     """gguf.GGUFReader, which stops at the end of the file, and looks where tensors lie before it takes them from there.
 
-    That of the package takes what lies behind the end for values of no bytes: an array that says that it has 2 ** 60
+    That of the package takes what lies after the end for values of no bytes: an array that says that it has 2 ** 60
     entries would be read until the memory is full.
     """
     gguf = import_gguf()
@@ -67,7 +67,7 @@ def _reader_class() -> Any:
 
 
 def _check_places(fields: list[Any], alignment: int) -> None:
-    """Raise ValueError where a tensor lies elsewhere than behind the one before it."""
+    """Raise ValueError where a tensor lies elsewhere than after the one before it."""
     gguf, place = import_gguf(), 0
     for field in fields:
         length, _, axes, sizes, kind, offset = field.parts
@@ -78,9 +78,7 @@ def _check_places(fields: list[Any], alignment: int) -> None:
         if not shape or 0 in shape or shape[0] % int(block):
             raise ValueError(f"the tensor {name!r} has the shape {shape}, in rows of blocks of {block}")
         if int(offset[0]) != place:
-            raise ValueError(
-                f"the tensor {name!r} lies at byte {offset[0]} of the data, not behind the last at {place}"
-            )
+            raise ValueError(f"the tensor {name!r} lies at byte {offset[0]} of the data, not after the last at {place}")
         place += math.prod(shape) // int(block) * int(size)
         place += -place % alignment
 

@@ -24,7 +24,7 @@ PARTS = {"bos": ("bos", "cls"), "eos": ("eos",), "unk": ("unk",), "sep": ("sep",
 
 
 STRIPS = re.compile("(phi)-?(3)", re.IGNORECASE)
-"""Names of models in whose files llama.cpp (llama-vocab.cpp) lets tokens take the spaces behind them along: PHI_3."""
+"""Names of models in whose files llama.cpp (llama-vocab.cpp) lets tokens take the spaces after them along: PHI_3."""
 PHI_3 = "</s>"
 PHI_3_NOT = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 """That token and all that are special do, these do not; it loads no such file that lacks one of the four."""
@@ -57,7 +57,11 @@ def write_tokenizer(
     writer.add_token_list(_add_kind(writer, found))
     writer.add_token_types(kinds)
     _write_special(writer, tokenizer, found, list(stops))
-    _write_templates(writer, tokenizer)
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    if template:
+        writer.add_chat_template(template)
 
 
 def _load(folder: str | os.PathLike[str]) -> Any:
@@ -187,11 +191,3 @@ def _frame(tokenizer: Any, vocabulary: Vocabulary) -> tuple[list[int], list[int]
         if marked[begins : begins + len(plain)] == plain and len(after) < 2:
             return marked[:begins], after
     raise vocabulary.refusal(f"text comes between the tokens {marked}, which are more than its first and last one")
-
-
-def _write_templates(writer: Any, tokenizer: Any) -> None:
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):
-        template = [{"name": name, "template": text} for name, text in template.items()]
-    if template:
-        writer.add_chat_template(template)

@@ -93,7 +93,7 @@ class GoalChoice:
 
         Args:
             texts: How many the model writes.
-            algorithms: Behind the others.
+            algorithms: After the others.
             left_out: What is left out -> why.
         """
         reasons = dict(self.reasons)

@@ -19,7 +19,7 @@ it loses 1 and 3 % more. It takes 1.5 to 2 times as long, at the shape above 1.8
 The best solver is Qronos by Fisher information of outputs, in every row of that table, which a test compares with what
 is chosen here: on the example language model it leaves 3.2 where Qronos alone leaves 4.8 (uint4), 15.6 for 21.8
 (int3), 43.3 for 46.1 and GPTQ's 47.8 (MXFP4 with inputs), 22.7 for 23.5 (NVFP4 with inputs). AutoRound leaves 18.4 of
-int3 and takes twice as long. Texts that the model writes and distillation behind it take another 3 to 30 % off
+int3 and takes twice as long. Texts that the model writes and distillation after it take another 3 to 30 % off
 (docs/guide/distillation.md). Of 8 bits, to nearest loses 0.1 already; static integer inputs gain by SmoothQuant, which
 leaves alone what it does not help.
 """
@@ -40,7 +40,7 @@ DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")
 QRONOS = "qronos:fisher=auto"
 """Qronos by Fisher information of outputs, where the model has logits and there is room for their scores."""
 ON_THE_WAY = f"{QRONOS},desc_act=false,static_groups=false,group_aware_order=true"
-"""The same with the scales of a group found when its columns are reached: for integers in groups."""
+"""Qronos that finds the scales of a group when its columns are reached: for integers in groups."""
 DISTILLATION = "distillation"
 TEXTS, FEWEST_TEXTS = 512, 64
 """Samples that a language model writes itself for the best, and the fewest that are worth their time."""
@@ -112,7 +112,9 @@ def _nearest(why: str) -> tuple[Steps, Steps]:
 def _steps(scheme: str) -> tuple[Steps, Steps]:
     """What is balanced, and what is best."""
     if scheme in MIX_NAMES:
-        return _steps_of_mix(scheme)
+        nearest = Steps((), "8 bits to nearest lose 0.1 millinats")
+        best = Steps(("qronos",), "Qronos: 3.1 millinats of Q4_K_M where to nearest has 6.1", distills=True)
+        return (nearest, nearest) if scheme == "q8_0" else (BALANCED_SOLVER, best)
     layer = SCHEMES[scheme]
     weight = layer.weight
     if weight is None or weight.is_cast or (weight.dtype.bits >= 8 and layer.input is None):
@@ -129,9 +131,3 @@ def _steps(scheme: str) -> tuple[Steps, Steps]:
     return BALANCED_SOLVER, Steps(
         (QRONOS,), "Qronos by Fisher information: 43.3 millinats of MXFP4, GPTQ 47.8", distills=True
     )
-
-
-def _steps_of_mix(scheme: str) -> tuple[Steps, Steps]:
-    nearest = Steps((), "8 bits to nearest lose 0.1 millinats")
-    best = Steps(("qronos",), "Qronos: 3.1 millinats of Q4_K_M where to nearest has 6.1", distills=True)
-    return (nearest, nearest) if scheme == "q8_0" else (BALANCED_SOLVER, best)

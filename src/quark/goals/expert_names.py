@@ -33,7 +33,7 @@ class ExpertNames:
         source: File of the program.
         quark: Element types of weights whose experts it loads from `quark` folders; empty: all that it has kernels for.
         other_formats: Whether it is known to look for them so in folders of other formats, too.
-        note: What the file says besides.
+        note: What else the file says.
     """
 
     program: str

@@ -34,7 +34,7 @@ class FusedLayers:
         whole: Whether all members have to be there.
         only, but: Architectures, as config.json names them: the row is for these only, or for all but these.
         source: Files of the program that say so, or some of them, or folders of such.
-        note: What the files say besides.
+        note: What else the files say.
     """
 
     program: str

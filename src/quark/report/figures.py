@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from xml.sax.saxutils import escape
 
 import numpy as np
 
@@ -325,10 +326,5 @@ def _svg(figure: Any, label: str) -> str:
     text = out.getvalue()
     text = text[text.index("<svg") :]  # no prologue of XML within HTML
     text = re.sub(r"(fill|stroke): (#0102\w\w)", lambda match: f"{match[1]}: var(--{VARIABLES[match[2]]})", text)
-    return text.replace("<svg ", f'<svg role="img" aria-label="{_attribute(label)}" ', 1)
-
-
-def _attribute(text: str) -> str:
-    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
-        text = text.replace(character, entity)
-    return text
+    shown = escape(label, {'"': "&quot;"})
+    return text.replace("<svg ", f'<svg role="img" aria-label="{shown}" ', 1)

@@ -79,13 +79,13 @@ def token(copy: Copy) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Copy], None], str]] = {
-    "each other's data": (swapped, "not behind the last at"),
-    "another's data": (lambda copy: copy.put(UP, 5, copy.offset(DOWN)), "not behind the last at"),
-    "offset + 1": (lambda copy: copy.put(UP, 5, copy.offset(UP) + 1), "not behind the last at"),
-    "offset + 32": (lambda copy: copy.put(UP, 5, copy.offset(UP) + 32), "not behind the last at"),
-    "offset 2 ** 64": (lambda copy: copy.put(UP, 5, 2**64 - 32), "not behind the last at"),
-    "another type": (lambda copy: copy.put(UP, 4, 1), "not behind the last at"),
-    "a size of 2 ** 63": (lambda copy: copy.put(UP, 3, 2**63), "not behind the last|ends at byte|damaged"),
+    "each other's data": (swapped, "not after the last at"),
+    "another's data": (lambda copy: copy.put(UP, 5, copy.offset(DOWN)), "not after the last at"),
+    "offset + 1": (lambda copy: copy.put(UP, 5, copy.offset(UP) + 1), "not after the last at"),
+    "offset + 32": (lambda copy: copy.put(UP, 5, copy.offset(UP) + 32), "not after the last at"),
+    "offset 2 ** 64": (lambda copy: copy.put(UP, 5, 2**64 - 32), "not after the last at"),
+    "another type": (lambda copy: copy.put(UP, 4, 1), "not after the last at"),
+    "a size of 2 ** 63": (lambda copy: copy.put(UP, 3, 2**63), "not after the last|ends at byte|damaged"),
     "one block": (lambda copy: copy.set("llama.block_count", "<I", 1), "block 1 are there"),
     "a million blocks": (lambda copy: copy.set("llama.block_count", "<I", 10**6), "block 2 are missing"),
     "a base of 0": (lambda copy: copy.set("llama.rope.freq_base", "<f", 0.0), "base of rotations"),

@@ -54,7 +54,7 @@ def check_log(path: Path) -> None:
 
     Raises:
         OutputError: The folder cannot be written, or it is no regular file.
-        OutputExistsError: It is there, and is no log of an earlier run, behind which this one goes on.
+        OutputExistsError: It is there, and is no log of an earlier run, after which this one goes on.
     """
     check_file(path, overwrite=True)
     if not path.exists():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from rich.table import Table
 
@@ -29,13 +28,16 @@ def show_folders(measured: MeasuredFolders, request: EvaluateFolders) -> None:
 
 
 def show_pipeline(measured: MeasuredPipeline, request: EvaluateFolders) -> None:
-    """As `show_folders`, of the denoisers of a pipeline; the page has pictures of both."""
+    """Print what was measured of the denoisers of a pipeline; a report is a page with pictures of both pipelines."""
     console = results()
     for name, each in measured.components.items():
         console.print(f"{name}:", highlight=False)
         _show(each, request)
         if name in measured.pictures:
-            console.print(_pictures(measured.pictures[name].pictures))
+            table = new_table("picture", "SQNR dB", title="Pictures")
+            for picture, pair in measured.pictures[name].pictures.items():
+                table.add_row(picture, f"{Comparison().update(*pair).sqnr:.2f}")
+            console.print(table)
     if request.report is not None:
         from quark.commands.folders.report import pipeline_sections
         from quark.report.page import write_page
@@ -53,8 +55,15 @@ def _show(measured: MeasuredFolders, request: EvaluateFolders) -> None:
         _outputs(measured.comparison.outputs, f"{counted(len(measured.batches), 'sample')} of {held_out(request).name}")
     )
     if measured.comparison.by_timestep:
-        console.print(_timesteps(measured.comparison.by_timestep.rows()))
-    console.print(_worst_layers(measured.damage, request.layers))
+        table = new_table("timesteps", "SQNR dB", title="Outputs by timestep")
+        for bucket, sqnr in measured.comparison.by_timestep.rows():
+            table.add_row(str(bucket), f"{sqnr:.2f}")
+        console.print(table)
+    table = new_table("layer", "weight SQNR dB", "output SQNR dB", title="Layers, worst output first")
+    known = {name: pair for name, pair in measured.damage.items() if not math.isnan(pair[1])}
+    for name, (weight, output) in sorted(known.items(), key=lambda item: item[1][1])[: request.layers]:
+        table.add_row(name, f"{weight:.1f}", f"{output:.1f}")
+    console.print(table)
 
 
 def _summary(measured: MeasuredFolders) -> Table:
@@ -77,26 +86,4 @@ def _outputs(outputs: Mapping[str, Output], words: str) -> Table:
     for name, output in outputs.items():
         agreement = f"{output.agreed / output.rows:.2%}" if output.rows else ""
         table.add_row(name, f"{output.comparison.sqnr:.2f}", f"{output.comparison.cosine:.6f}", agreement)
-    return table
-
-
-def _timesteps(rows: Sequence[tuple[Any, float]]) -> Table:
-    table = new_table("timesteps", "SQNR dB", title="Outputs by timestep")
-    for bucket, sqnr in rows:
-        table.add_row(str(bucket), f"{sqnr:.2f}")
-    return table
-
-
-def _pictures(pairs: Mapping[str, tuple[Any, Any]]) -> Table:
-    table = new_table("picture", "SQNR dB", title="Pictures")
-    for name, pair in pairs.items():
-        table.add_row(name, f"{Comparison().update(*pair).sqnr:.2f}")
-    return table
-
-
-def _worst_layers(damage: Mapping[str, tuple[float, float]], count: int) -> Table:
-    table = new_table("layer", "weight SQNR dB", "output SQNR dB", title="Layers, worst output first")
-    known = {name: pair for name, pair in damage.items() if not math.isnan(pair[1])}
-    for name, (weight, output) in sorted(known.items(), key=lambda item: item[1][1])[:count]:
-        table.add_row(name, f"{weight:.1f}", f"{output:.1f}")
     return table

@@ -101,14 +101,14 @@ def budget_section(table: SensitivityTable, choice: BudgetChoice) -> Section:
     """What the budget chose, among what one scheme for all, and other budgets, would give."""
     from quark.report.figures import scatter
 
-    alike = {name: found for name in table.candidates if (found := table.uniform(name)) is not None}
-    low, high = (pick(found.bits for found in alike.values()) for pick in (min, max))
+    uniform = {name: found for name in table.candidates if (found := table.uniform(name)) is not None}
+    low, high = (pick(found.bits for found in uniform.values()) for pick in (min, max))
     line = []
     for i in range(BUDGETS + 1):
         with suppress(ConfigError):  # less than the smallest choice takes
             other = table.choose(bits=low + (high - low) * i / BUDGETS)
             line.append((other.size / 1e6, other.loss))
-    points = [(name, found.size / 1e6, found.loss) for name, found in alike.items()]
+    points = [(name, found.size / 1e6, found.loss) for name, found in uniform.items()]
     points.append(("chosen", choice.size / 1e6, choice.loss))
     rows = [
         (group.layers[0], str(len(group.layers)), choice.schemes[group.layers[0]],

@@ -24,7 +24,7 @@ BIASES = ("bias",)
 
 @dataclass(frozen=True)
 class StoredLayers:
-    """Layers of one name but for their numbers, stored alike.
+    """Layers of one name but for their numbers, stored in the same form.
 
     Attributes:
         name: With "*" in the place of each number between dots.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,17 +90,15 @@ def file_times(path: Path, reader: Any = None, threads: int = 1, timer: Timer = 
         members[groups.find(name)].append(name)
     before, after = groups.seconds(in_float), groups.seconds(in_file)
     rows = [
-        NodeTimes(tuple(found), _op_types(found, names), before.get(group, 0.0), after.get(group, 0.0))
+        NodeTimes(
+            tuple(found), tuple(names[name].op_type for name in found), before.get(group, 0.0), after.get(group, 0.0)
+        )
         for group, found in members.items()
         if not quantized.isdisjoint(found)
     ]
     rows.sort(key=lambda row: (row.float_seconds - row.file_seconds, row.nodes))
     conversions = sum(in_file.seconds[kernel.name] for kernel in in_file.kernels if kernel.op_type in QDQ)
     return FileTimes(tuple(rows), conversions, in_float.total(), in_file.total())
-
-
-def _op_types(nodes: Sequence[str], by_name: Mapping[str, ir.Node]) -> tuple[str, ...]:
-    return tuple(by_name[name].op_type for name in nodes)
 
 
 def _by_name(model: ir.Model) -> dict[str, ir.Node]:

@@ -45,7 +45,7 @@ def onnx_sections(measured: MeasuredFiles, words: str = "") -> list[Section]:
 
 
 def _what(measured: MeasuredFiles) -> PageTable:
-    import onnx_ir as ir  # behind quark.onnx, which says what brings a package that is missing
+    import onnx_ir as ir  # after quark.onnx, which says what brings a package that is missing
 
     proto = read_header(measured.request.quantized)
     types = element_types(ir.from_proto(proto))
@@ -96,7 +96,8 @@ def damage_section(float_model: Path, layers: Sequence[ComparedLayer], weights: 
         weight = stored[layer.tensor]
         note = "up to the scales of its channels" if layer.rescaled else ""
         rows.append((layer.tensor, layer.op_type, "" if weight is None else f"{weight:.1f}", f"{layer.sqnr:.1f}", note))
-    values = [(layer.tensor, (_number(stored[layer.tensor]), layer.sqnr)) for layer in drawn]
+    numbers = {name: math.nan if value is None else value for name, value in stored.items()}
+    values = [(layer.tensor, (numbers[layer.tensor], layer.sqnr)) for layer in drawn]
     some = "" if len(drawn) == len(layers) else f" Of {len(layers)} tensors the {len(drawn)} worst that lose are drawn."
     words = (
         "SQNR in dB, in the order of the graph: 6 dB more is half the error. That of an output counts the errors of "
@@ -105,10 +106,6 @@ def damage_section(float_model: Path, layers: Sequence[ComparedLayer], weights: 
     headers = ("tensor", "op", "weight SQNR dB", "output SQNR dB", "")
     figures = [Figure(bars(values, ("weight", "output"), "SQNR dB"), tall=True)] if values else []
     return Section("Damage by layer", words, [PageTable(headers, rows, "As a table", folded=True)], figures)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _ranges(measured: MeasuredFiles, weights: LayerWeights) -> Section:

@@ -50,7 +50,7 @@ def write_hyperparameters(writer: Any, architecture: Architecture, config: Any, 
 
 
 def _write_attention(writer: Any, architecture: Architecture, config: Any) -> None:
-    """Heads, and the feed-forward network behind them."""
+    """Heads, and the feed-forward network after them."""
     layers = None if architecture.attention is None else list(architecture.attention(config))
     if layers is not None and not any(layers):
         writer.add_feed_forward_length(0)

@@ -150,7 +150,7 @@ def _llama4(config: Any) -> str | None:
 def _exaone_moe(config: Any) -> str | None:
     dense = config.mlp_layer_types.count("dense")
     leading = config.mlp_layer_types == ["dense"] * dense + ["sparse"] * (config.num_hidden_layers - dense)
-    return None if leading else "layers without experts behind ones with them"
+    return None if leading else "layers without experts after ones with them"
 
 
 def _temperature(config: Any) -> dict[str, Any]:

@@ -88,7 +88,9 @@ def add_byte_level(writer: Any, vocabulary: Vocabulary) -> None:
         # Composed characters are what nearly all text has; llama.cpp leaves others as they are, for all its models.
         if step["type"] != "NFC":
             raise vocabulary.refusal(f"it normalizes text by {step['type']}, and llama.cpp does not for this kind")
-    alphabet = _alphabet() - model["vocab"].keys()
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = set(ByteLevel.alphabet()) - model["vocab"].keys()
     if alphabet and model.get("unk_token"):
         raise vocabulary.refusal(f"{len(alphabet)} bytes have no token, and llama.cpp leaves those out")
     writer.add_tokenizer_model("gpt2")
@@ -163,9 +165,3 @@ def _without_merges(described: dict[str, Any]) -> list[str]:
     model = Tokenizer.from_str(json.dumps(plain)).model
     added = {token["content"] for token in described["added_tokens"]}
     return [token for token in described["model"]["vocab"] if token not in added and len(model.tokenize(token)) > 1]
-
-
-def _alphabet() -> set[str]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return set(ByteLevel.alphabet())

@@ -21,7 +21,7 @@ class Spaces:
     charsmap: Table of characters and what they become, in the format of sentencepiece.
     prefix: A space comes before the text.
     merged: Several spaces are one, and there is none at the end.
-    words: No token goes on behind a space.
+    words: No token goes on after a space.
     """
 
     charsmap: bytes = b""

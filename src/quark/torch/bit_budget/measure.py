@@ -127,7 +127,7 @@ def _folder_of_passes(work: str | Path | None, in_memory: bool) -> Iterator[Path
 
 
 def mixed_format(name: str, alike: bool | Sequence[str] = True) -> BudgetRules:
-    """The rules of a format; `alike` as `measure_sensitivity` takes it. NotSupportedError where it holds one scheme."""
+    """The rules of a format; `alike`: see `measure_sensitivity`. NotSupportedError where it holds one scheme."""
     if name not in RULES:
         raise NotSupportedError(
             f"Bits for a budget are not counted in the format {name}. Possible: {', '.join(RULES)}."
@@ -241,7 +241,7 @@ def _measure(
     rest = rules.rest(model, plan, chosen, source)
     counted = {name: layer.weight.numel() for name, layer in chosen.items() if rules.is_counted(name)}
     if budget is not None:
-        # Layers that must be alike are found as the model runs: what they allow lies within these bounds.
+        # Layers that need one scheme are found as the model runs: what they allow lies within these bounds.
         budget.check(*_bounds([sizes[name] for name in counted]), sum(counted.values()), rest)
     given = fingerprint_of_data(data)
     assert given is not None

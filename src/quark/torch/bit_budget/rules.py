@@ -1,4 +1,4 @@
-"""What a format says of a budget: which layers there are to choose for, alike in what, and what each takes.
+"""What a format says of a budget: which layers there are to choose for, which share a choice, and what each takes.
 
 In GGUF files each tensor has a block type of its own, embeddings and head too.
 """
@@ -54,7 +54,7 @@ class BudgetRules(ABC):
     Attributes:
         form: Whose bytes are counted.
         candidates: Names that are chosen from where none are given.
-        programs: Servers that read the files; what one of them makes one layer of is alike.
+        programs: Servers that read the files; what one of them makes one layer of has one scheme.
     """
 
     form: Format
@@ -78,7 +78,7 @@ class BudgetRules(ABC):
         """Bytes of all that is not chosen for; `folder` holds the tokenizer."""
 
     def groups(self, found: list[list[str]]) -> list[list[str]]:
-        """The layers that must be alike, of those that servers make one of, and of mixtures."""
+        """The layers that need one scheme, of those that servers make one of, and of mixtures."""
         return found
 
     def is_counted(self, name: str) -> bool:
@@ -140,7 +140,7 @@ class FolderRules(BudgetRules):
 
 
 class GgufRules(BudgetRules):
-    """GGUF files: block types, embeddings and head too. Each tensor has its own, so a mixture's experts are alike."""
+    """GGUF files: block types, embeddings and head too. Each tensor has its own; experts of a mixture share a type."""
 
     candidates = CHOSEN_TYPES
 

@@ -2,7 +2,7 @@
 
 least sum of losses   subject to   sum of bytes <= budget        exactly, by core/solvers/choices/knapsack.py
 
-Runtimes may need layers alike: those that a server makes one of are found as the blocks of a model run.
+Runtimes may need one scheme for layers: those that a server makes one of are found as the blocks of a model run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quark.core.solvers.choices.knapsack import cheapest_choice
 from quark.errors import ConfigError, FormatError, did_you_mean
 from quark.torch.algorithms.layer_inputs import input_groups
 from quark.torch.calibration.experts import EXPERT
-from quark.torch.config.config import QConfig
+from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.flows.resume import fingerprint_of_data
 from quark.torch.formats.fused_groups import FusedGroup, by_table, mixtures_of, united
@@ -181,7 +181,7 @@ class SensitivityTable:
         return BudgetChoice(layers, used + self.rest, 8 * used / self.weights, loss)
 
     def config(self, choice: BudgetChoice, base: QConfig) -> QConfig:
-        """`base` with the schemes of a choice, behind the layers that it names itself.
+        """`base` with the schemes of a choice, after the layers that it names itself.
 
         The scheme of most weights is the global one, and the others are named.
         """
@@ -189,12 +189,12 @@ class SensitivityTable:
         for group in self.groups:
             count[choice.schemes[group.layers[0]]] += group.weights
         common = count.most_common(1)[0][0]
-        named = {
-            pattern: LLMTemplate.scheme(choice.schemes[group.layers[0]])
-            for group in self.groups
-            if choice.schemes[group.layers[0]] != common
-            for pattern in _patterns_of_group(group.layers)
-        }
+        named: dict[str, QLayerConfig] = {}
+        for group in self.groups:
+            scheme, expert = choice.schemes[group.layers[0]], EXPERT.fullmatch(group.layers[0])
+            patterns = [f"{expert['block']}.*"] if expert else group.layers  # a mixture may have thousands of layers
+            if scheme != common:
+                named |= {pattern: LLMTemplate.scheme(scheme) for pattern in patterns}
         return replace(
             base,
             global_quant_config=LLMTemplate.scheme(common),
@@ -265,7 +265,7 @@ def _count(value: object, least: int = 1) -> int:
     return value
 
 
-# Layers that are alike ------------------------------------------------------------------------------------------------
+# Layers with one scheme -----------------------------------------------------------------------------------------------
 
 
 def groups_in_block(
@@ -284,7 +284,7 @@ def groups_in_block(
         layers: Full names of the layers to group.
         call: Of the block.
         known_as: The architectures of the model.
-        programs: Servers; what one of them makes one of is alike.
+        programs: Servers; what one of them makes one of has one scheme.
 
     Returns:
         Full names. A layer that is made one with no other is a group of its own, and so is one whose name no table
@@ -304,9 +304,3 @@ def groups_in_block(
     groups += [[layer] for layer in single if layer not in grouped]
     order = {layer: index for index, layer in enumerate(single)}
     return [*sorted(groups, key=lambda group: order[group[0]]), *mixtures]
-
-
-def _patterns_of_group(layers: Sequence[str]) -> list[str]:
-    """Patterns of `layer_quant_config` that match these layers: one for a mixture, which may have thousands."""
-    expert = EXPERT.fullmatch(layers[0])
-    return [f"{expert['block']}.*"] if expert else list(layers)

@@ -1,6 +1,6 @@
 """The losses of layers under candidates, from the moments that both `ScorePasses` collect on their way back.
 
-Behind them, where a type is chosen for embeddings: these, from the scores of the first block's inputs.
+After them, where a type is chosen for embeddings: these, from the scores of the first block's inputs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Swept:
     """What both passes found.
 
     Attributes:
-        groups: Full names of the layers that must be alike.
+        groups: Full names of the layers that need one scheme.
         losses: Of each layer.
     """
 
@@ -55,7 +55,7 @@ class Sweep(ScorePasses):
         data: Batches as `quantize_model` takes them.
         weights: Brings and takes the weights of blocks.
         store: Where a killed run goes on.
-        programs: Servers; what one of them makes one layer of is alike.
+        programs: Servers; what one of them makes one layer of has one scheme.
     """
 
     def __init__(
@@ -89,18 +89,22 @@ class Sweep(ScorePasses):
         if self.store.result("front") is None:
             with evaluating(self.model), without_gradients(self.model):
                 self._front()
-        return self._swept()
+        results = [self.store.result(f"block-{index}") for index in range(len(self.names))]
+        results += [self.store.result(TAIL), self.store.result("front")]
+        losses = {name: row for result in results for name, row in result["losses"].items()}
+        return Swept([group for result in results for group in result["groups"]], losses)
 
     @contextmanager
     def watching(self, block: str | None) -> Iterator[Callable[[], None]]:
         """Within: moments of the layers there are collected."""
         names = self._outside() if block is None else [name for name in self.layers if is_inside(name, block)]
+        specs = {spec.input for name in names for spec in self.layers[name] if spec is not None and spec.input}
         layers = {name: cast(nn.Linear, self.model.get_submodule(name)) for name in names}
-        with collecting(layers, self._live(names)) as self._moments, _all_batches(self._moments, self.data) as add:
+        with collecting(layers, sorted(specs, key=str)) as self._moments, _all_batches(self._moments, self.data) as add:
             yield add
 
     def result(self, block: str | None, call: Call | None, positions: int) -> dict[str, Any]:
-        """The losses of its layers, and which of them must be alike."""
+        """The losses of its layers, and which of them need one scheme."""
         # The last of blocks of several streams gives all of them, and the model reads one: queries of others are idle.
         losses = self._losses(self._moments, positions, isinstance(call, StreamCall))
         if block is None or call is None:
@@ -111,7 +115,7 @@ class Sweep(ScorePasses):
         return {"losses": losses, "groups": groups}
 
     def _outside(self) -> list[str]:
-        """The linear layers behind the blocks."""
+        """The linear layers after the blocks."""
         inside = {name for name in self.layers for block in self.names if is_inside(name, block)}
         return [name for name in self.layers if name not in inside and name not in self._embeddings()]
 
@@ -148,11 +152,6 @@ class Sweep(ScorePasses):
                 return reached.hidden
         raise StructureError(f"The block {self.names[0]!r} is not reached. Possible: --exclude the embeddings.")
 
-    def _live(self, names: Iterable[str]) -> list[Any]:
-        """The specs of the inputs that candidates quantize."""
-        found = {spec.input for name in names for spec in self.layers[name] if spec is not None and spec.input}
-        return sorted(found, key=str)
-
     def _losses(
         self, moments: Mapping[str, Moments], positions: int, streams: bool = False
     ) -> dict[str, list[float | None]]:
@@ -181,12 +180,6 @@ class Sweep(ScorePasses):
                 raise type(error)(f"{name}: {error}") from None
 
         return dict(zip(names, shared_work(len(names), of_layer, torch.device("cpu")), strict=True))
-
-    def _swept(self) -> Swept:
-        results = [self.store.result(f"block-{index}") for index in range(len(self.names))]
-        results += [self.store.result(TAIL), self.store.result("front")]
-        losses = {name: row for result in results for name, row in result["losses"].items()}
-        return Swept([group for result in results for group in result["groups"]], losses)
 
 
 def _blocks(model: nn.Module, layers: Iterable[str], data: Sequence[Any], weights: BlockWeights) -> list[str]:
@@ -229,7 +222,7 @@ def _read_from_leaves(embeddings: Iterable[nn.Embedding]) -> Iterator[None]:
 
 @contextmanager
 def _all_batches(moments: Mapping[str, Moments], data: Sequence[Any]) -> Iterator[Callable[[], None]]:
-    """Within: call what it gives after each batch; behind it, moments are sums over those of all processes."""
+    """Within: call what it gives after each batch; afterwards, moments are sums over those of all processes."""
     batches, own = BatchedSums(moments), 0
 
     def add() -> None:

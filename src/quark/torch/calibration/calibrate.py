@@ -160,7 +160,7 @@ def calibrate_activations(
 
     Raises:
         CalibrationError: No data, a batch of a wrong type, or a layer that no batch reached; names it.
-        NonFiniteError: An activation held NaN or Inf; names the layer.
+        NonFiniteError: An activation has NaN or Inf; names the layer.
     """
     calibrate_tensors(model, waiting_ranges(model, layers), layer_quantizers(layers.values()), data, config)
 

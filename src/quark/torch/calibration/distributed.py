@@ -65,7 +65,9 @@ def processes(timeout: float = 600.0) -> Iterator[int]:
         raise
     finally:
         if _heartbeat is not None:
-            _heartbeat.stop(one_line(error) if error is not None and not _is_echo(error) else None)
+            # An error that only says that another process is lost is told to none.
+            echo = error is None or isinstance(error, (ProcessLostError, _ToldToStopError))
+            _heartbeat.stop(None if error is None or echo else one_line(error))
         _heartbeat = None
         dist.destroy_process_group()
 
@@ -76,11 +78,6 @@ _heartbeat: Heartbeat | None = None
 
 class _ToldToStopError(BaseException):
     """SIGTERM came: torchrun sends it to the others when one process ends. No `except Exception` takes it."""
-
-
-def _is_echo(error: BaseException) -> bool:
-    """Whether an error only says that another process is lost."""
-    return isinstance(error, (ProcessLostError, _ToldToStopError))
 
 
 def _in_environment(name: str, default: str | None = None) -> int:

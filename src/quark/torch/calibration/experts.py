@@ -6,7 +6,7 @@ shared:  amax_k = max over the experts of a block of amax, for each projection k
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from torch import nn
@@ -105,9 +105,11 @@ def finish_expert_ranges(quantizers: Mapping[str, FakeQuantize], sync: bool) -> 
             else:
                 lost[str(expert_of(name))] = None
     if lost:
+        first = f"{', '.join([*lost][:5])}{', ...' if len(lost) > 5 else ''}"
         raise CalibrationError(
-            f"No calibration token was routed to {_some(lost)}, nor to any other expert of that block. Possible: more "
-            "calibration data, calibrate_all_experts=True in the QConfig, or a dynamic or weight-only scheme."
+            f"No calibration token was routed to {len(lost)} experts ({first}), nor to any other expert of that block. "
+            "Possible: more calibration data, calibrate_all_experts=True in the QConfig, or a dynamic or weight-only "
+            "scheme."
         )
     return borrowing
 
@@ -120,9 +122,3 @@ def _families(quantizers: Mapping[str, FakeQuantize]) -> dict[tuple[str, str], d
         if expert:
             families.setdefault((expert["block"], expert["rest"]), {})[name] = quantizer
     return families
-
-
-def _some(experts: Iterable[str]) -> str:
-    """How many experts, and the first of them."""
-    names = list(experts)
-    return f"{len(names)} experts ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"

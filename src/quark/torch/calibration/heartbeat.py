@@ -19,7 +19,7 @@ import torch.distributed as dist
 BEAT, SILENCE = 0.5, 5.0
 """Seconds between two beats, and without one until a process is taken for lost after a collective operation failed."""
 STALLED = 30.0
-"""The same while all else goes well: a machine may be suspended or swap for a while."""
+"""Seconds without a beat that count while all else goes well: a machine may be suspended or swap for a while."""
 
 
 class Heartbeat:

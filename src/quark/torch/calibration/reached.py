@@ -90,7 +90,9 @@ def _never_called(
     """The names of which a quantizer is never called, and the arguments that batches hold; None where it is unknown.
 
     Args:
-        model, waiting, data: As `check_reached` has them.
+        model: A model whose layers are replaced; not changed.
+        waiting: Name of a layer -> its quantizers that wait for a range.
+        data: Batches.
         within: The context in which tensors of that device have no values.
         device: Where the copy is.
     """
@@ -99,10 +101,12 @@ def _never_called(
     given: set[str] = set()
     missing = [*waiting]
     mode = within()
-    twin: nn.Module | None = None
+    without_values: nn.Module | None = None
     try:
         for batch in data:
-            form = _form(batch)
+            # What its way through the model follows from: structure, and shapes and types of tensors.
+            leaves, structure = tree_flatten(_plain(batch))
+            form = str(structure), *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
             if form in seen:
                 continue
             seen.add(form)
@@ -110,8 +114,8 @@ def _never_called(
             with ExitStack() as stack, suppress(Exception):
                 stack.enter_context(torch.no_grad())
                 stack.enter_context(mode)
-                twin = twin or _without_values(model, waiting, called, device)
-                forward_batch(twin, _empty(_plain(batch), device), torch.device(device))
+                without_values = without_values or _without_values(model, waiting, called, device)
+                forward_batch(without_values, _empty(_plain(batch), device), torch.device(device))
                 missing = [name for name in missing if any(id(q) not in called for q in waiting[name])]
                 if missing:
                     continue
@@ -119,12 +123,6 @@ def _never_called(
     finally:
         _forget_results(model)
     return (missing, given) if seen else None
-
-
-def _form(batch: Any) -> Any:
-    """What the way of a batch without values follows from: its structure, the shapes and types of its tensors."""
-    leaves, structure = tree_flatten(_plain(batch))
-    return str(structure), tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
 
 
 def _plain(batch: Any) -> Any:
@@ -149,14 +147,14 @@ def _without_values(
     for module in model.modules():
         if id(module) not in inside:
             _add_empty(module, device, memo)
-    twin = copy.deepcopy(model, memo).eval()
-    for module in twin.modules():
+    copied = copy.deepcopy(model, memo).eval()
+    for module in copied.modules():
         if isinstance(module, FakeQuantize):
             module.mode = Mode.off
     for own in waiting.values():
         for quantizer in own:
             memo[id(quantizer)].forward = _noting(called, id(quantizer))
-    return twin
+    return copied
 
 
 def _add_empty(module: nn.Module, device: str, memo: dict[int, Any]) -> None:
@@ -203,7 +201,9 @@ def _enclosed(function: Any) -> Iterator[Any]:
 def _said(model: nn.Module, layers: Collection[str], missing: list[str], given: set[str]) -> str:
     """What is not reached, and what there is to do."""
     patterns = _patterns(missing, layers)
-    others = _other_arguments(model, given) if given else []
+    parameters = inspect.signature(model.forward).parameters.values() if given else ()
+    tensors = [each.name for each in parameters if "Tensor" in str(each.annotation)]
+    others = [name for name in tensors if name not in given | BESIDE]
     more = f"batches that hold more of what the model takes ({_some(others)}), " if others else ""
     return (
         f"{_some(missing)} ({len(missing)} of {len(layers)} layers) are never reached by the calibration data, and "
@@ -223,13 +223,6 @@ def _patterns(missing: Collection[str], layers: Collection[str]) -> list[str]:
             free = (pattern for pattern in tried if not any(fnmatchcase(other, pattern) for other in others))
             found[next(free, name)] = None
     return [*found]
-
-
-def _other_arguments(model: nn.Module, given: set[str]) -> list[str]:
-    """Tensors that the model takes and no batch holds."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    tensors = [each.name for each in parameters if "Tensor" in str(each.annotation)]
-    return [name for name in tensors if name not in given | BESIDE]
 
 
 def _some(names: list[str], between: str = ", ") -> str:

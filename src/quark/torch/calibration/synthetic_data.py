@@ -56,7 +56,13 @@ def synthetic_batches(model: nn.Module, data: Sequence[Any], count: int, seed: i
         )
     device, length = input_device(model), most_tokens(text_config(config), max(map(len, rows)))
     order = torch.Generator().manual_seed(seed)
-    prompts = [_prompt(rows[index % len(rows)], getattr(config, "bos_token_id", None), order) for index in range(count)]
+    opening = getattr(config, "bos_token_id", None)
+    prompts = []
+    for index in range(count):  # the first tokens of a text
+        row = rows[index % len(rows)]
+        opens = isinstance(opening, int) and int(row[0]) == opening
+        start = int(torch.randint(int(opens), len(row) - PROMPT + opens + 1, (), generator=order))
+        prompts.append(torch.cat([row[:opens], row[start : start + PROMPT - opens]]))
     written: list[Any] = []
     devices = [device] if device.type == "cuda" else []
     # Seeded, and what the user draws afterwards stays as it was.
@@ -97,11 +103,3 @@ def _rows(batch: Any) -> list[torch.Tensor]:
             "Synthetic data begin with tokens of the data: each batch a tensor (samples, tokens), or with `input_ids`."
         )
     return [*ids]
-
-
-def _prompt(row: torch.Tensor, opening: Any, order: torch.Generator) -> torch.Tensor:
-    """The first tokens of a text."""
-    opens = isinstance(opening, int) and int(row[0]) == opening
-    taken = PROMPT - opens
-    start = int(torch.randint(int(opens), len(row) - taken + 1, (), generator=order))
-    return torch.cat([row[:opens], row[start : start + taken]])

@@ -138,7 +138,7 @@ def with_shown(config: A, family: str) -> A:
 
 
 def without_shown(config: A) -> A:
-    """The same without the lists that a template shows: an algorithm finds in the model what it can do there."""
+    """A config without the lists that a template shows: an algorithm finds in the model what it can do there."""
     empty = type(config)()
     shown = {name: getattr(empty, name) for name, value in SHOWN.items() if getattr(config, name, None) == value}
     return config if shown.keys() <= {"model_decoder_layers"} else replace(config, **shown)

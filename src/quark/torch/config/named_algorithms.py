@@ -92,9 +92,9 @@ def algo_config_from_dict(data: Mapping[str, Any]) -> AlgoConfig:
 
 
 def recorded_algo_config(data: Mapping[str, Any]) -> AlgoConfig:
-    """The same for the record in a checkpoint, which another version may have written: an error for no dict only.
+    """The config of an algorithm from its record in a checkpoint, which another version may have written.
 
-    The algorithm has run already, so nothing depends on it when the checkpoint is loaded.
+    The algorithm has run already, so nothing depends on it when the checkpoint is loaded: only no dict is an error.
     """
     data = as_dict(data, "algo_config")
     try:
@@ -120,7 +120,7 @@ def load_quant_algo_config_from_file(file_path: str | Path) -> AlgoConfig:
 
 
 def load_pre_optimization_config_from_file(file_path: str | Path) -> PreQuantOptConfig:
-    """The same for what runs before quantization: smooth, rotation, quarot."""
+    """Read the config of what runs before quantization (smooth, rotation, quarot) from a JSON file."""
     config = load_quant_algo_config_from_file(file_path)
     if not isinstance(config, PreQuantOptConfig):
         raise ConfigError(f"{file_path} describes {type(config).__name__}, which is no pre-quantization optimization.")

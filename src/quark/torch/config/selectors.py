@@ -54,7 +54,7 @@ def routers(model: nn.Module) -> set[str]:
 
 
 def non_text(model: nn.Module) -> set[str]:
-    """Layers of vision and audio towers and of the projectors behind them, in a model that writes text.
+    """Layers of vision and audio towers and of the projectors after them, in a model that writes text.
 
     In one that does not (a classifier of images, an encoder of both, a denoiser) they are the model.
     """
@@ -68,7 +68,7 @@ def non_text(model: nn.Module) -> set[str]:
 
 
 def outside_blocks(model: nn.Module) -> set[str]:
-    """Of a denoiser, the layers before and behind its blocks: they read noise, timestep and text, and make the output.
+    """Of a denoiser, the layers before and after its blocks: they read noise, timestep and text, and make the output.
 
     They are few, run once a step, and what they lose reaches all others. Blocks are what stands in a ModuleList.
     """

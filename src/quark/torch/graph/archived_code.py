@@ -78,7 +78,9 @@ def refuse_code(stream: IO[bytes]) -> None:
             if not _ENTRIES.fullmatch(name):
                 raise _refusal(f"the entry {name!r}")
         for table in TABLES:
-            _check_tensors(json.loads(reader.read_string(table)))
+            for name, entry in json.loads(reader.read_string(table))["config"].items():
+                if entry["use_pickle"] or not _TENSOR.fullmatch(entry["path_name"]):
+                    raise _refusal(f"{name!r}, a pickle or an object")  # weights and constants are stored as numbers
         for key, text in _texts("", json.loads(reader.read_string(MODEL))):
             _check_text(key, text)
         try:
@@ -86,13 +88,6 @@ def refuse_code(stream: IO[bytes]) -> None:
         except UnpicklingError:
             raise _refusal("example inputs that are no plain tensors") from None
     stream.seek(0)
-
-
-def _check_tensors(table: dict[str, Any]) -> None:
-    """Check that weights or constants are stored as numbers."""
-    for name, entry in table["config"].items():
-        if entry["use_pickle"] or not _TENSOR.fullmatch(entry["path_name"]):
-            raise _refusal(f"{name!r}, a pickle or an object")
 
 
 def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -88,7 +88,7 @@ ATEN = _names(
         view_as_real vsplit vstack where xlogy zero zeros zeros_like
     """
 )
-"""Names in torch.ops.aten; with "_" behind it, what does the same in place. Overloads with an `out` are not meant."""
+"""Names in torch.ops.aten; with "_" after it, what does the same in place. Overloads with an `out` are not meant."""
 
 OTHERS = {
     # What Python's own contexts and branches become.
@@ -126,10 +126,7 @@ def is_allowed(target: str) -> bool:
     if space != "aten":
         return name in OTHERS.get(space, ())
     functional = name if name.endswith("__") else name.removesuffix("_")
-    return functional in ATEN and not _writes_an_argument_out(name, overload)
-
-
-def _writes_an_argument_out(name: str, overload: str) -> bool:
-    """Whether an overload writes into tensors that are passed for it, and may make them larger; so, too, if unknown."""
-    found = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
-    return found is None or any(argument.is_out for argument in found._schema.arguments)
+    # One that writes into tensors that are passed for it may make them larger; so may one that is not known.
+    operator = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+    writes = operator is None or any(argument.is_out for argument in operator._schema.arguments)
+    return functional in ATEN and not writes

@@ -29,7 +29,7 @@ class Kind:
         only_named: Whether the global config leaves it alone. A table lookup gains nothing; products, differences
             and means are the inside of norms and gates, which lose more than they gain.
         integer_output: Whether runtimes gain by an output in integers; that of a linear layer stays in float.
-        follows: Whether the global config quantizes it only behind such outputs; see `followers`.
+        follows: Whether the global config quantizes it only after such outputs; see `followers`.
     """
 
     name: str
@@ -76,7 +76,7 @@ MOVING_OPERATORS = frozenset(f"aten.{name}" for name in _MOVING)
 """Operators whose output holds values of their first argument: one scale serves both sides."""
 
 ACTIVATIONS = frozenset(f"aten.{name}.default" for name in ("relu", "relu6", "hardtanh", "clamp"))
-"""Operators that a runtime fuses into the one before them: an output is quantized behind them."""
+"""Operators that a runtime fuses into the one before them: an output is quantized after them."""
 
 SOFTMAX = ("aten.softmax.int", "aten._softmax.default")
 BATCH_NORM, DROPOUT = "aten.batch_norm.default", "aten.dropout.default"
@@ -132,7 +132,7 @@ def source_of(node: fx.Node) -> fx.Node:
 
 
 def fused_end(node: fx.Node) -> fx.Node:
-    """Where the output of an operator is quantized: behind the activation that alone reads it."""
+    """Where the output of an operator is quantized: after the activation that alone reads it."""
     readers = list(node.users)
     return readers[0] if len(readers) == 1 and is_call(readers[0], *ACTIVATIONS) else node
 

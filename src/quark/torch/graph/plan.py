@@ -10,7 +10,7 @@ All else stays in float, unless the config names the operator.
 
 So the chain of a convolutional network stays in integers, where runtimes gain by it, and the residual stream of a
 transformer stays in float: linear layers are as fast with a float output, and 8 bits for a whole tensor lose there what
-every block behind it reads. It is the rule of the ONNX flow for `ort_x64` (`follows`, `float_output`), but for
+every block after it reads. It is the rule of the ONNX flow for `ort_x64` (`follows`, `float_output`), but for
 parameters: a class token or a table of positions that is added or appended belongs to a stream, and does not follow.
 """
 
@@ -173,7 +173,9 @@ def find_operators(model: fx.GraphModule) -> dict[str, QuantizableOperator]:
             continue
         name = _layer_name(node, kind)
         if name is None or (name in operators and operators[name].kind.name != kind.name):
-            name = _operator_name(node, modules)
+            stack = list(node.meta.get("nn_module_stack", {}).values())
+            name = f"{stack[-1][0]}.{node.name}".lstrip(".") if stack else node.name
+            name = f"{name}_" if name in modules else name
         operators.setdefault(name, QuantizableOperator(name, kind, [])).nodes.append(node)
     return operators
 
@@ -208,12 +210,6 @@ def _layer_name(node: fx.Node, kind: Kind) -> str | None:
     return parent if leaf == "weight" and parent else None
 
 
-def _operator_name(node: fx.Node, modules: set[str]) -> str:
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    name = f"{stack[-1][0]}.{node.name}".lstrip(".") if stack else node.name
-    return f"{name}_" if name in modules else name
-
-
 def _stays_float(operator: QuantizableOperator, inside: set[fx.Node]) -> str | None:
     """Why an operator with a row is not quantized, or None."""
     if operator.kind.name == "add" and all(_only_softmax_reads(node) for node in operator.nodes):
@@ -234,13 +230,13 @@ def _writes(node: fx.Node) -> bool:
 
 
 def region(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes to quantize: all, or those behind a QuantStub and before a DeQuantStub where there is one."""
+    """The nodes to quantize: all, or those after a QuantStub and before a DeQuantStub where there is one."""
     if not any(is_call(node, QUANT_STUB) for node in graph.nodes):
         return set(graph.nodes)
     inside: set[fx.Node] = set()
     for node in graph.nodes:
-        behind = any(source in inside for source in node.all_input_nodes)
-        if is_call(node, QUANT_STUB) or (behind and not is_call(node, DEQUANT_STUB)):
+        after = any(source in inside for source in node.all_input_nodes)
+        if is_call(node, QUANT_STUB) or (after and not is_call(node, DEQUANT_STUB)):
             inside.add(node)
     return inside
 

@@ -41,7 +41,11 @@ def quantize_graph(model: nn.Module, config: QConfig, dataloader: Iterable[Any] 
         caches = insert_caches(graph, plan.operators, config)
         inserter = QuantizerInserter(graph, plan)
         inserter.run()
-        _remove_stubs(graph)
+        for node in list(graph.graph.nodes):
+            if is_call(node, QUANT_STUB, DEQUANT_STUB):
+                node.replace_all_uses_with(node.args[0])
+                graph.graph.erase_node(node)
+        graph.recompile()
         for path, (name, quantizer) in inserter.parameters.items():
             calibrate_tensor(path.removesuffix("_quantizer"), attribute(graph, name).detach(), quantizer)
         live = {**inserter.activations, **caches}
@@ -136,21 +140,15 @@ def _freeze(model: fx.GraphModule, node: fx.Node, quantizer: FakeQuantize) -> No
     quantizer.mode = Mode.frozen
 
 
-def _remove_stubs(model: fx.GraphModule) -> None:
-    for node in list(model.graph.nodes):
-        if is_call(node, QUANT_STUB, DEQUANT_STUB):
-            node.replace_all_uses_with(node.args[0])
-            model.graph.erase_node(node)
-    model.recompile()
-
-
 @contextmanager
 def _restored_on_error(model: fx.GraphModule) -> Iterator[None]:
     """Put graph, modules and parameters back if the body fails."""
     tables = ("_parameters", "_buffers", "_modules")
     before = [(m, {table: dict(getattr(m, table)) for table in tables}, m.training) for m in model.modules()]
     original, methods = model.graph, {name: model.__dict__.get(name) for name in ("train", "eval")}
-    model.graph = _copied(original)
+    model.graph = fx.Graph(tracer_cls=original._tracer_cls)  # nodes of its own
+    model.graph.output(model.graph.graph_copy(original, {}))
+    model.graph._codegen = original._codegen
     try:
         yield
     except BaseException:
@@ -163,14 +161,6 @@ def _restored_on_error(model: fx.GraphModule) -> Iterator[None]:
         model.meta.pop(PRESERVED, None)
         model.graph = original
         raise
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    """A copy whose nodes are its own."""
-    copied = fx.Graph(tracer_cls=graph._tracer_cls)
-    copied.output(copied.graph_copy(graph, {}))
-    copied._codegen = graph._codegen
-    return copied
 
 
 # Real rows ------------------------------------------------------------------------------------------------------------

@@ -215,13 +215,10 @@ def _faster(
         choice = _CHOICES[key]
     if choice is not None:
         return PackedLinear(layer, *choice, weight)
-    return _decoded(layer) if isinstance(layer.weight_quantizer, StoredTensor) else None
-
-
-def _decoded(layer: QuantLinear) -> QuantLinear:
-    """A loaded layer that decodes its weight once, and not in each forward."""
-    weight = layer.quantized("weight", layer.weight).detach()
-    layer._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    if not isinstance(layer.weight_quantizer, StoredTensor):
+        return None
+    # A loaded layer decodes its weight once, and not in each forward.
+    layer._parameters["weight"] = nn.Parameter(layer.quantized("weight", layer.weight).detach(), requires_grad=False)
     layer.add_module("weight_quantizer", None)
     return layer
 
@@ -241,13 +238,18 @@ def _measured(layer: QuantLinear, weight: CodedWeight, fitting: list[Kernel], cl
 
     What is timed are the layers that will run, as a whole: in a small one the call costs as much as the product.
     """
-    probe, float_layer = _probe(weight), _without_hooks(_frozen(layer, weight))
+    frozen: QuantLinear = QuantLinear.from_float(layer, layer.spec)  # type: ignore[assignment]
+    frozen._modules |= {name: module for name, module in layer._modules.items() if name != "weight_quantizer"}
+    frozen._modules["weight_quantizer"] = None
+    frozen._parameters["weight"] = nn.Parameter(weight.decoded().to(weight.dtype), requires_grad=False)
+    (x, expected, most), float_layer = _probe(weight), _without_hooks(frozen)
     by_name = {kernel.name: kernel for kernel in fitting}
     right: dict[Hashable, PackedLinear] = {}
     for kernel in fitting:
         packed = kernel.pack(weight)
         for way, run in kernel.ways(weight.input_quantizer).items():
-            if _agrees(partial(_product, weight, kernel, run, packed), *probe):
+            y = _product(weight, kernel, run, packed, x)
+            if ((y.float() - expected).abs() <= AGREEMENT * most).all():
                 made = PackedLinear(layer, kernel, (way,) * len(ROWS), weight, packed)
                 right[kernel.name, way] = _without_hooks(made)
     seconds: list[dict[Hashable, float]] = []
@@ -263,15 +265,6 @@ def _measured(layer: QuantLinear, weight: CodedWeight, fitting: list[Kernel], cl
         return None
     name = min(faster, key=lambda name: math.prod(each[name][1] for each in best))
     return by_name[name], tuple(each[name][0] for each in best)
-
-
-def _frozen(layer: QuantLinear, weight: CodedWeight) -> QuantLinear:
-    """The layer with its decoded weight; the same quantizers of inputs and outputs."""
-    frozen: QuantLinear = QuantLinear.from_float(layer, layer.spec)  # type: ignore[assignment]
-    frozen._modules |= {name: module for name, module in layer._modules.items() if name != "weight_quantizer"}
-    frozen._modules["weight_quantizer"] = None
-    frozen._parameters["weight"] = nn.Parameter(weight.decoded().to(weight.dtype), requires_grad=False)
-    return frozen
 
 
 def _without_hooks(layer: Layer) -> Layer:
@@ -305,13 +298,6 @@ def _probe(weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     read = x if weight.input_quantizer is None else weight.input_quantizer(x)
     decoded = weight.decoded()
     return x, F.linear(read.float(), decoded), F.linear(read.float().abs(), decoded.abs_())
-
-
-def _agrees(
-    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, expected: torch.Tensor, most: torch.Tensor
-) -> bool:
-    """Whether a way computes the formula on this device."""
-    return bool(((run(x).float() - expected).abs() <= AGREEMENT * most).all())
 
 
 def _seconds_of(

@@ -15,18 +15,17 @@ for is looked at once, when its coder is made: a product of one token takes less
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from quark.core.granularity import PerTensor, PerToken
+from quark.core.kernels.runs import CodeRule, has_live_codes, is_compiled, live_codes, ranges, rule_of
 from quark.core.kernels.runs import codes as run_codes
-from quark.core.kernels.runs import has_live_codes, is_compiled, live_codes, ranges, rule_of
 from quark.core.rounding import RoundType
 from quark.core.scales import QParams, qparams_from_range
-from quark.core.spec import TensorSpec
 from quark.torch.kernels.kernel import CodedWeight, Kernel, Multiply, Packed, input_codes
 from quark.torch.layers.fake_quant import FakeQuantize
 
@@ -211,44 +210,45 @@ def int8_codes(quantizer: FakeQuantize) -> Coder:
     Args:
         quantizer: Of int8 or uint8, one level of scales.
     """
-    spec = quantizer.spec
-    shift = 0.0 if spec.dtype.signed else 128.0
-
-    def by_torch(x: torch.Tensor) -> tuple[torch.Tensor, QParams]:
-        codes, params = input_codes(x, quantizer)
-        return (codes - shift if shift else codes).to(torch.int8), params
-
-    if spec.rounding is not RoundType.half_even or not is_compiled():
+    shift = 0.0 if quantizer.spec.dtype.signed else 128.0
+    by_torch = partial(_codes_by_torch, quantizer, shift)
+    if quantizer.spec.rounding is not RoundType.half_even or not is_compiled():
         return by_torch
-    rule, live, per_tensor = rule_of(spec, shift=shift), has_live_codes(spec), isinstance(spec.granularity, PerTensor)
-
-    def compiled(x: torch.Tensor) -> tuple[torch.Tensor, QParams]:
-        if not x.is_cpu:
-            return by_torch(x)
-        dtype = x.dtype
-        if dtype is not torch.bfloat16 and dtype is not torch.float32:
-            x = x.float()
-        x = x.contiguous()
-        if live and (not per_tensor or x.shape[0] == 1):
-            codes, scale, zero = live_codes(x, spec, rule)
-            if per_tensor:
-                shape = spec.split.scale_shape(tuple(x.shape))
-                scale, zero = scale.reshape(shape), zero.reshape(shape)
-            return codes.view(torch.int8), QParams(scale, zero)
-        params = quantizer.params_for(x) or _live_params(x, spec, dtype)
-        inverse = (1.0 / params.scale.float()).reshape(-1)
-        zero = params.zero_point
-        zero = None if zero is None or (spec.symmetric and spec.dtype.signed) else zero.float().contiguous()
-        codes = run_codes(x, x.shape[1], inverse, zero, rule)
-        return codes.view(torch.int8).reshape(x.shape), params
-
-    return compiled
+    rule, live = rule_of(quantizer.spec, shift=shift), has_live_codes(quantizer.spec)
+    compiled = partial(_compiled_codes, quantizer, rule, live)
+    return lambda x: compiled(x) if x.is_cpu else by_torch(x)
 
 
-def _live_params(x: torch.Tensor, spec: TensorSpec, dtype: torch.dtype) -> QParams:
-    """Scale and zero point of x, which was of `dtype`, from its own range."""
-    low, high = ranges(x, x.shape[1])
-    if isinstance(spec.granularity, PerTensor):
-        low, high = low.amin(), high.amax()
-    shape = spec.split.scale_shape(tuple(x.shape))
-    return qparams_from_range(low.reshape(shape), high.reshape(shape), spec, str(dtype).removeprefix("torch."))
+def _codes_by_torch(quantizer: FakeQuantize, shift: float, x: torch.Tensor) -> tuple[torch.Tensor, QParams]:
+    codes, params = input_codes(x, quantizer)
+    return (codes - shift if shift else codes).to(torch.int8), params
+
+
+def _compiled_codes(
+    quantizer: FakeQuantize, rule: CodeRule, live: bool, x: torch.Tensor
+) -> tuple[torch.Tensor, QParams]:
+    """Codes, scale and zero point of x on the CPU, by compiled passes; `live`: by one that finds the scales, too."""
+    spec, dtype = quantizer.spec, x.dtype
+    per_tensor = isinstance(spec.granularity, PerTensor)
+    if dtype is not torch.bfloat16 and dtype is not torch.float32:
+        x = x.float()
+    x = x.contiguous()
+    if live and (not per_tensor or x.shape[0] == 1):
+        codes, scale, zero = live_codes(x, spec, rule)
+        if per_tensor:
+            shape = spec.split.scale_shape(tuple(x.shape))
+            scale, zero = scale.reshape(shape), zero.reshape(shape)
+        return codes.view(torch.int8), QParams(scale, zero)
+    params = quantizer.params_for(x)
+    if params is None:
+        low, high = ranges(x, x.shape[1])
+        if per_tensor:
+            low, high = low.amin(), high.amax()
+        shape = spec.split.scale_shape(tuple(x.shape))
+        low, high = low.reshape(shape), high.reshape(shape)
+        params = qparams_from_range(low, high, spec, str(dtype).removeprefix("torch."))
+    inverse = (1.0 / params.scale.float()).reshape(-1)
+    zero = params.zero_point
+    zero = None if zero is None or (spec.symmetric and spec.dtype.signed) else zero.float().contiguous()
+    codes = run_codes(x, x.shape[1], inverse, zero, rule)
+    return codes.view(torch.int8).reshape(x.shape), params

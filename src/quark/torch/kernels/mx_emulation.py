@@ -31,7 +31,9 @@ def dq_mxfp4(x: torch.Tensor, scale: torch.Tensor, float_dtype: torch.dtype) -> 
         ShapeError: The scales are not those of the codes.
     """
     values = decode(unpack_bits(x, 4), DTYPES["fp4_e2m1"])
-    return dequantize_fp4_fp6_per_group(values, _e8m0_values(scale)).to(float_dtype)
+    codes = scale.view(torch.uint8).to(torch.int32)  # 2^(e - 127); 255 is NaN
+    factors: torch.Tensor = torch.where(codes == 255, torch.nan, exp2(codes.clamp(max=254) - 127))
+    return dequantize_fp4_fp6_per_group(values, factors).to(float_dtype)
 
 
 def qdq_mxfp4(x: torch.Tensor, scale_calculation_mode: str = "even") -> torch.Tensor:
@@ -119,13 +121,6 @@ def _element(dtype: object) -> Dtype:
 def _spec(dtype: object, group_size: int, rule: ScaleRule = ScaleRule.even) -> TensorSpec:
     groups = PerGroup(-1, group_size, pad=True)
     return TensorSpec(_element(dtype), groups, scale_type=ScaleType.float8_e8m0fnu, scale_rule=rule)
-
-
-def _e8m0_values(scale: torch.Tensor) -> torch.Tensor:
-    """2^(e - 127) of E8M0 codes; 255 is NaN."""
-    codes = scale.view(torch.uint8).to(torch.int32)
-    values: torch.Tensor = exp2(codes.clamp(max=254) - 127)
-    return torch.where(codes == 255, torch.nan, values)
 
 
 def _scales_of(scale: torch.Tensor, shape: torch.Size, group_size: int) -> torch.Tensor:

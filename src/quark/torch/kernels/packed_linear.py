@@ -81,7 +81,8 @@ class PackedLinear(nn.Module):
         quantizer = None if self.kernel.takes_codes else self._modules["input_quantizer"]
         rows = x if quantizer is None else quantizer(x)
         rows = rows if rows.ndim == 2 else rows.reshape(-1, self.shape[1])
-        y = self._product(rows) if rows.shape[0] else rows.new_zeros(0, self.shape[0])
+        way = 0 if rows.shape[0] <= ROWS[0] else 1 if rows.shape[0] <= ROWS[1] else 2
+        y = self._multiply[way](rows, self._packed) if rows.shape[0] else rows.new_zeros(0, self.shape[0])
         bias = self._parameters["bias"]
         if bias is not None:
             y = y + (bias if self.bias_quantizer is None else self.bias_quantizer(bias)).detach()
@@ -93,11 +94,6 @@ class PackedLinear(nn.Module):
             result: torch.Tensor = _WithoutGradient.apply(input, y)  # type: ignore[no-untyped-call]
             return result
         return y
-
-    def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        count = rows.shape[0]
-        way = 0 if count <= ROWS[0] else 1 if count <= ROWS[1] else 2
-        return self._multiply[way](rows, self._packed)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what `_prepare` finds: functions that belong to this process."""
@@ -121,14 +117,14 @@ class PackedLinear(nn.Module):
     def weight(self) -> torch.Tensor:
         """The decoded weight, (out_features, in_features) in the dtype of the layer; made anew at each access."""
         quantizer: Any = self.weight_quantizer
-        params = quantizer.params if isinstance(quantizer, FakeQuantize) else quantizer.params(self._extras())
+        if isinstance(quantizer, FakeQuantize):
+            params = quantizer.params
+        else:
+            params = quantizer.params(QuantLinear.extras(self, "weight"))  # type: ignore[arg-type]
         codes = self.kernel.codes(self.packed, self.shape)
         assert params is not None
         decoded: torch.Tensor = dequantize(codes, params, quantizer.spec)
         return decoded.clamp(-65504, 65504).half() if self.dtype == torch.float16 else decoded.to(self.dtype)
-
-    def _extras(self) -> dict[str, torch.Tensor]:
-        return QuantLinear.extras(self, "weight")  # type: ignore[arg-type]
 
     def unpacked(self) -> QuantLinear:
         """The layer that this one replaced, with a frozen weight."""

@@ -57,7 +57,8 @@ class TrainableFakeQuantize(torch.autograd.Function):
     ) -> torch.Tensor:
         y: torch.Tensor = fake_quantize(x.contiguous(), params, spec)
         inside = slope = factor = None
-        if params is not None and _cuts_off(spec):
+        two_levels = spec.scale_spec is not None or spec.code_spec is not None
+        if params is not None and not (spec.dynamic or spec.is_cast or spec.is_block or two_levels):
             inside = within_range(x, params, spec)
             if learned is not None:
                 slope = (y.float() - x.float() * inside) / spec.split.to_elements(params.scale, tuple(x.shape))
@@ -86,11 +87,6 @@ def within_range(x: torch.Tensor, params: QParams, spec: TensorSpec) -> torch.Te
     blocks = split.blocks(x)
     low, high = (spec.dtype.min - margin - zero) * scale, (spec.dtype.max + margin - zero) * scale
     return split.unblock((blocks >= low) & (blocks <= high), shape)
-
-
-def _cuts_off(spec: TensorSpec) -> bool:
-    two_levels = spec.scale_spec is not None or spec.code_spec is not None
-    return not (spec.dynamic or spec.is_cast or spec.is_block or two_levels)
 
 
 def _factor(x: torch.Tensor, scale: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -60,17 +60,12 @@ def rotated_inputs(model: nn.Module) -> dict[str, int | None]:
     for name, module in model.named_modules():
         stored, rotation = module._buffers.get(BUFFER), getattr(module, "online_rotation", None)
         if stored is not None:
-            found[name] = len(stored) if _is_sylvester(stored) else None
+            signs, size = stored.cpu().sign().double(), len(stored)
+            sylvester = is_sylvester(size) and torch.equal(signs, stored_matrix(Rotation(size)).double())
+            found[name] = size if sylvester else None
         elif isinstance(rotation, Rotation):
             found[name] = rotation.size if rotation == Rotation(rotation.size) and is_sylvester(rotation.size) else None
     return found
-
-
-def _is_sylvester(stored: torch.Tensor) -> bool:
-    size = len(stored)
-    return is_sylvester(size) and bool(
-        torch.equal(stored.cpu().sign().double(), stored_matrix(Rotation(size)).double())
-    )
 
 
 def stored_matrix(rotation: Rotation, device: str = "cpu") -> torch.Tensor:
@@ -175,15 +170,11 @@ def rotate_queries_and_keys(model: nn.Module, rotation_size: int | None = None) 
         # What accelerate puts around a forward, to move tensors between devices, calls the method of this name.
         place = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
         own = module.__dict__.get(place)
-        if _patched_forward(_class(module), rotation_size) is not None and (own is None or _is_method(own, module)):
+        of_class = own is None or (isinstance(own, MethodType) and own.__func__ is type(module).forward)
+        if _patched_forward(_class(module), rotation_size) is not None and of_class:
             module.__dict__[place] = RotatedAttention(module, rotation_size)
             count += 1
     return count
-
-
-def _is_method(forward: Any, module: nn.Module) -> bool:
-    """Whether a forward is the one of the class of its module."""
-    return isinstance(forward, MethodType) and forward.__func__ is type(module).forward
 
 
 def head_rotation_size(head: int, rotation_size: int | None) -> int:

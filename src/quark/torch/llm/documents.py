@@ -97,7 +97,11 @@ def documents(data: Path) -> Iterator[Document]:
         for number, line in enumerate(read_text(data).split("\n"), 1):
             if line.strip():
                 place = f"{data}, line {number},"
-                yield Document(_content(_parsed(line, place), place), place)
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise CalibrationError(f"{place} is not JSON: {one_line(error)}.") from None
+                yield Document(_content(row, place), place)
     else:
         yield Document(read_text(data), str(data))
 
@@ -169,13 +173,6 @@ def packed(
         raise CalibrationError(f"{name} has {len(kept)} tokens; at least one window of {length} is needed.")
     count = count if limit is None else min(count, limit)
     return list(torch.tensor(kept[: count * length]).reshape(count, 1, length))
-
-
-def _parsed(line: str, place: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise CalibrationError(f"{place} is not JSON: {one_line(error)}.") from None
 
 
 def _content(row: Any, place: str, column: str | None = None) -> str | Sequence[Any]:

@@ -78,7 +78,7 @@ def ppl_eval_for_kv_cache(
     """The perplexity of tokens that are read one by one, after a context: each reads the cache of those before.
 
     Patch i has its context at [i * sample_size, i * sample_size + context_size) of the text, and its scored tokens
-    right behind: every token after the first context is scored once, each with at least `context_size` before it.
+    right after: every token after the first context is scored once, each with at least `context_size` before it.
 
     Args:
         model: A language model with a cache of keys and values.
@@ -245,7 +245,10 @@ def eval_model(
         for task, values in results.items():
             metrics.update({f"{task}.{name}": v for name, v in values.items() if isinstance(v, (int, float))})
     if save_metrics_to_csv:
-        _save_csv(metrics, Path(output_dir))
+        place = Path(output_dir) / "metrics.csv"
+        with atomic_file(place) as file, file.open("w", newline="", encoding="utf-8") as stream:
+            csv.writer(stream).writerows([metrics, metrics.values()])
+        logger.info("Saved the metrics to %s.", place)
     return metrics
 
 
@@ -299,14 +302,6 @@ def _show(results: Mapping[str, Any], output_path: str | os.PathLike[str] | None
     if output_path is not None:
         with atomic_file(output_path) as file:
             file.write_text(json.dumps(results, indent=2, default=str), encoding="utf-8")
-
-
-def _save_csv(metrics: Mapping[str, float], folder: Path) -> None:
-    with atomic_file(folder / "metrics.csv") as file, file.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(metrics)
-        writer.writerow(metrics.values())
-    logger.info("Saved the metrics to %s.", folder / "metrics.csv")
 
 
 def _say(line: str) -> None:

@@ -165,7 +165,7 @@ def ppl_eval_with_synthetic_dataset(
         is_onnx_model: Refused: `quark evaluate` takes ONNX.
 
     Raises:
-        CalibrationError: A row says that more tokens were generated than it has behind its first.
+        CalibrationError: A row says that more tokens were generated than it has after its first.
         MissingDependencyError: The package datasets is not installed.
     """
     if is_onnx_model:

@@ -94,7 +94,7 @@ def get_trainer_dataset(
 
     _require_counts(seqlen=seqlen)
     if tokenizer.eos_token is None:
-        raise ConfigError("The tokenizer has no end token, which stands behind each text.")
+        raise ConfigError("The tokenizer has no end token, which stands after each text.")
     sources = {
         "train_dataset": (replace(_source(path), split=subset), max_train_samples),
         "eval_dataset": (replace(WIKITEXT, split="test"), max_eval_samples),

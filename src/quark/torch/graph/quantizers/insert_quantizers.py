@@ -94,9 +94,9 @@ class QuantizerInserter:
     def _input(
         self, operator: QuantizableOperator, spec: TensorSpec, node: fx.Node, tensor: fx.Node, index: int
     ) -> None:
-        # The tensor of the original graph may be behind an output quantizer by now.
-        behind = next((u for u in tensor.users if u in self._quantized and u in node.all_input_nodes), None)
-        read = behind or tensor
+        # The tensor of the original graph may have an output quantizer by now.
+        quantized = next((u for u in tensor.users if u in self._quantized and u in node.all_input_nodes), None)
+        read = quantized or tensor
         path = self._path(operator, "input", spec, tensor, index)
         if self._quantized.get(source_of(read)) == path:
             return
@@ -158,7 +158,8 @@ def equal_scales(graph: fx.Graph, operators: list[QuantizableOperator]) -> dict[
     for operator in operators:
         for node in operator.nodes:
             if operator.kind.same_scale is not None:
-                join([*activations_of(node), *([fused_end(node)] if operator.kind.same_scale == "all" else [])])
-        for calls in zip(*(activations_of(node) for node in operator.nodes), strict=False):
+                outputs = [fused_end(node)] if operator.kind.same_scale == "all" else []
+                join([*activations_of(node), *outputs])
+        for calls in zip(*map(activations_of, operator.nodes), strict=False):
             join(list(calls))
     return {tensor: find(tensor) for tensor in parent}

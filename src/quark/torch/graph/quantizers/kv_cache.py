@@ -1,7 +1,7 @@
 """Where a graph quantizes keys and values: at what attention reads, which is what a cache would hold.
 
-A graph has no cache. Keys behind their norm and rotary embedding, and values, are the second and third argument of
-`scaled_dot_product_attention`; in attention that is written out, the second ones of the products before and behind its
+A graph has no cache. Keys after their norm and rotary embedding, and values, are the second and third argument of
+`scaled_dot_product_attention`; in attention that is written out, the second ones of the products before and after its
 softmax. With latent attention (MLA) it is what these are made of, see `latent`. Repeated for groups of queries they are
 the same values, so that one scale serves both; a scale for each head acts before they are repeated, on the heads that a
 cache stores.
@@ -69,7 +69,10 @@ def insert_caches(
             if spec.granularity == HEADS:
                 reader, tensor = _before_repeating(name, reader, tensor)
             if tensor in reader.all_input_nodes:  # keys that are the values, too, are quantized already
-                _call(model.graph, path, reader, tensor)
+                with model.graph.inserting_before(reader):
+                    called = model.graph.call_module(path, (tensor,))
+                called.meta = {key: tensor.meta[key] for key in ("val", "nn_module_stack") if key in tensor.meta}
+                reader.replace_input_with(tensor, called)
     return made
 
 
@@ -98,13 +101,6 @@ def _reads_of(graph: fx.Graph, operator: QuantizableOperator, linear: Collection
     return reads
 
 
-def _call(graph: fx.Graph, path: str, reader: fx.Node, tensor: fx.Node) -> None:
-    with graph.inserting_before(reader):
-        called = graph.call_module(path, (tensor,))
-    called.meta = {key: tensor.meta[key] for key in ("val", "nn_module_stack") if key in tensor.meta}
-    reader.replace_input_with(tensor, called)
-
-
 def _reads(graph: fx.Graph, owner: str) -> Iterator[Read]:
     """What the attention of a module reads."""
     for node in graph.nodes:
@@ -114,7 +110,7 @@ def _reads(graph: fx.Graph, owner: str) -> Iterator[Read]:
             yield "k", node, cast(fx.Node, node.args[1])
             yield "v", node, cast(fx.Node, node.args[2])
         elif is_call(node, *SOFTMAX):
-            for part, product in (("k", _product_before(node)), ("v", _product_behind(node))):
+            for part, product in (("k", _product_before(node)), ("v", _product_after(node))):
                 if product is not None:
                     yield part, product, cast(fx.Node, product.args[1])
 
@@ -147,7 +143,7 @@ def _product_before(softmax: fx.Node) -> fx.Node | None:
     return node if isinstance(node, fx.Node) else None
 
 
-def _product_behind(softmax: fx.Node) -> fx.Node | None:
+def _product_after(softmax: fx.Node) -> fx.Node | None:
     """The product that mixes values by the probabilities."""
     seen, waiting = set[fx.Node](), [softmax]
     while waiting:

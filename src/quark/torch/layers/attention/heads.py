@@ -45,7 +45,8 @@ def stored_heads(owner: nn.Module, name: str, config: Any) -> int | None:
     config = getattr(owner, "config", None) or config
     layer, parts = owner.get_submodule(name), holds(name.partition(".")[0])
     rows = getattr(layer, "out_features", 0)
-    queries, size = _first(QUERIES, owner, config), _head_size(owner, config)
+    queries, width = _first(QUERIES, owner, config), _first(("hidden_size",), config)
+    size = _first(("head_dim",), owner, config) or (width // queries if queries and width else None)
     if not rows or size is None or is_latent(owner, name, config):
         return None
     if parts == "v":
@@ -57,12 +58,6 @@ def stored_heads(owner: nn.Module, name: str, config: Any) -> int | None:
         if rows in [n * size for n in made]:
             return count
     return None
-
-
-def _head_size(owner: nn.Module, config: Any) -> int | None:
-    """Size of a head: what the module says, else the config, else its width by its heads."""
-    heads, width = _first(QUERIES, owner, config), _first(("hidden_size",), config)
-    return _first(("head_dim",), owner, config) or (width // heads if heads and width else None)
 
 
 def _first(names: tuple[str, ...], *places: Any) -> int | None:

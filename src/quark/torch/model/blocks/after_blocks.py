@@ -1,8 +1,8 @@
-"""What is behind the blocks of a model (the last norm, heads), run as one more block on what the last of them gives.
+"""What runs after the blocks of a model (the last norm, heads), run as one more block on what the last of them gives.
 
     a copy of the model's containers around its own modules and tensors; blocks in it stand aside:  x -> what is given
 
-So algorithms reach the linear layers there like those of a block, and nothing is held twice or computed again.
+So algorithms reach the linear layers there like those of a block, and nothing is in memory twice or computed again.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Given:
 
 @dataclass(frozen=True)
 class CallAfterBlocks(Call):
-    """The call of what is behind the blocks, for one batch; its hidden state is what the last block gave.
+    """The call of what runs after the blocks, for one batch; its hidden state is what the last block gave.
 
     Attributes:
         batch: As the user has it.
-        around: What a block returns, of its index and of the hidden state behind the last one.
+        around: What a block returns, of its index and of the hidden state after the last one.
     """
 
     batch: Any = None
@@ -90,7 +90,11 @@ def without_blocks(model: nn.Module, names: Sequence[str]) -> nn.Module:
     own: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         if id(module) in blocks:
-            own[id(module)] = _aside(module, blocks[id(module)])
+            # With the attributes that models look at, without its modules and tensors.
+            aside = own[id(module)] = copy.copy(module)
+            aside._modules, aside._parameters, aside._buffers = {}, {}, {}
+            aside._forward_pre_hooks, aside._forward_hooks = OrderedDict(), OrderedDict()
+            aside.forward = Given(blocks[id(module)])
         elif isinstance(module, nn.Linear) or next(module.children(), None) is None:
             own[id(module)] = module
     users = {id(getattr(module, "config", None)) for module in model.modules()}
@@ -100,15 +104,6 @@ def without_blocks(model: nn.Module, names: Sequence[str]) -> nn.Module:
         if hasattr(config, "use_cache") and id(config) not in users:
             config.use_cache = False
     return without
-
-
-def _aside(block: nn.Module, index: int) -> nn.Module:
-    """A block with the attributes that models look at, without its modules and tensors."""
-    aside = copy.copy(block)
-    aside._modules, aside._parameters, aside._buffers = {}, {}, {}
-    aside._forward_pre_hooks, aside._forward_hooks = OrderedDict(), OrderedDict()
-    aside.forward = Given(index)
-    return aside
 
 
 def _given(module: nn.Module) -> Given | None:
@@ -130,9 +125,9 @@ def _order(without: nn.Module, call: CallAfterBlocks) -> list[tuple[str, bool]]:
 
 
 def layers_after_blocks(without: nn.Module, call: CallAfterBlocks) -> list[str]:
-    """Names of the linear layers that run once, behind the blocks, and whose weights are shared with nothing.
+    """Names of the linear layers that run once, after the blocks, and whose weights are shared with nothing.
 
-    Those of another list of modules (a decoder behind its encoder) are left out.
+    Those of another list of modules (a decoder after its encoder) are left out.
 
     Args:
         without: The model from `without_blocks`.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from quark.core.checks import read
 from quark.torch.model.batches import to_device
@@ -42,13 +43,13 @@ class Call:
         return self.kwargs[self.key] if self.key else self.args[0]
 
     def with_hidden(self, hidden: torch.Tensor) -> Call:
-        """The same call on another hidden state."""
+        """This call on another hidden state."""
         if self.key:
             return replace(self, kwargs={**self.kwargs, self.key: hidden})
         return replace(self, args=(hidden, *self.args[1:]))
 
     def with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor], device: torch.device | None = None) -> Call:
-        """The same call with its tensors changed, to run on a device; None: where they are then."""
+        """This call with its tensors changed, to run on a device; None: where they are then."""
 
         def changed(x: Any) -> Any:
             return change(x) if isinstance(x, torch.Tensor) else x
@@ -57,11 +58,11 @@ class Call:
         return replace(self, args=args, kwargs=kwargs, device=device)
 
     def to(self, device: torch.device) -> Call:
-        """The same call with its tensors on a device."""
+        """This call with its tensors on a device."""
         return self.with_tensors(lambda x: to_device(x, device))
 
     def loaded(self) -> Call:
-        """The same call with its tensors where it runs."""
+        """This call with its tensors where it runs."""
         return self if self.device is None else self.to(self.device)
 
     def arguments(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -132,15 +133,8 @@ def _cut(
     if rows >= batch and tokens >= length:
         return None
 
-    def cut(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        axes = range(x.ndim - (1 if keep_last and x.is_floating_point() else 0))
-        whole = [slice(tokens) if x.shape[i] == length and i in axes else slice(None) for i in range(x.ndim)]
-        whole[:1] = [slice(rows)] if x.ndim > 1 and x.shape[0] == batch else whole[:1]
-        return x[tuple(whole)]
-
-    args, kwargs = tree_map(cut, (call.args, dict(call.kwargs)))
+    cut = partial(_cut_tensor, batch=batch, length=length, rows=rows, tokens=tokens, keep_last=keep_last)
+    args, kwargs = tree_map_only(torch.Tensor, cut, (call.args, dict(call.kwargs)))
     head = hidden[:rows, :tokens]
     shorter = Call(args, kwargs, call.key).with_hidden(head)
     try:
@@ -148,6 +142,14 @@ def _cut(
     except (RuntimeError, ValueError, IndexError):
         return None
     return (shorter, output) if output.shape[:2] == head.shape[:2] else None
+
+
+def _cut_tensor(x: torch.Tensor, batch: int, length: int, rows: int, tokens: int, keep_last: bool) -> torch.Tensor:
+    """The first rows of an argument with one for each of the batch, and the first tokens along axes of the length."""
+    axes = range(x.ndim - (1 if keep_last and x.is_floating_point() else 0))
+    whole = [slice(tokens) if x.shape[i] == length and i in axes else slice(None) for i in range(x.ndim)]
+    whole[:1] = [slice(rows)] if x.ndim > 1 and x.shape[0] == batch else whole[:1]
+    return x[tuple(whole)]
 
 
 class JoinedCalls:
@@ -163,7 +165,7 @@ class JoinedCalls:
     def __init__(self, calls: Sequence[Call]) -> None:
         self.calls = calls
         self.flat = [tree_flatten((call.args, dict(call.kwargs))) for call in calls]
-        self.first = self._first_alike()
+        self.first = self._first_equal()
         self.same: dict[int, set[int]] = {}
         self._once: dict[tuple[int, int, int], torch.Tensor] = {}
         self._compare()
@@ -199,18 +201,18 @@ class JoinedCalls:
     def _has_rows(self, first: int, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and len(leaf) == len(self.calls[first].hidden)
 
-    def _first_alike(self) -> list[int]:
+    def _first_equal(self) -> list[int]:
         """For each call the first one that differs from it in values of tensors alone."""
         if any(type(call) is not Call for call in self.calls):
             return [*range(len(self.calls))]
         first: list[int] = []
         for index, (leaves, structure) in enumerate(self.flat):
-            alike = (
+            equal = (
                 other
                 for other in dict.fromkeys(first)
-                if self.flat[other][1] == structure and all(map(_alike, leaves, self.flat[other][0]))
+                if self.flat[other][1] == structure and all(map(_is_like, leaves, self.flat[other][0]))
             )
-            first.append(next(alike, index))
+            first.append(next(equal, index))
         return first
 
     def _compare(self) -> None:
@@ -236,7 +238,7 @@ class JoinedCalls:
                 self.same.setdefault(index, set())
 
 
-def _alike(leaf: Any, other: Any) -> bool:
+def _is_like(leaf: Any, other: Any) -> bool:
     """Whether two arguments are the same, or tensors that differ in their values alone."""
     if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor):
         return leaf.shape == other.shape and leaf.dtype == other.dtype

@@ -17,7 +17,7 @@ ALIGNED = 64
 
 
 def keep_in_file(tensors: Sequence[torch.Tensor], folder: Path) -> list[torch.Tensor]:
-    """The same values, mapped from a file without a name, which is gone with the last of them, however that ends.
+    """The values of tensors, mapped from a file without a name, which is gone with the last of them, however that ends.
 
     Raises OutputError where it cannot be written.
     """

@@ -292,10 +292,12 @@ def _take_forward_away(part: OffloadedPart) -> None:
 
 def _place_small(module: nn.Module, device: torch.device) -> None:
     """Put what is small, and was not offloaded, where it is used."""
-    for table in (module._parameters, module._buffers):
+    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    for table in tables:
         for name, tensor in table.items():
-            if tensor is not None and not tensor.is_meta:
-                _place(table, name, tensor, device)
+            if tensor is not None and not tensor.is_meta and tensor.device != device:
+                moved = tensor.detach().to(device)
+                table[name] = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
 def hook_is_away(hook: Any) -> bool:
@@ -317,12 +319,6 @@ def _hand_over(module: nn.Module, hook: Any, part: OffloadedPart) -> None:
     hook.tied_params_map, hook.tied_params_names = None, set()
 
 
-def _place(table: dict[str, Any], name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        moved = tensor.detach().to(device)
-        table[name] = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
-
-
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
@@ -337,9 +333,9 @@ def host_value(weights: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Te
             f"{name} comes from a {type(weights).__name__}. Possible: what dispatch_model, cpu_offload and "
             "disk_offload of accelerate make of a model."
         )
-    held = getattr(weights, "state_dict", weights)
-    if name in held:
-        return held[name], None
+    in_memory = getattr(weights, "state_dict", weights)
+    if name in in_memory:
+        return in_memory[name], None
     loader: Any = weights
     entry, folder = loader.index[name], loader.save_folder
     if folder is None:
@@ -363,20 +359,24 @@ def _make_parts(model: nn.Module, offloaded: Mapping[int, tuple[Any, Path | None
         return
     stacks = {id(model.get_submodule(name)) for name in outer_stacks(model)}
 
-    def walk(module: nn.Module, inside: bool) -> None:
-        own, holders = offloaded.get(id(module)), [m for m in module.modules() if [*m.parameters(False)]]
-        places = {str(offloaded[id(m)]) if id(m) in offloaded else "" for m in holders}
-        whole = len(places) == 1 and "" not in places and not any(id(m) in stacks for m in module.modules())
-        if whole and (inside or own is not None):
-            device, folder = own or offloaded[id(holders[0])]
-            _part(module, device, folder, True)
-            return
-        if own is not None:
-            _part(module, *own, False)
-        for child in module.children():
-            walk(child, inside or id(module) in stacks)
+    _make_parts_of(model, offloaded, stacks, False)
 
-    walk(model, False)
+
+def _make_parts_of(
+    module: nn.Module, offloaded: Mapping[int, tuple[Any, Path | None]], stacks: set[int], inside: bool
+) -> None:
+    """Make parts of a module and those in it; `inside`: it lies in a list of blocks, which are `stacks`."""
+    own, holders = offloaded.get(id(module)), [m for m in module.modules() if [*m.parameters(False)]]
+    places = {str(offloaded[id(m)]) if id(m) in offloaded else "" for m in holders}
+    whole = len(places) == 1 and "" not in places and not any(id(m) in stacks for m in module.modules())
+    if whole and (inside or own is not None):
+        device, folder = own or offloaded[id(holders[0])]
+        _part(module, device, folder, True)
+        return
+    if own is not None:
+        _part(module, *own, False)
+    for child in module.children():
+        _make_parts_of(child, offloaded, stacks, inside or id(module) in stacks)
 
 
 def _part(module: nn.Module, device: Any, folder: Path | None, deep: bool) -> None:

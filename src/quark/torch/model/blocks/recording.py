@@ -86,7 +86,7 @@ def _of_reached_lists(model: nn.Module, batch: Any, layers: Collection[str], aro
             record_streams(model, reached, [batch], lambda call, _: call)
     except StructureError as error:
         if _run_alone(model, names, reached, batch, outside):
-            logger.info("Algorithms work on %s and the blocks behind it alone: %s", names[0], error)
+            logger.info("Algorithms work on %s and the blocks after it alone: %s", names[0], error)
             return names
         logger.info("The model runs as one block, with all its weights and inputs of layers in memory: %s", error)
         return [WHOLE]
@@ -171,12 +171,7 @@ def _require_handed_on(
             output.see(name, call, forward)
             if before and not _is_same(call.hidden, before[-1]):
                 raise StructureError(f"The block {name!r} reads what is computed from what the one before it returns.")
-            first = recorded[name][0]
-            was, now = (tree_leaves((one.args, dict(one.kwargs))) for one in (first, call))
-            for x, y in zip(was, now, strict=True):
-                known = x is first.hidden or any(_is_same(y, one) for one in returned)
-                if isinstance(x, torch.Tensor) and not known and x is not y:
-                    same.setdefault(name, []).append((x == y).all() if x.shape == y.shape else torch.tensor(False))
+            same.setdefault(name, []).extend(_equal_arguments(recorded[name][0], call, returned))
             result = tree_map(_other, output.of(call.hidden))
             before.append(result if isinstance(result, torch.Tensor) else result[0])
             returned.extend(x for x in tree_leaves(result) if isinstance(x, torch.Tensor))
@@ -194,7 +189,17 @@ def _require_handed_on(
         calibration_step(model, batch, input_device(model), 0)
     flags = read_flags([flag for flags in same.values() for flag in flags])
     if not all(flags):
-        raise StructureError(f"Blocks read what is computed between them, of {', '.join([*same][:3])} ...")
+        compared = [name for name, own in same.items() if own]
+        raise StructureError(f"Blocks read what is computed between them, of {', '.join(compared[:3])} ...")
+
+
+def _equal_arguments(first: Call, call: Call, returned: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Of each tensor that a block gets beside its hidden state, and that no block returned, whether it is as before."""
+    was, now = (tree_leaves((one.args, dict(one.kwargs))) for one in (first, call))
+    for x, y in zip(was, now, strict=True):
+        known = x is first.hidden or any(_is_same(y, one) for one in returned)
+        if isinstance(x, torch.Tensor) and not known and x is not y:
+            yield (x == y).all() if x.shape == y.shape else torch.tensor(False)
 
 
 def _other(x: Any) -> Any:
@@ -307,7 +312,7 @@ def _record_one(
 
 
 class _LastBlockReachedError(Exception):
-    """Nothing behind the last block needs to run."""
+    """Nothing after the last block needs to run."""
 
 
 class BlockOutput:
@@ -369,14 +374,11 @@ class BlockOutput:
         self._others = tuple(output[1:])
         self.by_batch = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(self._others))
         if self.by_batch:
-            self._computed = self._that_follow_hidden(call, forward)
-
-    def _that_follow_hidden(self, call: Call, forward: Callable[..., Any]) -> list[torch.Tensor]:
-        """Those of the other values that are different for another hidden state: backwards, and half as large."""
-        changed = call.with_hidden(call.hidden.flip(-1) / 2)
-        again = forward(*changed.args, **changed.kwargs)[1:]
-        pairs = zip(tree_leaves(self._others), tree_leaves(tuple(again)), strict=True)
-        return [x for x, y in pairs if isinstance(x, torch.Tensor) and not _equal(x, y)]
+            # Those of the other values that are different for another hidden state: backwards, and half as large.
+            changed = call.with_hidden(call.hidden.flip(-1) / 2)
+            again = forward(*changed.args, **changed.kwargs)[1:]
+            pairs = zip(tree_leaves(self._others), tree_leaves(tuple(again)), strict=True)
+            self._computed = [x for x, y in pairs if isinstance(x, torch.Tensor) and not _equal(x, y)]
 
     def _check_hands_on(self, name: str, call: Call, forward: Callable[..., Any], read: list[int]) -> None:
         """Raise StructureError unless a block returns the values that it got from the one before it."""

@@ -1,7 +1,7 @@
 """Blocks that hand several tensors on: two streams of joint blocks, the skips of a UNet, an encoder beside a decoder.
 
-    state behind block k    every tensor that a block up to k has given, and that one behind it or the model reads
-    a call of block k       state  ->  arguments of the block  ->  what it returns  ->  state behind it
+    state after block k     every tensor that a block up to k has given, and that one after it or the model reads
+    a call of block k       state  ->  arguments of the block  ->  what it returns  ->  state after it
 
 A state is one tensor, in which its streams lie one after the other. So what works block by block sees one hidden state
 here, too: its error is that of all streams, and gradients flow through all.
@@ -93,7 +93,7 @@ class StreamStep:
         leaves: For each argument its stream, or None for one that is fixed or computed.
         before, after: The state that it reads, and the one that it leaves.
         bridge: Gives the arguments where some are computed between blocks; None where none is.
-        around: What a block gives, of its index and of the state behind the last block.
+        around: What a block gives, of its index and of the state after the last block.
     """
 
     index: int
@@ -129,14 +129,14 @@ class StreamCall(Call):
         return args, kwargs
 
     def run(self, module: nn.Module) -> torch.Tensor:
-        """The state behind the block."""
+        """The state after the block."""
         args, kwargs = self.arguments()
         given, step = _tensors(module(*args, **kwargs)), self._step
         streams = step.before.unpack(self.loaded().hidden)
         return step.after.pack({s: streams[s] if s in streams else given[s[1]] for s in step.after.streams})
 
     def around(self, index: int, state: torch.Tensor) -> Any:
-        """What a block of an index gives, of the state behind the last block."""
+        """What a block of an index gives, of the state after the last block."""
         return self._step.around(index, state)
 
     @property
@@ -241,7 +241,7 @@ class _Forward:
 
 
 class _EndsHereError(Exception):
-    """What is behind need not run."""
+    """What comes after need not run."""
 
 
 class _WithoutHooks(nn.Module):
@@ -401,7 +401,7 @@ class _Routes:
         direct: For each block and argument the stream that it is; None for any other.
         leaves: The same with what the first block reads, which is a stream, too.
         computed: Indices of blocks with arguments that are computed between blocks.
-        states: The streams before each block, and behind the last one.
+        states: The streams before each block, and after the last one.
     """
 
     direct: list[tuple[Stream | None, ...]]
@@ -470,7 +470,7 @@ def _equal(x: Any, y: Any) -> bool:
 
 
 def _given_by(index: int, state: torch.Tensor, trees: Sequence[Any], layout: StateLayout) -> Any:
-    """What a block gave, of the state behind the last one: stand-ins for what nothing reads any longer."""
+    """What a block gave, of the state after the last one: stand-ins for what nothing reads any longer."""
     return _filled(trees[index], index, layout.unpack(state), state.device)
 
 

@@ -34,7 +34,7 @@ def joined_texts(model: nn.Module, texts: Sequence[Any], length: int) -> list[An
 
     Args:
         model: Float, with its weights; it is run on one of the rows, and on the texts of that row.
-        texts: Token ids (1, tokens), each of one text; what else is among them stays as it is, behind them.
+        texts: Token ids (1, tokens), each of one text; what else is among them stays as it is, after them.
         length: Most tokens in a row of several texts.
 
     Returns:

@@ -32,7 +32,7 @@ from quark.torch.model.calibration_data.stored_batches import StoredBatches, wri
 GOLDEN = 0.618034
 """Multiples of it, modulo 1, are spread evenly, however many there are."""
 DENOISERS = ("transformer", "unet", "prior")
-"""What pipelines of diffusers call their denoiser; one with a number behind it is of other timesteps."""
+"""What pipelines of diffusers call their denoiser; one with a number after it is of other timesteps."""
 IDS = "input_ids"
 """What text encoders of transformers read."""
 NO_INPUTS = ("return_dict",)

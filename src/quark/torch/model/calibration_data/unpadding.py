@@ -7,9 +7,9 @@ A mask says which positions are real. What it belongs to is cut to them, and sam
 other, as the same samples without padding would. So every statistic, loss and metric is that of the bare samples, to
 the bit, whatever it is and whatever layer it looks at: second moments, ranges, what experts and a cache of keys read.
 
-    attention_mask (batch, length), or (batch, heads, queries, keys), and the same of another part of a model behind a
+    attention_mask (batch, length), or (batch, heads, queries, keys), and the same of another part of a model after a
     prefix: decoder_attention_mask, qformer_attention_mask; pixel_mask and pixel_attention_mask of images; X_mask beside
-    X; -100 behind the last label of a model with a decoder; src_key_padding_mask of torch, which is True at padding
+    X; -100 after the last label of a model with a decoder; src_key_padding_mask of torch, which is True at padding
 
 A sample keeps the place of its first position in the positions that it is given; a model that is given none counts
 from the first real token. Features that a mask cannot shorten stay whole: the encoder of Whisper takes 30 seconds and
@@ -98,12 +98,12 @@ def real_positions(batch: Any, arguments: ModelArguments) -> list[torch.Tensor]:
 def _is_fixed(named: Mapping[str, Any], sides: Sequence[PaddedAxis], arguments: ModelArguments) -> bool:
     """Whether the batch would have to be cut along an axis that the model takes one length of."""
     axes = {(name, axis) for side in sides for name, own in side.axes.items() for axis in own}
-    if not _alike(sides):
+    if not _equally_masked(sides):
         axes |= {(name, 0) for name in named}
     return any(axis in arguments.fixed.get(name, ()) for name, axis in axes)
 
 
-def _alike(sides: Sequence[PaddedAxis]) -> bool:
+def _equally_masked(sides: Sequence[PaddedAxis]) -> bool:
     """Whether the same positions are real in all samples."""
     return all(bool((side.real == side.real[:1]).all()) for side in sides)
 
@@ -209,7 +209,7 @@ def _axes(name: str, x: torch.Tensor, real: torch.Tensor) -> tuple[int, ...]:
 
 
 def _labelled(tensors: Mapping[str, torch.Tensor]) -> PaddedAxis:
-    """The side of a decoder that has no mask: it is padded behind the last label that counts."""
+    """The side of a decoder that has no mask: it is padded after the last label that counts."""
     counts = tensors["labels"] != IGNORED
     real = counts.flip(1).cumsum(1).flip(1) > 0
     own = {name: x for name, x in tensors.items() if name.startswith(DECODER) or name == "labels"}
@@ -274,7 +274,7 @@ def _cut(named: Mapping[str, Any], sides: Sequence[PaddedAxis], arguments: Model
         sizes = ", ".join(f"{side.mask} {len(side.real)}" for side in sides)
         raise CalibrationError(f"Masks have different numbers of samples: {sizes}. Possible: one for each sample.")
     kept = [row for row in range(count) if all(bool(side.real[row].any()) for side in sides if side.is_main)]
-    if not kept or _alike(sides):
+    if not kept or _equally_masked(sides):
         return [_sample(named, sides, 0)] if kept else []
     apart = _rows(named, sides, count, arguments)
     return [_sample({name: values[row] for name, values in apart.items()}, sides, row) for row in kept]
