@@ -102,7 +102,6 @@ STAND_ALONE = {
     "torch/algorithms/rounding/learned_rounding.py:_each_once": _COMPLEX,
     "torch/algorithms/scaling/find_folds.py:_Search._other_readers": _COMPLEX,
     "torch/bit_budget/measure.py:_bounds": _COMPLEX,
-    "torch/bit_budget/sweep.py:Sweep._outside": _COMPLEX,
     "torch/calibration/expert_tokens.py:_channels": _COMPLEX,
     "torch/calibration/reached.py:_add_empty": _COMPLEX,
     "torch/calibration/reached.py:_has_own_code": _STEPS,
@@ -110,7 +109,6 @@ STAND_ALONE = {
     "torch/calibration/work_device.py:_may_move": _EACH,
     "torch/config/config.py:_layer_type": _EACH,
     "torch/config/config_schema.py:_is_positive": _EACH,
-    "torch/config/llm_template.py:LLMTemplate._algorithm": _EACH,
     "torch/config/llm_template.py:LLMTemplate._default_exclude": _COMPLEX,
     "torch/config/llm_template.py:LLMTemplate._siblings": _COMPLEX,
     "torch/config/lowering.py:_element": _COMPLEX,
@@ -162,77 +160,53 @@ def denied_words(text: str) -> list[tuple[int, str]]:
 def called_once() -> dict[str, str]:
     """Short private functions that nothing but one call names: "file:function" -> where the call stands.
 
-    Those stay that a call could not be replaced by: generators, what is decorated, what a class of the family defines
-    again, and what is handed on as a value.
+    Those stay that a call could not be replaced by: generators, what is decorated, methods of which there are several,
+    as those that a class of the family defines again, and what is handed on as a value.
     """
-    functions = [function for file in FILES for function in _functions(file)]
-    homes = Counter((file, node.name) for file, _, node in functions)
+    texts = {file: file.read_text(encoding="utf-8") for file in FILES}
     named: dict[str, Counter[Path]] = defaultdict(Counter)
-    for file in FILES:
-        for name in re.findall(r"\b_[a-zA-Z]\w*", file.read_text(encoding="utf-8")):
+    homes: dict[str, Counter[Path]] = defaultdict(Counter)
+    for file, text in texts.items():
+        for name in re.findall(r"\b_[a-zA-Z]\w*", text):
             named[name][file] += 1
-    methods = _methods_of_families()
+        for name in re.findall(r"^ *def (_[a-zA-Z]\w*)", text, re.MULTILINE):
+            homes[name][file] += 1
     found = {}
-    for file, owner, node in functions:
-        again = any(node.name in defined for other, defined in methods.get(owner, {}).items() if other != owner)
-        if homes[file, node.name] > 1 or again or not _is_short(node):
-            continue
-        where = {
-            f: count
-            for f, count in named[node.name].items()
-            if relative(f) == file or not homes[relative(f), node.name]
+    for file in FILES:  # a definition, a call, and once in a text: the others are not parsed
+        few = {
+            name: [other for other in named[name] if other == file or other not in homes[name]]
+            for name, count in homes.items()
+            if count[file] == 1 and named[name][file] <= 3
         }
-        if sum(where.values()) > 3:
-            continue  # a definition, a call, and once in a text
-        places = [(f, line) for f in where for line in _uses(f)[node.name]]
-        if len(places) == 1 and places[0][1]:
-            found[f"{file}:{owner}{'.' if owner else ''}{node.name}"] = (
-                f"line {places[0][1]} of {relative(places[0][0])}"
-            )
+        few = {name: files for name, files in few.items() if sum(named[name][other] for other in files) <= 3}
+        for owner, node in _functions(file) if few else ():
+            if node.name not in few or not _is_short(node) or (owner and len(homes[node.name]) > 1):
+                continue
+            places = [(other, line) for other in few[node.name] for line in _uses(other)[node.name]]
+            if len(places) == 1 and places[0][1]:
+                place = f"line {places[0][1]} of {relative(places[0][0])}"
+                found[f"{relative(file)}:{owner}{'.' if owner else ''}{node.name}"] = place
     return found
 
 
-def _functions(file: Path) -> Iterator[tuple[str, str, ast.FunctionDef]]:
-    """File, class or nothing, and definition."""
+def _functions(file: Path) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Class or nothing, and definition."""
     for node in parsed(file).body:
         if isinstance(node, ast.FunctionDef):
-            yield relative(file), "", node
+            yield "", node
         elif isinstance(node, ast.ClassDef):
-            yield from ((relative(file), node.name, inner) for inner in node.body if isinstance(inner, ast.FunctionDef))
+            yield from ((node.name, inner) for inner in node.body if isinstance(inner, ast.FunctionDef))
 
 
 def _is_short(node: ast.FunctionDef) -> bool:
     """Private, plain, and of few lines without its docstring."""
     plain = all(getattr(d, "id", "") in ("staticmethod", "classmethod") for d in node.decorator_list)
-    if not plain or not node.name.startswith("_") or node.name.startswith("__"):
-        return False
     body = node.body[1:] if ast.get_docstring(node) is not None else node.body
-    if not body or any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node)):
+    if not plain or not body or any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node)):
         return False
     last = body[-1].end_lineno
     assert last
     return last - body[0].lineno < FEWEST_LINES - 1
-
-
-def _methods_of_families() -> dict[str, dict[str, set[str]]]:
-    """Class -> each class of its family, above and below -> the methods that this one defines; all by name."""
-    bases: dict[str, set[str]] = defaultdict(set)
-    methods: dict[str, set[str]] = defaultdict(set)
-    for node in (node for file in FILES for node in parsed(file).body if isinstance(node, ast.ClassDef)):
-        plain = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
-        bases[node.name] |= {getattr(base, "attr", getattr(base, "id", "")) for base in plain}
-        methods[node.name] |= {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
-    families: dict[str, dict[str, set[str]]] = defaultdict(dict)
-    for name in methods:
-        above, waiting = set(), [name]
-        while waiting:
-            base = waiting.pop()
-            if base not in above:
-                above.add(base)
-                waiting += bases.get(base, ())
-                families[name][base] = methods.get(base, set())
-                families[base][name] = methods[name]
-    return families
 
 
 @cache
