@@ -323,7 +323,7 @@ def frozen(model: nn.Module) -> dict[str, bool]:
     return {name: layer.weight_quantizer.mode is Mode.frozen for name, layer in quantized_layers(model).items()}
 
 
-def test_experts_that_the_first_batches_miss_are_solved_and_those_that_all_miss_are_lent_tokens(
+def test_experts_that_the_first_batches_miss_are_solved_and_those_that_all_miss_read_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     torch.manual_seed(0)

@@ -183,7 +183,7 @@ class Algorithm:
         """Once, before the first block, on the whole float model."""
 
     def on_weights(self, layers: Mapping[str, QuantLayer]) -> None:
-        """When the weights of layers are there: of all behind `prepare`, or of a block, and of what lies outside.
+        """When the weights of layers are there: of all after `prepare`, or of a block, and of what lies outside.
 
         Args:
             layers: Full name -> quantized layer.
