@@ -25,18 +25,6 @@ NAMED_OTHERWISE = {
 }
 
 # Functions that are simple without those that are defined in them, and not with them.
-HOLD_CLOSURES = dict.fromkeys(
-    (
-        "core/solvers/gptq.py:solve",
-        "torch/algorithms/block_sweep.py:sweep",
-        "torch/algorithms/layer_inputs.py:_meet",
-        "torch/algorithms/rounding/gptq.py:_Solver._solve",
-        "torch/flows/per_block.py:quantize_blocks",
-        "torch/graph/quantizers/insert_quantizers.py:equal_scales",
-        "torch/kernels/int8_int8.py:int8_codes",
-        "torch/model/blocks/calls.py:_cut",
-        "torch/model/blocks/offloading.py:_make_parts",
-        "torch/model/blocks/recording.py:_require_handed_on",
-    ),
-    "to be taken apart",
-)
+HOLD_CLOSURES = {
+    "torch/flows/per_block.py:quantize_blocks": "to be taken apart",
+}

@@ -15,7 +15,6 @@ from tests.source_tree import FILES, parsed, relative
 
 # Rooms that were not passed yet: the list only gets shorter, and an entry that has nothing to mend is no entry.
 ROOMS_TO_COME = (
-    "commands/plan.py",
     "gguf/writer.py",
     "jobs/",
     "one_call.py",
