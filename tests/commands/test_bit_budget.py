@@ -16,9 +16,6 @@ from quark.torch.layers.replace import quantized_layers
 from tests.commands.program import quark
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama
 
-pytestmark = pytest.mark.slow
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, a text and the table that `quark plan` makes of both."""
@@ -36,6 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_table_for_another_program_is_refused(place: Path) -> None:
     """Of the same candidates: the file is of layers apart."""
     done = quark(
@@ -49,6 +47,7 @@ def test_a_table_for_another_program_is_refused(place: Path) -> None:
         table.check(settings_of_folder(place / "llama", base, mixed_format("quark")), None)
 
 
+@pytest.mark.slow
 def test_a_table_gives_another_budget_without_data(place: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -62,6 +61,7 @@ def test_a_table_gives_another_budget_without_data(place: Path) -> None:
     assert quark("inspect", place / "out").code == 0
 
 
+@pytest.mark.slow
 def test_streamed_it_is_the_same_folder_with_an_algorithm_too(place: Path) -> None:
     made = []
     for name, more in (("whole", "--no-stream"), ("streamed", "--stream")):
@@ -88,6 +88,7 @@ USAGE = (
 """What is wrong with the words alone."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -173,6 +174,7 @@ def sized(place: Path) -> list[tuple[str, Path]]:
     return made
 
 
+@pytest.mark.slow
 def test_a_budget_over_block_types_is_kept(sized: list[tuple[str, Path]]) -> None:
     """Embeddings and head counted: bits of all matrices as the gguf package finds them, or bytes of the file."""
     import gguf
@@ -188,6 +190,7 @@ def test_a_budget_over_block_types_is_kept(sized: list[tuple[str, Path]]) -> Non
             assert 0.57e6 < file.stat().st_size <= 0.6e6
 
 
+@pytest.mark.slow
 def test_transformers_reads_a_mix_that_a_budget_chose(place: Path, sized: list[tuple[str, Path]]) -> None:
     done = quark("evaluate", place / "llama", sized[0][1], "--data", place / "text.txt")
     assert done.code == 0, done.err

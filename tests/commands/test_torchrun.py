@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,21 @@ def test_what_one_process_makes_is_refused_under_torchrun(monkeypatch: pytest.Mo
     refuse_processes("quark convert")
     with together(True, "gguf"):
         pass
+
+
+@pytest.mark.parametrize(("count", "worked"), [("1", []), ("2", ["together"])])
+def test_several_processes_work_together(count: str, worked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def joined() -> Iterator[int]:
+        seen.append("together")
+        yield 0
+
+    seen = list[str]()
+    monkeypatch.setattr("quark.torch.processes", joined)
+    for name, value in {"WORLD_SIZE": count, "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with together(False, "quark"):
+        assert seen == worked
 
 
 def test_other_processes_print_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

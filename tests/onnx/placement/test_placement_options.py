@@ -8,16 +8,20 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
 
 from quark.core.metrics import sqnr
+from quark.core.spec import spec
 from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.config.config import QConfig, QLayerConfig
 from quark.onnx.config.enums import CalibMethod, ExtendedQuantType, QuantGranularity, QuantType
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.tensor_specs import BFloat16Spec, BFP16Spec, Int8Spec, Int16Spec, UInt8Spec, XInt8Spec
 from quark.onnx.graph.model_file import load, to_proto
+from quark.onnx.placement.placement import Placement
+from quark.onnx.placement.shared_scales import free_relu_zero
 from quark.onnx.search.settle import quantize
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, run, vectors
 
@@ -236,6 +240,28 @@ def test_a_zero_point_for_the_outputs_of_relu() -> None:
     assert better > 0.3
     middle = written(cnn, images(), UInt8Spec(symmetric=True, calibration_method=MIN_MAX), UseUnsignedReLU=True)
     assert arrays(middle)["stem_zero_point"] == 0 and arrays(middle)["x_zero_point"] == 128
+
+
+@pytest.mark.parametrize(
+    ("dtype", "freed"),
+    [("int8", {"relu", "from_zero", "by_attribute"}), ("int16", {"relu", "from_zero", "by_attribute"}), ("fp8_e4m3", ())],
+)
+def test_only_what_is_never_negative_gets_a_zero_point_and_only_in_integers(dtype: str, freed: set[str]) -> None:
+    b = Builder()
+    zero, below, above = (b.constant(name, np.array(value)) for name, value in (("z", 0.0), ("l", -1.0), ("h", 6.0)))
+    b.node("Relu", ["x"], "relu")
+    b.node("Clip", ["relu", zero, above], "from_zero")
+    b.node("Clip", ["from_zero", below, above], "from_below")
+    b.node("Clip", ["from_below", "", zero], "to_zero")
+    b.node("LeakyRelu", ["to_zero"], "leaky")
+    graph = load(b.model({"x": ["n"]}, {"leaky": ["n"]})).graph
+    old = ir.node("Clip", graph.inputs, {"min": 0.0, "max": 6.0}, name="by_attribute")
+    old.outputs[0].name = "by_attribute"
+    symmetric, nodes = spec(dtype), [*graph, old]
+    placement = Placement({node.outputs[0]: symmetric for node in nodes}, nodes=nodes)
+    free_relu_zero(placement)
+    assert {value.name for value, one in placement.activations.items() if not one.symmetric} == {*freed}
+    assert all(one.dtype == symmetric.dtype for one in placement.activations.values())
 
 
 # Single tensors ------------------------------------------------------------------------------------------------------

@@ -53,8 +53,6 @@ from quark.torch.flows.resume import Manifest
 from tests.models.torch_zoo import tiny_llama, token_batches
 from tests.torch.flows.test_file2file import contents, save_float
 
-pytestmark = pytest.mark.slow
-
 TIMEOUT = 20.0
 
 
@@ -120,6 +118,7 @@ def everything(folder: Path) -> None:
         table.save(own / "table.json")
 
 
+@pytest.mark.slow
 def test_processes_give_the_bytes_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(input_group, "TILE", input_group.TILE)  # set back at the end
     monkeypatch.setattr(gptq, "ELEMENTS", gptq.ELEMENTS)
@@ -163,6 +162,7 @@ def dying(folder: Path) -> None:
         sys.exit(4)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies(tmp_path: Path) -> None:
     save_float(tmp_path / "float", torch.float32, "5GB")
     with pytest.raises(spawning.ProcessExitedException):
@@ -209,6 +209,7 @@ def in_files(folder: Path) -> None:
         raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("how", ["killed", "full"])
 def test_a_rank_that_ends_is_named_by_the_others_and_nothing_stays(victim: int, how: str, tmp_path: Path) -> None:
@@ -241,6 +242,7 @@ def hidden_folder(folder: Path) -> None:
         raise AssertionError
 
 
+@pytest.mark.slow
 def test_an_output_that_not_all_see(tmp_path: Path) -> None:
     together(hidden_folder, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -267,6 +269,7 @@ def test_an_environment_that_is_not_of_torchrun(
         pass
 
 
+@pytest.mark.slow
 def test_a_group_that_never_comes_together(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in rank.items():
@@ -275,6 +278,7 @@ def test_a_group_that_never_comes_together(monkeypatch: pytest.MonkeyPatch) -> N
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_the_shares_of_a_checkpoint_hold_each_tensor_once_and_alike_many_bytes(size: int, tmp_path: Path) -> None:
     names = [f"t{i:02}" for i in range(40)]
@@ -296,6 +300,7 @@ def test_fewer_batches_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         distributed.part_of(token_batches(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flow", [QuantFlow.standard, QuantFlow.per_block])
 @pytest.mark.parametrize("algorithm", [AutoRoundConfig(), AutoSmoothQuantConfig()])
 def test_algorithms_that_would_see_a_part_of_the_data(
@@ -307,3 +312,30 @@ def test_algorithms_that_would_see_a_part_of_the_data(
     config = replace(LLMTemplate.get("auto").get_config("uint4_wo_32"), algo_config=[algorithm], quant_flow=flow)
     with pytest.raises(NotSupportedError, match="needs all calibration data in one process, of which there are 2"):
         ModelQuantizer(config).quantize_model(tiny_llama(), token_batches(2))
+
+
+def test_work_and_data_are_shared_among_the_ranks_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rank 1 of 3 sees it, whose messages never leave it."""
+    sent = list[str]()
+
+    class Group:
+        barrier = staticmethod(lambda: sent.append("barrier"))
+        is_initialized = staticmethod(lambda: True)
+        get_rank = staticmethod(lambda: 1)
+        get_world_size = staticmethod(lambda: 3)
+
+        @staticmethod
+        def broadcast_object_list(box: list[Any], owner: int) -> None:
+            sent.append(f"from {owner}")
+            box[0] = f"of rank {owner}" if owner != 1 else box[0]
+
+    monkeypatch.setattr(distributed, "dist", Group)
+    monkeypatch.setattr(distributed, "collective", lambda action: action())
+    assert (distributed.rank(), distributed.world()) == (1, 3)
+    assert list(distributed.part_of(range(7))) == [1, 4]
+    assert distributed.from_first("own") == "of rank 0"
+    done = distributed.shared_work(4, lambda index: f"work {index}", torch.device("cpu"))
+    assert list(done) == ["of rank 0", "work 1", "of rank 2", "of rank 0"]
+    assert sent == ["from 0", "from 0", "from 1", "from 2", "from 0"]
+    # The others begin when the first one is done.
+    assert distributed.first_then_all(lambda first: (first, len(sent))) == (False, 6)

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.checkpoint.opened import OpenedFolder
+from quark.torch.checkpoint.carried import carried_entries
 from quark.torch.checkpoint.sources.decode import StoredCodes, decode
 from quark.torch.checkpoint.sources.methods import tile_of
 from quark.torch.checkpoint.sources.source import Source
@@ -250,3 +251,18 @@ def test_scales_of_groups_of_another_size_than_the_config_says_are_refused() -> 
     assert decode(StoredCodes("w", packed, scale, True, tile=tile), (32, 64), torch.float32).shape == (32, 64)
     with pytest.raises(FormatError, match="does not fit"):
         decode(StoredCodes("w", packed, scale.t(), True, tile=tile), (32, 64), torch.float32)
+
+
+def test_what_is_carried_is_decoded_where_it_is_in_codes_and_else_stays_in_its_type(tmp_path: Path) -> None:
+    codes, value = fp8_blocks(torch.linspace(-3, 3, 130 * 4, dtype=torch.bfloat16).reshape(130, 4))
+    held = {f"mtp.fc.{name}": tensor for name, tensor in codes.items()} | {"mtp.norm.weight": torch.ones(4).double()}
+    save_file(held, tmp_path / "model.safetensors")
+    source = Source([tmp_path / "model.safetensors"], FP8)
+    names = sorted(source.names())
+    assert names == ["mtp.fc.weight", "mtp.norm.weight"]
+    kept = {}
+    for name, make_stored, likes in carried_entries(source, names, torch.bfloat16):
+        kept[name] = make_stored()[""]
+        assert (likes[""].dtype, likes[""].shape) == (kept[name].dtype, kept[name].shape)
+    assert torch.equal(kept["mtp.fc.weight"], value) and kept["mtp.fc.weight"].dtype == torch.bfloat16
+    assert torch.equal(kept["mtp.norm.weight"], torch.ones(4).double()) and kept["mtp.norm.weight"].itemsize == 8

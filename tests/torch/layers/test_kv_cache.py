@@ -23,7 +23,7 @@ from quark.torch.config.tensor.shorthand_specs import (
     Int8PerTensorSpec,
     Uint8PerTensorSpec,
 )
-from quark.torch.layers.attention.cache_view import cache_argument
+from quark.torch.layers.attention.cache_view import _makers, cache_argument
 from quark.torch.layers.attention.heads import stored_heads
 from quark.torch.layers.replace import quantized_layers
 from tests.models.families import family
@@ -323,3 +323,29 @@ def test_on_an_error_attention_is_as_it_was() -> None:
         ModelQuantizer(replace(config, kv_cache_post_rope=True)).quantize_model(model, [])
     assert dict(model.named_modules()) == names and model.config._attn_implementation == "sdpa"
     assert torch.equal(model(IDS).logits, expected)
+
+
+class Attention(nn.Module):
+    """With a layer of keys, and one of values where it has such."""
+
+    def __init__(self, *leaves: str) -> None:
+        super().__init__()
+        for leaf in leaves:
+            self.add_module(leaf, nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "quantized", "keys", "values"),
+    [
+        (("k_proj",), ["k_proj"], ["k_proj"], ["k_proj"]),
+        (("k_proj", "v_proj"), ["k_proj"], ["k_proj"], []),
+        (("k_proj", "v_proj"), ["v_proj"], [], ["v_proj"]),
+        (("k_proj", "v_proj"), ["k_proj", "v_proj"], ["k_proj"], ["v_proj"]),
+        (("qkv_proj",), ["qkv_proj"], ["qkv_proj"], ["qkv_proj"]),
+    ],
+)
+def test_values_are_quantized_by_the_layer_that_makes_them(
+    leaves: tuple[str, ...], quantized: list[str], keys: list[str], values: list[str]
+) -> None:
+    """Where none makes values alone they are made of the keys; one that stays in float leaves them in float."""
+    assert _makers(Attention(*leaves), quantized) == (keys, values)

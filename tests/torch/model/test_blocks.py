@@ -19,6 +19,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.model.blocks import find_blocks, record_calls
 from quark.torch.model.blocks.after_blocks import CallAfterBlocks, around_hidden, without_blocks
+from quark.torch.model.blocks.streams import StreamCall
 
 
 class Layer(nn.Module):
@@ -140,6 +141,23 @@ def test_blocks_that_hand_on_several_tensors_run_alone(model: nn.Module) -> None
     names = find_blocks(model.eval(), batch=batches[0])
     assert len(names) == (7 if isinstance(model, Skips) else 3)
     same_outputs(model, batches, names)
+
+
+class Noisy(Computes):
+    """Adds noise to what its first block reads, so that a second run gives that block another input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.randn_like(x))
+
+
+def test_the_first_block_reads_its_state_though_another_run_would_give_it_another_one() -> None:
+    model = Noisy("hands on").eval()
+    names = find_blocks(model, batch=torch.randn(2, 4))
+    for call in record_calls(model, names, [torch.randn(2, 4), torch.randn(3, 4)])[names[0]]:
+        assert isinstance(call, StreamCall) and call.is_computed
+        state = torch.full_like(call.hidden, 2.5)
+        read = [x for x in tree_leaves(call.with_hidden(state).arguments()) if isinstance(x, torch.Tensor)]
+        assert [bool((x == 2.5).all()) for x in read] == [True, True]
 
 
 def test_blocks_that_hand_on_several_tensors_are_solved_one_by_one() -> None:

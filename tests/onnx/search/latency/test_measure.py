@@ -163,6 +163,15 @@ def test_where_integers_gain_nothing_nothing_is_quantized(clock: Callable[[str],
         leave_slower_in_float(Prepared(model, data), settings, Clock(clock))
 
 
+@pytest.mark.parametrize(("convolution", "chosen"), [(9.95, False), (9.85, True)])
+def test_a_hundredth_of_the_time_is_the_least_that_integers_gain(convolution: float, chosen: bool) -> None:
+    """No group gains the share that it has to, and all of them together are half a percent faster, or one and a half."""
+    seconds = {"QLinearConv": convolution, "Conv": 10.0}
+    found = _measure(Clock(lambda signature: next((s for kind, s in seconds.items() if kind in signature), 1e-6)))
+    assert (found.in_integers > 0) is chosen and found.all_seconds < found.float_seconds
+    assert found.chosen_seconds == (found.all_seconds if chosen else found.float_seconds)
+
+
 @pytest.mark.slow
 def test_a_profile_decides_what_is_written_and_is_not_measured_again(tmp_path: Path) -> None:
     """ONNX Runtime then runs one of the three convolutions in integers."""

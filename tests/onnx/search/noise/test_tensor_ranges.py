@@ -82,3 +82,22 @@ def test_what_is_the_same_under_two_statistics_is_run_once(monkeypatch: pytest.M
     assert len(runs) == 2 * noisy and chosen.calibration.ranges
     with pytest.raises(NothingQualifiesError, match="none of the"):
         choose_ranges(prepared, replace(both, candidates=(("percentile", 60.0),)), CUT)
+
+
+@pytest.mark.parametrize(("share", "changes"), [(0.91, False), (0.89, True)])
+def test_a_range_is_changed_where_a_tenth_of_its_noise_goes(
+    share: float, changes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor is as noisy as 1 under the range that it has, and as noisy as `share` under another."""
+    looked = list[object]()
+    look = Probe.look
+    monkeypatch.setattr(Probe, "look", lambda self, params: looked.append(params) or look(self, params))
+    monkeypatch.setattr(Probe, "power_of_all", lambda self, group: share if looked else 1.0)
+    model = load(cnn())
+    prepared = Prepared(model, repeatable(images(1), model, CUT), statistics={})
+    if changes:
+        assert choose_ranges(prepared, MIN_MAX, CUT).calibration.ranges
+    else:
+        with pytest.raises(NothingQualifiesError):
+            choose_ranges(prepared, MIN_MAX, CUT)
+    assert looked

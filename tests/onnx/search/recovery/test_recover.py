@@ -389,9 +389,12 @@ def test_time_is_kept_for_the_last_resort_where_there_is_a_target(monkeypatch: p
 # Bad input. -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("least", "tried"), [(-50.0, True), (0.1, True), (200.0, False)])
-@pytest.mark.parametrize("metric", UNITS)
+@pytest.mark.parametrize(
+    ("least", "tried"), [pytest.param(-50.0, True, marks=pytest.mark.slow), (0.1, True), (200.0, False)]
+)
+@pytest.mark.parametrize(
+    "metric", [pytest.param(name, marks=[] if name == "sqnr" else pytest.mark.slow) for name in UNITS]
+)
 def test_what_gained_too_little_is_not_tried_for_longer(metric: str, least: float, tried: bool) -> None:
     """int16 gains, by the same dB of noise in each metric; a third step follows what was left out, and is too."""
     first = weights_of("int16")
