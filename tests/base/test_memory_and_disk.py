@@ -84,3 +84,16 @@ def test_freed_memory_between_used_pieces_goes_back_to_the_system() -> None:
     given = before - resident()
     libc.free(held[-1])
     assert given > pieces * size * 3 // 4
+
+
+def test_a_group_of_which_nothing_is_seen_has_the_limit_of_the_container(machine: Path) -> None:
+    (machine / "self" / "cgroup").write_text("0::/job\n")
+    (machine / "memory.max").write_text("1000000\n")
+    assert available_memory() == 1000000
+
+
+def test_what_just_fits_onto_the_disk_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_and_disk, "free_disk", lambda path: 1000)
+    check_disk(tmp_path / "out", 1000)
+    with pytest.raises(OutputError):
+        check_disk(tmp_path / "out", 1001)

@@ -16,6 +16,7 @@ from quark.torch.layers.replace import quantized_layers
 from tests.commands.program import quark
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama
 
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, a text and the table that `quark plan` makes of both."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,6 +85,30 @@ def test_without_the_memory_there_is_no_distillation_and_the_reason_has_both_fig
     choice = completed(model)
     assert choice.texts == TEXTS and not distillation_runs(choice)
     assert "GB of memory" in choice.left_out["distillation"] and "are free" in choice.left_out["distillation"]
+
+
+@pytest.mark.parametrize(("share", "texts"), [(1.0, FEWEST_TEXTS), (1.01, 0)])
+def test_the_fewest_texts_are_written_in_just_the_time_that_there_is(
+    share: float, texts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def costs(self: Any, count: int, distilled: bool) -> Any:
+        return SimpleNamespace(total=share * MOST_SECONDS * count / FEWEST_TEXTS, memory=0)
+
+    monkeypatch.setattr(best_effort._Costs, "of", costs)
+    assert completed().texts == texts
+
+
+@pytest.mark.parametrize(("needed", "distilled"), [(900, True), (901, False)])
+def test_a_tenth_of_the_memory_stays_free(needed: int, distilled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best_effort._Costs, "of", lambda *_: SimpleNamespace(total=0, memory=needed))
+    monkeypatch.setattr(effort_costs, "free_memory", lambda _: 1000)
+    assert distillation_runs(completed()) is distilled
+
+
+def test_several_processes_leave_no_model_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quark.torch.calibration.distributed.world", lambda: 2)
+    choice = completed_choice(CHOICE, FolderRequest(model=LANGUAGE_MODEL), OpenedFolder(LANGUAGE_MODEL))
+    assert "several processes" in "".join(choice.left_out.values()) and not choice.texts
 
 
 def test_an_encoder_writes_no_text() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 import quark
 from quark.errors import ConfigError, NotSupportedError
 from quark.goals import EFFORTS, GOALS
-from quark.jobs import FolderJob, FolderRequest, request_of, resolve
+from quark.jobs import FolderJob, FolderRequest, choose, configure_folder, request_of, resolve, run_file
 from quark.jobs.configure_folder import configure
 from quark.jobs.folders.bit_budget import asked_budget
-from quark.jobs.run_file import QUICK, recovery_of
+from quark.jobs.folders.calibration import Calibration
+from quark.jobs.resolve import FileJob
+from quark.jobs.run_file import QUICK, default_config, recovery_of
 from tests.commands.program import quark as program
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT
 
@@ -124,6 +127,28 @@ def test_a_size_gets_the_largest_scheme_that_fits_where_a_program_takes_no_mix(s
     assert job.choice is not None and job.choice.scheme == scheme
 
 
+@pytest.mark.parametrize("limit", [1000, 999])
+def test_a_scheme_that_just_fits_into_a_size_fits(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every scheme gives 1000 bytes."""
+    monkeypatch.setattr("quark.jobs.folders.models.skeleton_of", lambda folder: None)
+    monkeypatch.setattr("quark.torch.flows.predicted_size.plan_of", lambda *_: SimpleNamespace(after=1000))
+    for name, value in {"config_of": None, "size_within": limit}.items():
+        monkeypatch.setattr(choose, name, lambda *_, value=value: value)
+    request, said = FolderRequest(model=LANGUAGE_MODEL), "its size"
+    with nullcontext() if limit == 1000 else pytest.raises(ConfigError, match="its size is less than any scheme"):
+        assert choose._widest(request, lambda: SimpleNamespace(), GOALS["vllm"], said)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize(
+    ("said", "form"),
+    [({}, "quark"), ({"export_format": "awq"}, "awq"), ({"output": "a.gguf"}, "gguf"),
+     ({"output": "a.gguf", "export_format": "awq"}, "awq")],
+)  # fmt: skip
+def test_a_form_is_the_one_that_is_asked_for_and_else_that_of_the_name(said: dict[str, Any], form: str) -> None:
+    request = FolderRequest(model=LANGUAGE_MODEL, scheme="uint4_wo_128", **{"output": "out", **said})
+    assert resolve(request).form == form
+
+
 def test_a_size_says_what_is_possible_where_none_is_chosen_for() -> None:
     with pytest.raises(ConfigError, match="--size is not chosen for with --for comfyui. Possible: --bits or --scheme"):
         resolve(request_of(LANGUAGE_MODEL, {"goal": "comfyui", "size": "50%", "output": "out.gguf"}))
@@ -133,6 +158,60 @@ def test_data_bring_qronos_to_a_mix_of_block_types() -> None:
     said = {"scheme": "q4_k_m", "export_format": "gguf", "output": "out.gguf"}
     jobs = (resolve(request_of(LANGUAGE_MODEL, said | more)) for more in ({}, {"calib": TEXT / "calibration.txt"}))
     assert [configure(job).algorithms for job in jobs if isinstance(job, FolderJob)] == [[], ["qronos"]]
+
+
+@pytest.mark.parametrize(
+    ("learns", "reads", "measured", "why"),
+    [(False, False, None, None), (True, False, None, "the algorithm 'some'"),
+     (False, True, None, "the algorithm 'some'"),
+     (False, False, True, "--bits 4"), (False, False, False, None)],
+)  # fmt: skip
+def test_data_are_needed_by_what_learns_reads_or_measures(
+    learns: bool, reads: bool, measured: bool | None, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = SimpleNamespace(learns=learns, reads_inputs=reads, config=SimpleNamespace(name="some"))
+    monkeypatch.setattr(configure_folder, "algorithms_in", lambda config: [algorithm])
+    budget = None if measured is None else SimpleNamespace(is_measured=measured, named=lambda: "--bits 4")
+    request = SimpleNamespace(layer=None, kv_cache=None, attention=None)
+    job: Any = SimpleNamespace(request=request, budget=budget, scheme=None, config=None)
+    assert configure_folder._reason_for_data(job) == why
+
+
+@pytest.mark.parametrize(
+    ("learns", "sums", "packing", "joined"),
+    [(False, True, False, True), (True, True, False, False), (False, False, False, False), (False, True, None, False)],
+)
+def test_samples_are_joined_where_nothing_reads_them_one_by_one(
+    learns: bool, sums: bool, packing: bool | None, joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quark.torch.model.calibration_data.joined_texts", lambda *_: ["both"])
+    algorithms: Any = [SimpleNamespace(learns=False, sums=True), SimpleNamespace(learns=learns, sums=sums)]
+    found = Calibration(packing=packing).joined(None, ["one", "two"], algorithms)
+    assert found == (["both"] if joined else ["one", "two"])
+
+
+@pytest.mark.parametrize(("effort", "searched"), [(None, QUICK), ("fast", None), ("balanced", QUICK)])
+def test_a_file_is_searched_unless_that_is_to_be_fast(
+    effort: str | None, searched: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = []
+    quantizer = SimpleNamespace(settings=SimpleNamespace(specs=SimpleNamespace(weights_apart=False)))
+    monkeypatch.setattr(run_file, "_quantizer", lambda *_: quantizer)
+    monkeypatch.setattr(run_file, "_calibration_data", lambda job: "samples")
+    monkeypatch.setattr(run_file._Writing, "best_of", lambda self, *_: seen.append(self.recovery) or ("", "", None))
+    monkeypatch.setattr(run_file, "file_bytes", lambda path: 0)
+    request: Any = request_of(DIGITS, {"output": str(tmp_path / "out.onnx")})
+    choice: Any = None if effort is None else SimpleNamespace(effort=effort)
+    run_file.run_file(FileJob(request, choice, None, None))
+    assert seen == [searched]
+
+
+def test_a_file_without_samples_has_inputs_that_are_quantized_as_they_come() -> None:
+    assert [default_config(has_data, run_file.CPU_TARGET) for has_data in (True, False)] == [
+        run_file.CPU,
+        run_file.CPU_DYNAMIC,
+    ]
+    assert run_file.CPU != run_file.CPU_DYNAMIC
 
 
 def test_an_effort_says_how_long_an_onnx_file_is_searched() -> None:

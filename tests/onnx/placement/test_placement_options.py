@@ -244,7 +244,11 @@ def test_a_zero_point_for_the_outputs_of_relu() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "freed"),
-    [("int8", {"relu", "from_zero", "by_attribute"}), ("int16", {"relu", "from_zero", "by_attribute"}), ("fp8_e4m3", ())],
+    [
+        ("int8", {"relu", "from_zero", "by_attribute"}),
+        ("int16", {"relu", "from_zero", "by_attribute"}),
+        ("fp8_e4m3", ()),
+    ],
 )
 def test_only_what_is_never_negative_gets_a_zero_point_and_only_in_integers(dtype: str, freed: set[str]) -> None:
     b = Builder()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,22 @@ from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from quark.core.schemes import SCHEMES
+from quark.core.spec import LayerSpec
 from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+from quark.torch.checkpoint.carried import CarriedLayers, carried_entries, carried_layers, plan_carried
 from quark.torch.checkpoint.opened import OpenedFolder
-from quark.torch.checkpoint.carried import carried_entries
 from quark.torch.checkpoint.sources.decode import StoredCodes, decode
 from quark.torch.checkpoint.sources.methods import tile_of
 from quark.torch.checkpoint.sources.source import Source
+from quark.torch.config.config import QConfig, QLayerConfig
+from quark.torch.config.lowering import config_of_layer
+from quark.torch.formats import FORMATS
+from quark.torch.plan import Plan
 from tests.models.torch_zoo import tiny_llama
 from tests.models.versions import FP8_WITHOUT_A_GPU
 
@@ -266,3 +274,52 @@ def test_what_is_carried_is_decoded_where_it_is_in_codes_and_else_stays_in_its_t
         assert (likes[""].dtype, likes[""].shape) == (kept[name].dtype, kept[name].shape)
     assert torch.equal(kept["mtp.fc.weight"], value) and kept["mtp.fc.weight"].dtype == torch.bfloat16
     assert torch.equal(kept["mtp.norm.weight"], torch.ones(4).double()) and kept["mtp.norm.weight"].itemsize == 8
+
+
+class TopRouter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 4))
+
+
+def model_with_a_router() -> nn.Module:
+    """An embedding of 6 tokens, a layer `proj`, and a router `choose`."""
+    model = nn.Module()
+    model.embed, model.proj, model.choose = nn.Embedding(6, 4), nn.Linear(4, 4), TopRouter()
+    return model
+
+
+def test_layers_are_the_matrices_among_what_is_carried_that_are_no_tables_and_no_routers(tmp_path: Path) -> None:
+    shapes = {"embed": (6, 4), "proj": (6, 4), "fc": (4, 8), "choose": (3, 4), "norm": (4,)}
+    save_file({f"mtp.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}, tmp_path / "a.safetensors")
+    source = Source([tmp_path / "a.safetensors"])
+    found = carried_layers(model_with_a_router(), source, source.names())
+    assert found == {"mtp.proj": (6, 4), "mtp.fc": (4, 8)}
+
+
+def test_carried_layers_follow_the_config_of_the_others() -> None:
+    weight = config_of_layer(LayerSpec(weight=SCHEMES["int8_wo"].weight))
+    model, shapes = model_with_a_router(), {"mtp.fc": (4, 4), "mtp.kept": (4, 4), "mtp.proj": (4, 4)}
+    for pattern, exclude, quantized in (
+        ("mtp.*", ["mtp.kept"], {"mtp.fc", "mtp.proj"}),
+        ("mtp.fc", [], {"mtp.fc"}),
+        ("*proj", [], set()),  # which names a layer of the model
+    ):
+        config = QConfig(QLayerConfig(), layer_quant_config={pattern: weight}, exclude=exclude)
+        assert plan_carried(config, model, Plan({}, ()), shapes).beside.keys() == quantized
+
+
+def test_carried_siblings_have_the_largest_of_their_second_scales(tmp_path: Path) -> None:
+    held = {f"mtp.{name}_proj.weight": torch.full((4, 32), value) for name, value in (("gate", 3.0), ("up", 0.5))}
+    save_file(held, tmp_path / "a.safetensors")
+    source, layer = Source([tmp_path / "a.safetensors"]), LayerSpec(weight=SCHEMES["nvfp4"].weight)
+    layers = CarriedLayers(
+        {name.removesuffix(".weight"): layer for name in held},
+        lambda spec, of, dtype: FORMATS["quark"].make_layout(spec, of, dtype, "reorder", True),
+        [["gate_proj", "up_proj"]],
+    )
+    gate, up = (make() for _, make, _ in carried_entries(source, [*held], torch.float32, layers))
+    alone = replace(layers, groups=())
+    gate_alone, up_alone = (make() for _, make, _ in carried_entries(source, [*held], torch.float32, alone))
+    second = "scale_2"
+    assert gate[second] == up[second] == gate_alone[second] > up_alone[second]

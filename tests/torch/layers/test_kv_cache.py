@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import nn
 
 from quark.core.schemes import SCHEMES
+from quark.core.spec import spec
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.config.config import QConfig, QLayerConfig
@@ -23,7 +24,14 @@ from quark.torch.config.tensor.shorthand_specs import (
     Int8PerTensorSpec,
     Uint8PerTensorSpec,
 )
-from quark.torch.layers.attention.cache_view import _makers, cache_argument
+from quark.torch.layers.attention.cache_view import (
+    CacheQuantize,
+    GiveView,
+    _makers,
+    cache_argument,
+    cache_owner,
+    stores_keys,
+)
 from quark.torch.layers.attention.heads import stored_heads
 from quark.torch.layers.replace import quantized_layers
 from tests.models.families import family
@@ -349,3 +357,44 @@ def test_values_are_quantized_by_the_layer_that_makes_them(
 ) -> None:
     """Where none makes values alone they are made of the keys; one that stays in float leaves them in float."""
     assert _makers(Attention(*leaves), quantized) == (keys, values)
+
+
+class Storing(nn.Module):
+    """An attention module with layers in a wrapper of one, and in one of several."""
+
+    def __init__(self, is_decoder: bool = True) -> None:
+        super().__init__()
+        self.is_decoder = is_decoder
+        self.wrapper, self.several = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor, past_key_values: Any = None, **options: Any) -> Any:
+        return past_key_values.update(x, x, 0)
+
+
+def test_a_cache_is_that_of_the_module_around_a_layer_and_of_none_that_never_has_one() -> None:
+    modules = {"attn": Storing(), **{f"attn.{name}": child for name, child in Storing().named_children()}}
+    owners = {name: cache_owner(modules, name) for name in ("attn.k", "attn.wrapper.0", "attn.several.0", "k")}
+    assert owners == {"attn.k": "attn", "attn.wrapper.0": "attn", "attn.several.0": None, "k": None}
+    for decoder in (True, False):
+        assert stores_keys(nn.Module(), {"attn": Storing(decoder)}, "attn") is decoder
+    assert not stores_keys(nn.Module(), {"attn": nn.Linear(4, 4)}, "attn")
+
+
+@pytest.mark.parametrize("argument", ["past_key_values", "cache"])
+def test_the_view_goes_where_the_cache_was(argument: str) -> None:
+    from transformers import DynamicCache
+
+    cache, view = DynamicCache(), GiveView([], [])
+    x = torch.ones(1)
+    args, kwargs = view(Storing(), (x,), {argument: cache})
+    assert args == (x,) and kwargs.keys() == {argument} and kwargs[argument].__dict__ is cache.__dict__
+    args, kwargs = view(Storing(), (x, cache), {})
+    assert not kwargs and args[1].__dict__ is cache.__dict__
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 4, 8), (2, 8)])
+def test_other_heads_than_there_are_scales_for_are_refused(shape: tuple[int, ...]) -> None:
+    quantizer = CacheQuantize(spec("fp8_e4m3"))
+    quantizer.heads = 2
+    with pytest.raises(NotSupportedError, match="no 2 heads"):
+        quantizer.cached(torch.zeros(shape))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from quark.core.granularity import PerChannel
 from quark.core.spec import LayerSpec, spec
@@ -19,7 +19,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.model.blocks import find_blocks, record_calls
 from quark.torch.model.blocks.after_blocks import CallAfterBlocks, around_hidden, without_blocks
-from quark.torch.model.blocks.streams import StreamCall
+from quark.torch.model.blocks.streams import Like, StateLayout, StreamCall, _first_streams, _Forward, stream_blocks
 
 
 class Layer(nn.Module):
@@ -224,3 +224,29 @@ def test_gptq_works_on_the_blocks_that_the_batches_reach(once: bool) -> None:
             return float((torch.cat([quantized(x) for x in data]) - expected).norm())
 
         assert error([GPTQConfig()]) < error([])
+
+
+def test_numbers_of_tokens_lie_in_a_state_to_the_last_digit() -> None:
+    tensors = {(0, 0): torch.tensor([[2**24 + 1, 3]]), (0, 1): torch.tensor([[0.1, 0.2]])}
+    layout = StateLayout(tuple(tensors), tuple(Like(tuple(x.shape), x.dtype) for x in tensors.values()))
+    found = layout.unpack(layout.pack(tensors))
+    assert all(torch.equal(found[stream], x) and found[stream].dtype == x.dtype for stream, x in tensors.items())
+
+
+def test_what_other_blocks_read_too_is_no_stream_of_the_first() -> None:
+    x, y, mask, place = torch.ones(2, 4), torch.ones(2, 4), torch.ones(4), torch.arange(2)
+    _, structure = tree_flatten(())
+    first = ([place, mask, x], structure)
+    assert _first_streams(_Forward([first, ([place, mask, y], structure)], [], [])) == (None, None, (-1, 2))
+    assert _first_streams(_Forward([first, first], [], [])) == (None, (-1, 1), None)
+
+
+class Twice(Towers):
+    """Runs its first block once more at the end."""
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        return self.text[0](super().forward(x, image))
+
+
+def test_a_block_that_runs_twice_is_none() -> None:
+    assert stream_blocks(Twice(), torch.randn(2, 4)) == ["text.1"]

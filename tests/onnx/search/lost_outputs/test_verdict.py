@@ -13,7 +13,7 @@ from quark.errors import DamageError
 from quark.onnx import ModelQuantizer, QConfig, QLayerConfig
 from quark.onnx.config.tensor_specs import Int8Spec
 from quark.onnx.graph.output_parts import OutputPart
-from quark.onnx.search.lost_outputs.verdict import LEAST, Damage, verdict_of
+from quark.onnx.search.lost_outputs.verdict import LEAST, Damage, Verdict, verdict_of
 from tests.models.onnx_events import KINDS, EventCase, event_case
 from tests.models.onnx_zoo import Array, run
 
@@ -85,6 +85,17 @@ def test_decisions_count_beside_the_sqnr() -> None:
     kept = verdict_of(OutputPart("y", bounded=True), pairs(maps, maps + floor))
     assert kept is not None and kept.sqnr is not None and kept.sqnr < LEAST
     assert kept.decisions == 1 and not kept.lost() and kept.lost(90)
+
+
+@pytest.mark.parametrize(
+    ("sqnr", "decisions", "lost"),
+    [(10.0, None, False), (9.9, None, True), (9.9, 0.9, False), (9.9, 0.89, True), (30.0, 0.5, False),
+     (30.0, 0.49, True), (None, 0.5, False), (None, 0.49, True)],
+)  # fmt: skip
+def test_a_task_is_lost_with_its_signal_or_half_of_its_decisions(
+    sqnr: float | None, decisions: float | None, lost: bool
+) -> None:
+    assert Verdict(OutputPart("y"), sqnr, decisions).lost() is lost
 
 
 def test_noise_is_no_event() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from quark.onnx.calibration.qparams import onnx_range
 from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from quark.onnx.search.evaluator import PartScorer
-from quark.onnx.search.noise.choices import FloatNodes, Measured, leave_in_float
+from quark.onnx.search.noise.choices import FloatNodes, Measured, known_noise, leave_in_float
 from quark.onnx.search.noise.sensitivity import OutputNoise, sensitivity
 from quark.onnx.search.noise.sources import NoiseRun, NoiseSource
 from quark.onnx.search.settle import convert
@@ -179,9 +180,20 @@ def test_a_tensor_is_in_float_once_all_that_hold_it_are() -> None:
     assert found.worst_nodes(1) == ["c"]
     assert found.worst_nodes(2) == ["a", "b"]
     assert found.worst_nodes(9) == ["a", "b", "c"]
+    # Two nodes that take 6 away together take less for each than one that takes 4.
+    assert OutputNoise({**powers, NoiseSource("between", "", frozenset("ab")): 6.0}).worst_nodes(2) == ["c", "a"]
     # What is in float already counts as such, and is not named again.
     assert found.worst_nodes(1, before=["a"]) == ["b"]
     assert found.worst_nodes(2, before=["a"]) == ["b", "c"]
+
+
+def test_what_was_measured_is_known_where_nodes_in_float_came_by_their_names() -> None:
+    noise = OutputNoise({})
+    for added, known in ((("a", "b"), (noise, ["a", "b"])), (("a", re.compile("b")), None)):
+        settings = replace(SETTINGS, specs=replace(SETTINGS.specs, exclude=(*SETTINGS.specs.exclude, *added)))
+        assert known_noise(settings, [(SETTINGS, noise)]) == known
+    other = replace(SETTINGS, calibration=replace(SETTINGS.calibration, percentile=90.0))
+    assert known_noise(other, [(SETTINGS, noise)]) is None
 
 
 @pytest.mark.slow

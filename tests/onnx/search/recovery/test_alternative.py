@@ -65,6 +65,14 @@ def test_no_time_makes_up_for_a_lost_task(at_last: bool, monkeypatch: pytest.Mon
     assert (alternative.instead_of(*made_with_samples(lost=True), at_last=at_last) is not None) == at_last
 
 
+def test_no_time_makes_up_for_a_larger_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be as much larger as MORE says: here none that is larger than a tenth."""
+    monkeypatch.setattr(module, "time_ratio", lambda *_: 1.3)
+    monkeypatch.setattr(module, "MORE", -0.9)
+    alternative = Alternative(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings)
+    assert alternative.instead_of(*made_with_samples(), at_last=True) is None
+
+
 def test_what_is_less_exact_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "time_ratio", lambda *_: pytest.fail("it was timed"))
     model = load(cnn())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -12,7 +14,8 @@ from quark.core.metrics import Metric
 from quark.onnx import ModelQuantizer
 from quark.onnx.config.settings import MeasurementSettings, Settings
 from quark.onnx.graph.model_file import load
-from quark.onnx.search.recovery.search import REACH, Recovery, WeightsAlone, recover
+from quark.onnx.search.history import TimeBudget
+from quark.onnx.search.recovery.search import REACH, RESERVE, Recovery, WeightsAlone, _Search, recover
 from quark.onnx.search.recovery.steps import Step
 from tests.models.onnx_zoo import Builder
 
@@ -56,3 +59,34 @@ def test_they_are_tried_where_weights_alone_lose_as_much_or_there_is_a_target(
     """The second model is one of static integers, too."""
     _, tried = found(weights, target)
     assert tried == ["the config as it is", STEP, "weights alone in integers"]
+
+
+@pytest.mark.parametrize(
+    ("lost", "ahead", "needed"), [(True, REACH, True), (True, REACH + 1, False), (False, 1.0, False)]
+)
+def test_steps_are_needed_where_they_may_reach_what_weights_alone_give(lost: bool, ahead: float, needed: bool) -> None:
+    """Of two that are lost both; one that is not makes all steps needless."""
+    search: Any = SimpleNamespace(
+        target=None, budget=TimeBudget(lambda: 0.0), fit=SimpleNamespace(clock=lambda: 0.0),
+        best=SimpleNamespace(score=3.0, output=None), scorer=SimpleNamespace(is_lost=lambda score, part: True),
+    )  # fmt: skip
+    other: Any = SimpleNamespace(lost=lost, score=3.0 + ahead)
+    assert _Search.needs_steps(search, lambda: (other, None)) is needed
+
+
+def test_the_last_resort_has_all_of_the_time_that_is_left() -> None:
+    search: Any = SimpleNamespace(target=30.0, best=SimpleNamespace(seconds=2.0), budget=TimeBudget(lambda: 1.0, 11.0))
+    step = Step(STEP, lambda settings, _: settings)
+    assert _Search.left(search, replace(step, last_resort=True)) == 10
+    assert _Search.left(search, step) == 10 - 2 * RESERVE
+    search.target = None
+    assert _Search.left(search, step) == 10
+
+
+@pytest.mark.parametrize(("better", "kept"), [(True, {"new"}), (False, {"old"})])
+def test_statistics_are_those_of_the_best_model(better: bool, kept: set[str]) -> None:
+    search: Any = SimpleNamespace(_statistics={"old": 1, "new": 2})
+    _Search._forget(search, {"old"}, better)
+    assert search._statistics.keys() == kept
+    _Search._forget(search, kept, better)
+    assert search._statistics.keys() == kept
