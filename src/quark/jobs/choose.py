@@ -50,10 +50,18 @@ def chosen(
     if request.size is not None and not budget:
         budget = goal.folder is None or goal.folder.mixed is not None
         scheme = None if budget else _widest(request, open, goal, request.size)
+    cache_forms = None
+    if cache is not None:
+        # They import torch: after the arguments are parsed, and where a cache is asked for.
+        from quark.torch.config.llm_template import cache_spec
+        from quark.torch.formats import FORMATS
+
+        spec = cache_spec(cache)
+        cache_forms = {name for name, form in FORMATS.items() if form.holds_cache(spec)}
     return choose(replace(
         asked, scheme=scheme, form=request.export_format, budget=budget,
         candidates=named_candidates(request.candidates),
-        cache=cache, cache_forms=None if cache is None else _forms_for_cache(cache),
+        cache=cache, cache_forms=cache_forms,
     ))  # fmt: skip
 
 
@@ -80,16 +88,6 @@ def _asks_for_mix(request: FolderRequest) -> bool:
     if measured and request.size is None and request.bits is None:
         raise UsageError("--candidates and --sensitivity belong to --bits or --size, which are not given.")
     return measured
-
-
-def _forms_for_cache(cache: str) -> set[str]:
-    """The formats that have a place for a cache of a scheme."""
-    # They import torch: after the arguments are parsed, and where a cache is asked for.
-    from quark.torch.config.llm_template import cache_spec
-    from quark.torch.formats import FORMATS
-
-    spec = cache_spec(cache)
-    return {name for name, form in FORMATS.items() if form.holds_cache(spec)}
 
 
 def _rows(goal: RuntimeGoal, form: str | None) -> Iterator[tuple[str, list[str]]]:

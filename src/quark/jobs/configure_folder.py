@@ -49,7 +49,9 @@ def configure(job: FolderJob) -> FolderJob:
         if fitted is job.choice:
             raise
         job = _laid_out(replace(job, choice=fitted))
-    why, calibration = _reason_for_data(job), _calibration(job.request, job.choice)
+    why, choice, calibration = _reason_for_data(job), job.choice, Calibration.of(job.request)
+    if choice is not None and choice.texts:
+        calibration = replace(calibration, synthetic=choice.texts, asked=job.request.synthetic is not None)
     if why is not None and not network:  # of what a network of diffusers takes, the package has none
         calibration = calibration.or_default(why)
     return replace(job, calibration=calibration, why=why)
@@ -98,7 +100,7 @@ def planned(job: FolderJob) -> FolderJob:
         return job
     skeleton_of(job.folder)
     plan = plan_of(job.folder, job.config, job.form, dtype_named(job.request.dtype))
-    if job.choice is not None and _is_judged(job.choice):
+    if job.choice is not None and _layers_decide(job.choice):
         check_goal(plan.meta, plan.layers, job.choice.goal, job.form)
     return replace(job, plan=plan)
 
@@ -115,14 +117,6 @@ def check_before_values(job: FolderJob) -> None:
     """Raise QuarkError for what cannot be done with a folder whose tensors have no values yet. Nothing is logged."""
     with severity(3):  # what is said of it is said when it is done
         configure(job).check_data()
-
-
-def _calibration(request: FolderRequest, choice: GoalChoice | None) -> Calibration:
-    """The data that are asked for, with the texts that an effort chooses."""
-    asked = Calibration.of(request)
-    if choice is None or not choice.texts:
-        return asked
-    return replace(asked, synthetic=choice.texts, asked=request.synthetic is not None)
 
 
 def _check_library(job: FolderJob) -> bool:
@@ -203,7 +197,7 @@ def _of_linear_layers(folder: OpenedFolder, config: Any) -> Any:
     return replace(config, exclude=[*config.exclude, *names])
 
 
-def _is_judged(choice: GoalChoice) -> bool:
+def _layers_decide(choice: GoalChoice) -> bool:
     """Whether single layers decide if the program of a goal loads the result."""
     return choice.goal.fuses or choice.goal.heads is not None
 
@@ -222,7 +216,7 @@ def for_goal(model: Callable[[], Any], config: Any, choice: GoalChoice, folder: 
     """
     from quark.torch.flows.float_layers import left_in_float
 
-    return left_in_float(model(), config, choice.goal, folder) if _is_judged(choice) else config
+    return left_in_float(model(), config, choice.goal, folder) if _layers_decide(choice) else config
 
 
 def check_module(meta: Any, config: Any, choice: GoalChoice) -> None:
@@ -235,7 +229,7 @@ def check_module(meta: Any, config: Any, choice: GoalChoice) -> None:
     from quark.torch.flows.check_plan import check_goal
     from quark.torch.flows.predicted_size import plan_layers
 
-    if _is_judged(choice):
+    if _layers_decide(choice):
         layers = None
         with severity(3), suppress(QuarkError):  # which the work itself meets, and says
             layers = plan_layers(meta, config)

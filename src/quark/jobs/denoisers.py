@@ -112,6 +112,7 @@ def configure_denoiser(job: FolderJob) -> DenoiserJob:
     """
     from quark.core.schemes import SCHEMES
     from quark.torch.writers.comfyui.plan import plan_blocks, plan_scaled
+    from quark.torch.writers.comfyui.scaled_layers import is_static
     from quark.torch.writers.comfyui.source import open_denoiser
     from quark.torch.writers.comfyui.write import write_scaled
     from quark.torch.writers.gguf.of_denoiser import write_denoiser
@@ -137,8 +138,10 @@ def configure_denoiser(job: FolderJob) -> DenoiserJob:
         write = partial(write_scaled, source, plan)
     if request.calib is not None:
         write = partial(_write_solved, request, source, plan, algorithms, write)
-    lacks = reads if request.calib is None and _needs_data(plan, algorithms) else None
-    return DenoiserJob(source, scheme, plan, file, write, lacks)
+    # Without data, ComfyUI finds the scales of scales itself, where none are stored.
+    static = any(not isinstance(layer.what, str) and is_static(layer.what) for layer in plan.values())
+    needed = request.calib is None and (static or _reads_data({}, algorithms) is not None)
+    return DenoiserJob(source, scheme, plan, file, write, reads if needed else None)
 
 
 def _scheme(job: FolderJob) -> str:
@@ -186,14 +189,6 @@ def _reads_data(plan: Mapping[str, Any], algorithms: list[Any]) -> str | None:
     if reading:
         return f"the algorithm {reading[0]!r}"
     return f"the scale of inputs ({scaled[0].input})" if scaled else None
-
-
-def _needs_data(plan: Mapping[str, Any], algorithms: list[Any]) -> bool:
-    """Whether there is no file without data: ComfyUI finds the scales of scales itself, where none are stored."""
-    from quark.torch.writers.comfyui.scaled_layers import is_static
-
-    static = any(not isinstance(layer.what, str) and is_static(layer.what) for layer in plan.values())
-    return static or _reads_data({}, algorithms) is not None
 
 
 def _check_data(request: FolderRequest, source: Any, reads: str | None) -> None:

@@ -174,7 +174,7 @@ def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
 
 
 def _evaluate(request: EvaluateFolders) -> MeasuredFolders:
-    """As `evaluate_folders`, of a float model that is a folder."""
+    """Compare a float model that is a folder with its quantized one. Raises QuarkError as `evaluate_folders` does."""
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.jobs.folders.card import check_card, figures_of
     from quark.jobs.folders.measure import ALL, coded_layers, measure_folders
@@ -267,12 +267,6 @@ def evaluate_pipeline(request: EvaluateFolders) -> MeasuredPipeline:
     return MeasuredPipeline(measured, pictures_of(request.model, measured, request.prompt, request.num_inference_steps))
 
 
-def _is_quantized(folder: Path) -> bool:
-    from quark.torch.model.model_folder import read_config
-
-    return (folder / "config.json").is_file() and bool(read_config(folder).get("quantization_config"))
-
-
 def _require_same_architecture(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raise ConfigError when two configs describe models whose layers cannot be compared."""
     for key in ("_class_name", "model_type", "architectures", "hidden_size", "num_hidden_layers", "vocab_size"):
@@ -282,3 +276,9 @@ def _require_same_architecture(before: dict[str, Any], after: dict[str, Any]) ->
                 f"The two models differ in {key}: {before.get(key)} (float) and {after.get(key)} (quantized). "
                 "Compare a quantized model with the float model that it was made from."
             )
+
+
+def _is_quantized(folder: Path) -> bool:
+    from quark.torch.model.model_folder import read_config
+
+    return (folder / "config.json").is_file() and bool(read_config(folder).get("quantization_config"))

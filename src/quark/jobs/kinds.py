@@ -78,7 +78,7 @@ def _run_adapter(job: FolderJob) -> FolderResult:
 
 
 def _run_in_place(job: FolderJob, named: Path) -> FolderResult:
-    """As `run_model`, of a folder that is removed afterwards."""
+    """Quantize and write the model of a folder, which is removed afterwards."""
     try:
         return run_model(job, named)
     finally:

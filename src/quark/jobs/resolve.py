@@ -77,14 +77,6 @@ def resolve(request: FolderRequest | FileRequest, data: Any = None) -> FolderJob
     return job
 
 
-def _check_amount(request: FolderRequest) -> None:
-    """Raise UsageError where nothing says what the layers become."""
-    # Half of a budget is told where budgets are read.
-    budget = request.bits is not None or request.size is not None or request.candidates or request.sensitivity
-    if request.scheme is None and not budget:
-        raise UsageError(f"Missing option --scheme or --for, which {request.model} needs.")
-
-
 def _job_of_file(request: FileRequest, choice: GoalChoice | None, data: Any) -> FileJob:
     if choice is None:
         return FileJob(request, None, request.config, request.target, data)
@@ -93,3 +85,11 @@ def _job_of_file(request: FileRequest, choice: GoalChoice | None, data: Any) -> 
     found_by_flow = choice.goal is GOALS["onnxruntime"] and asked.scheme is None and asked.bits is None
     config = None if found_by_flow else choice.scheme
     return FileJob(request, choice, config, choice.target_with(request.target), data)
+
+
+def _check_amount(request: FolderRequest) -> None:
+    """Raise UsageError where nothing says what the layers become."""
+    # Half of a budget is told where budgets are read.
+    budget = request.bits is not None or request.size is not None or request.candidates or request.sensitivity
+    if request.scheme is None and not budget:
+        raise UsageError(f"Missing option --scheme or --for, which {request.model} needs.")

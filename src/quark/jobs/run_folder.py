@@ -58,7 +58,7 @@ def run_model(job: FolderJob, named: Path) -> FolderResult:
 
 
 def _run_beside(job: FolderJob, named: Path, of_model: Callable[[], str]) -> FolderResult:
-    """As `run_model`, of a job that is configured, beside the thread that makes the digest of the model."""
+    """Quantize and write a job that is configured, beside the thread that makes the digest of the model."""
     from quark.jobs.folders.models import folder_bytes
 
     request = job.request

@@ -1,7 +1,7 @@
 """What `--effort best` does beyond its solver: texts that the model writes, and distillation, where these are possible.
 
     texts           where the model goes on writing a text and is in memory, as many as fit into MOST_SECONDS
-    distillation    behind them, where its float copy and what it learns fit into memory, too
+    distillation    after them, where its float copy and what it learns fit into memory, too
 
 Decided from shapes and a measured speed, before a weight is read; what is left out has its reason.
 """
@@ -51,7 +51,7 @@ def completed_for(
     asked: int | None = None,
     why: str | None = None,
 ) -> GoalChoice:
-    """The same of a model, with or without weights.
+    """The choice with what its effort adds for a model, with or without weights, and this machine.
 
     Args:
         choice: The choice.

@@ -71,7 +71,7 @@ class Calibration:
         return samples
 
     def samples_of(self, inputs: ModelInputs | StepInputs) -> Sequence[Any] | None:
-        """As `read`, and nothing is logged."""
+        """The samples, without a log line; None without data. Raises as `ModelInputs.read` does."""
         if self.path is None:
             given = {
                 "--samples": self.samples, "--length": self.length, "--packing": self.packing, "--seed": self.seed,
@@ -161,10 +161,5 @@ def counted(samples: Sequence[Any]) -> str:
 
 def _lengths(samples: Sequence[Any]) -> list[int]:
     """The token ids of each sample that has some."""
-    return [tokens for sample in samples if (tokens := _tokens(sample)) is not None]
-
-
-def _tokens(sample: Any) -> int | None:
-    """How many token ids a sample has; None where it has none."""
-    ids: Any = sample.get("input_ids") if isinstance(sample, dict) else sample
-    return int(ids.shape[-1]) if getattr(ids, "ndim", 0) == 2 and not ids.is_floating_point() else None
+    ids: list[Any] = [sample.get("input_ids") if isinstance(sample, dict) else sample for sample in samples]
+    return [int(x.shape[-1]) for x in ids if getattr(x, "ndim", 0) == 2 and not x.is_floating_point()]

@@ -97,7 +97,7 @@ class FolderJob:
             raise CalibrationError(f"{why} needs calibration data: pass --calib, {RECORDED}.")
 
     def of(self, model: Path, **said: Any) -> FolderJob:
-        """The same of another folder, which is not opened yet, and of other words of the request."""
+        """The job for another folder, which is not opened yet, and other words of the request."""
         request = replace(self.request, model=model, **said)
         return replace(self, request=request, open=opener(request))
 

@@ -99,7 +99,12 @@ class ModelInputs:
             )
         limit = min(limit, sys.maxsize)  # islice takes no more
         most = limit if seed is None else None
-        found = self._samples(_Taking(data, most, self._length(length), packing is not False))
+        text = text_config(self.config)
+        offset = (getattr(text, "pad_token_id", None) or 0) + 1
+        positions = most_tokens(text, length + offset)
+        # Positions of some encoders begin after that of the padding token; a sample two tokens shorter harms no other.
+        length = min(length, positions if self.model_class.can_generate() else max(1, positions - offset))
+        found = self._samples(_Taking(data, most, length, packing is not False))
         samples = list(itertools.islice(found, limit)) if seed is None else _chosen(found, limit, seed)
         if not samples:
             raise CalibrationError(f"{data} holds no sample: {self._wanted()}.")
@@ -187,14 +192,6 @@ class ModelInputs:
             if auto == "AutoTokenizer" and not any((self.folder / name).is_file() for name in files):
                 raise FileNotFoundError(f"none of {', '.join(sorted(files))} is there")
             return loaded
-
-    def _length(self, length: int) -> int:
-        """Tokens in a sample: as many as wanted, or as the model has positions."""
-        text = text_config(self.config)
-        offset = (getattr(text, "pad_token_id", None) or 0) + 1
-        positions = most_tokens(text, length + offset)
-        # Positions of some encoders begin after that of the padding token; a sample two tokens shorter harms no other.
-        return min(length, positions if self.model_class.can_generate() else max(1, positions - offset))
 
     def _named(self, values: Any) -> dict[str, torch.Tensor]:
         """The arguments of the model among what a tokenizer or processor gives, in the dtype of the model."""

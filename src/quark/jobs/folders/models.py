@@ -27,15 +27,6 @@ from quark.torch.llm.model_loading import DTYPES, FOREIGN
 from quark.torch.model.batches import named_device
 
 
-def _quiet_transformers() -> Any:
-    """Transformers, without bars and reports unless --verbose asks for them: what they say is checked, and raised."""
-    transformers = import_transformers()
-    if not logger.isEnabledFor(logging.DEBUG):
-        transformers.utils.logging.disable_progress_bar()
-        transformers.utils.logging.set_verbosity_error()
-    return transformers
-
-
 def check_loading(loading: Loading) -> torch.device:
     """The device of a name. Raises ConfigError for one that is not there, or a dtype that is none."""
     if loading.dtype not in DTYPES:
@@ -45,7 +36,10 @@ def check_loading(loading: Loading) -> torch.device:
 
 def open_folder(folder: Path, trust_remote_code: bool = False) -> OpenedFolder:
     """The folder of a model, whose class says nothing while it is built."""
-    _quiet_transformers()
+    transformers = import_transformers()
+    if not logger.isEnabledFor(logging.DEBUG):  # without --verbose, no bars and reports: what they say is raised
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
     return OpenedFolder(folder, trust_remote_code)
 
 

@@ -55,7 +55,7 @@ def requests_of(request: FolderRequest) -> dict[str, FolderRequest]:
     Raises:
         ConfigError: There is no such component, it gets no scheme, or an option does not apply to a pipeline.
     """
-    from quark.torch.model.folder_files import components  # imports torch
+    from quark.torch.model.folder_files import absent_components, components  # imports torch
 
     _refuse_of_one(request)
     there, asked = components(request.model), [item.partition("=") for item in request.component or ()]
@@ -69,7 +69,9 @@ def requests_of(request: FolderRequest) -> dict[str, FolderRequest]:
         )
     _check_schemes(own, request.calib)
     _check_classes(request.model, {name: there[name] for name in (*whole, *own)})
-    _say_absent(request.model)
+    if absent := absent_components(request.model):  # a download that ended early, or a folder that was removed
+        named = ", ".join(absent)
+        logger.warning("%s names %s, and has no such folder: nor has the output.", request.model, named)
     part = replace(request, component=None, report=None, said=request.said - {"component", "report"})
     return {
         name: replace(
@@ -91,21 +93,6 @@ def _with_own_scheme(part: FolderRequest, name: str, scheme: str) -> FolderReque
     if data is None or not (part.algorithm or scheme_of(scheme).needs_data):
         return replace(_without(part, OF_DENOISERS), scheme=scheme)
     return replace(_without(part, OF_DENOISERS - OF_DATA), scheme=scheme, calib=data)
-
-
-def _say_absent(folder: Path) -> None:
-    """Log the components that are named, and lack a folder: a download that ended early, or one that was removed."""
-    from quark.torch.model.folder_files import absent_components
-
-    if absent := absent_components(folder):
-        logger.warning("%s names %s, and has no such folder: nor has the output.", folder, ", ".join(absent))
-
-
-def _check_names(names: Iterable[str], folder: Path, there: Iterable[str]) -> None:
-    """Raise ConfigError for a component that there is not."""
-    for name in names:
-        if name not in there:
-            raise ConfigError(f"--component {name}: {folder} has no such folder. {did_you_mean(name, there)}")
 
 
 def _check_classes(folder: Path, classes: Mapping[str, tuple[str, str]]) -> None:
@@ -201,3 +188,10 @@ def _rest(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     for name in components(folder):
         if name not in names:
             yield from (folder / file for file in files_below(folder, [name]))
+
+
+def _check_names(names: Iterable[str], folder: Path, there: Iterable[str]) -> None:
+    """Raise ConfigError for a component that there is not."""
+    for name in names:
+        if name not in there:
+            raise ConfigError(f"--component {name}: {folder} has no such folder. {did_you_mean(name, there)}")

@@ -96,11 +96,17 @@ def checked_recipe(content: dict[str, Any], file: Path, model: type[BaseModel]) 
         return model.model_validate(content).model_dump(exclude_none=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        path = [str(part) for part in first["loc"] if isinstance(part, int) or part in _keys(model) or _is_key(part)]
+        # Other places are names of types in a union.
+        types = ("str", "int", "float", "bool")
+        keys = [part for part in first["loc"] if part in _keys(model) or ("[" not in str(part) and part not in types)]
+        path = list(map(str, keys))
         where = ".".join(path) or "the recipe"
         if first["type"] == "extra_forbidden":
-            section = _section(model, tuple(map(str, first["loc"][:-1])))
-            hint = did_you_mean(path[-1], section)
+            section = model
+            if above := list(map(str, first["loc"][:-1])):
+                kinds = typing.get_args(model.model_fields[above[0]].annotation)
+                section = next(kind for kind in kinds if kind is not type(None))
+            hint = did_you_mean(path[-1], _keys(section))
             raise ConfigError(f"{file}: there is no key {where}. {hint}") from None
         more = len(error.errors()) - 1
         came = f", got {first['input']!r:.60}" if first["type"] != "missing" else ""
@@ -108,22 +114,8 @@ def checked_recipe(content: dict[str, Any], file: Path, model: type[BaseModel]) 
         raise ConfigError(f"{file}: {where}: {first['msg']}{came}{also}.") from None
 
 
-def _section(model: type[BaseModel], path: tuple[str, ...]) -> list[str]:
-    """The keys of a section."""
-    return _keys(model) if not path else _keys(_inner(model, path[0]))
-
-
-def _inner(model: type[BaseModel], section: str) -> type[BaseModel]:
-    return next(part for part in typing.get_args(model.model_fields[section].annotation) if part is not type(None))
-
-
 def _keys(model: type[BaseModel]) -> list[str]:
     return list(model.model_fields)
-
-
-def _is_key(part: object) -> bool:
-    """Whether a part of a place is a key: those of unions are names of types."""
-    return isinstance(part, str) and "[" not in part and part not in ("str", "int", "float", "bool")
 
 
 # The file -------------------------------------------------------------------------------------------------------------
