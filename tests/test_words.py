@@ -48,7 +48,6 @@ ROOMS_TO_COME = (
     "torch/model/tied_weights.py",
     "torch/plan.py",
     "torch/quantizer.py",
-    "torch/writers/",
 )
 
 # Each has a word of the field: after, kept, compared, copy, equal, shown, candidate, and, large.
@@ -138,6 +137,17 @@ STAND_ALONE = {
     "torch/model/calibration_data/unpadding.py:_labelled": _COMPLEX,
     "torch/model/calibration_data/unpadding.py:_own_axes": _COMPLEX,
     "torch/model/calibration_data/unpadding.py:_patches": _COMPLEX,
+    "torch/writers/comfyui/names.py:_row_name": _STEPS,
+    "torch/writers/comfyui/solved.py:_tensor": _EACH,
+    "torch/writers/gguf/format.py:GgufLayout._params_of": _EACH,
+    "torch/writers/gguf/further_tokens.py:_have_places": _COMPLEX,
+    "torch/writers/gguf/imatrix.py:_joined": _EACH,
+    "torch/writers/gguf/import_file.py:_check_shape": _COMPLEX,
+    "torch/writers/model_card.py:_is_plain": _EACH,
+    "torch/writers/model_card.py:_reads_cache": _COMPLEX,
+    "torch/writers/onnx/activations.py:_is_dynamic_quantize_linear": _STEPS,
+    "torch/writers/onnx/activations.py:_is_quantize_linear": _STEPS,
+    "torch/writers/onnx/weights.py:_is_linear": _STEPS,
 }
 
 FEWEST_LINES = 6

@@ -129,13 +129,13 @@ class _Files:
     """The tensors that a folder holds and a model's class does not build."""
 
     def __init__(self, model: Any, folder: OpenedFolder) -> None:
-        held = {name: file for file in folder.files for name in file.names}
-        self.held = {name: held[name] for name in dropped_names(model, held)}
+        stored = {name: file for file in folder.files for name in file.names}
+        self.dropped = {name: stored[name] for name in dropped_names(model, stored)}
 
     def by_layer(self, form: Format) -> dict[str, dict[str, torch.Tensor]]:
         """Layer -> leaf, as quark folders have it -> what is stored there, on the meta device."""
         found: dict[str, dict[str, torch.Tensor]] = {}
-        for name, file in self.held.items():
+        for name, file in self.dropped.items():
             named = form.received(name, file.meta(name))
             if named is not None:
                 parent, _, leaf = named[0].rpartition(".")
@@ -144,7 +144,7 @@ class _Files:
 
     def tensors(self, layers: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Name in the file, and tensor, of everything that belongs to these layers."""
-        for name, file in self.held.items():
+        for name, file in self.dropped.items():
             if name.rpartition(".")[0] in layers:
                 yield name, file.read(name)
 
@@ -154,8 +154,8 @@ def _float_shape(name: str, parts: Mapping[str, torch.Tensor], spec: LayerSpec, 
     stored = {suffix: parts[leaf].shape for leaf, suffix in _SUFFIXES.items() if leaf in parts}
     assert spec.weight is not None
     rows, columns = parts["weight"].shape
-    held = parts["weight"].dtype.itemsize * 8 / spec.weight.dtype.bits
-    sides = [(rows, columns), (rows, int(columns * held)), (int(rows * held), columns)]
+    per_code = parts["weight"].dtype.itemsize * 8 / spec.weight.dtype.bits
+    sides = [(rows, columns), (rows, int(columns * per_code)), (int(rows * per_code), columns)]
     for shape in dict.fromkeys((*sides, *(side[::-1] for side in sides))):
         try:
             made = stored_like(layout, spec.weight, torch.empty(shape, dtype=layout.model_dtype, device="meta"))

@@ -46,7 +46,8 @@ def write_config(model: Any, quantization: dict[str, Any], source: OpenedFolder 
     if is_network(model):
         own = {name: value for name, value in json.loads(model.to_json_string()).items() if name not in OF_NETWORKS}
         # Its loader has no other place for the type of its numbers.
-        _write(own | {"quantization_config": {**quantization, "torch_dtype": _dtype_of(model)}}, folder)
+        dtype = str(model.dtype).removeprefix("torch.")
+        _write(own | {"quantization_config": {**quantization, "torch_dtype": dtype}}, folder)
         return
     config = copy.deepcopy(model.config)
     config.__dict__.pop("quantization_config", None)  # of the folder that it was loaded from
@@ -65,10 +66,6 @@ def write_config(model: Any, quantization: dict[str, Any], source: OpenedFolder 
 
 def _write(stored: Mapping[str, Any], folder: Path) -> None:
     (folder / CONFIG).write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
-
-
-def _dtype_of(model: Any) -> str:
-    return str(model.dtype).removeprefix("torch.")
 
 
 def _quantized_ends(model: Any) -> bool:

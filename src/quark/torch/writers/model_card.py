@@ -85,7 +85,8 @@ def write_card(
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     form, float_card = str(stored["quant_method"]), _front_matter(source)
     base, carried = _base_of_card(float_card) or base_model(source), _carried(float_card)
-    named = dict.fromkeys((*carried.pop("tags"), "quark", "quantized", form, _model_type(model)))
+    model_type = str(getattr(model.config, "model_type", ""))
+    named = dict.fromkeys((*carried.pop("tags"), "quark", "quantized", form, model_type))
     data = ModelCardData(
         **carried,
         library_name="diffusers" if is_network(model) else "transformers",
@@ -209,12 +210,8 @@ def _carried(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is text, or a list of texts: what else YAML can hold, also a list that holds itself, stays behind."""
+    """Whether it is text, or a list of texts: what else YAML can hold, also a list that holds itself, is left out."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
-
-
-def _model_type(model: Any) -> str:
-    return str(getattr(model.config, "model_type", ""))
 
 
 def _loading(model: Any, form: str) -> str:
@@ -273,19 +270,6 @@ def _servers(model: Any, layers: Mapping[str, LayerSpec], form: str) -> Iterator
             yield server
 
 
-def _reads_cache(server: RuntimeGoal, layers: Mapping[str, LayerSpec], form: str) -> bool:
-    """Compare the caches of keys and values that layers feed with those that a server reads; True where it reads all.
-
-    Args:
-        server: The program.
-        layers: Name -> spec; the output of one that feeds a quantized cache is quantized.
-        form: The format of the folder.
-    """
-    fed = {name.rpartition(".")[2]: spec.output for name, spec in layers.items() if spec.output is not None}
-    caches, leaves = [cache_spec(name) for name in server.cache], server.cache_layers.get(form, fed)
-    return all(cache in caches and leaf in leaves for leaf, cache in fed.items())
-
-
 def _body(architecture: str, load: str, layers: Mapping[str, LayerSpec], form: str, base: str | None, size: int) -> str:
     counts = Counter(described(spec) for spec in layers.values())
     schemes = "".join(f"- {count} layers: {scheme}\n" for scheme, count in counts.most_common())
@@ -308,3 +292,16 @@ def described(spec: LayerSpec) -> str:
     """What is quantized in a layer."""
     roles = {role: getattr(spec, role) for role in ROLES}
     return ", ".join(f"{role} {found}" for role, found in roles.items() if found is not None)
+
+
+def _reads_cache(server: RuntimeGoal, layers: Mapping[str, LayerSpec], form: str) -> bool:
+    """Compare the caches of keys and values that layers feed with those that a server reads; True where it reads all.
+
+    Args:
+        server: The program.
+        layers: Name -> spec; the output of one that feeds a quantized cache is quantized.
+        form: The format of the folder.
+    """
+    fed = {name.rpartition(".")[2]: spec.output for name, spec in layers.items() if spec.output is not None}
+    caches, leaves = [cache_spec(name) for name in server.cache], server.cache_layers.get(form, fed)
+    return all(cache in caches and leaf in leaves for leaf, cache in fed.items())

@@ -119,12 +119,9 @@ def kinds() -> tuple[DenoiserKind, ...]:
 def _rows(table: str) -> tuple[tuple[re.Pattern[str], str, str], ...]:
     """Pattern of a name in diffusers, the original name, and what changes."""
     found = [row for row in _table("names.tsv") if row["table"] == table]
-    return tuple((_pattern(row["diffusers"]), row["original"], row["change"]) for row in found)
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    """A name with numbers, and behind it the end that is the same in both: `.weight`, or none."""
-    return re.compile(re.escape(name).replace(r"\{\}", r"(\d+)") + r"(\.weight|\.bias)?")
+    # Numbers in a name, and after it the end that is equal in both: `.weight`, or none.
+    names = [re.escape(row["diffusers"]).replace(r"\{\}", r"(\d+)") + r"(\.weight|\.bias)?" for row in found]
+    return tuple((re.compile(name), row["original"], row["change"]) for name, row in zip(names, found, strict=True))
 
 
 def kind_of_file(names: Iterable[str]) -> DenoiserKind:
@@ -171,8 +168,9 @@ def original_tensors(kind: DenoiserKind, names: Iterable[str]) -> list[OriginalT
     names = list(names)
     parts: dict[str, list[tuple[int, str]]] = {}
     swapped: set[str] = set()
-    last = _last_block(names)
-    layers = _layers_of_a_block(names)
+    last = max((_number(name) for name in names if name.startswith("transformer_blocks.")), default=-1)
+    down = [re.match(r"down_blocks\.0\.resnets\.(\d+)\.", name) for name in names]
+    layers = 1 + max((int(match[1]) for match in down if match), default=-1)  # in a block of the way down of a UNet
     for name in names:
         found = _unet_name(name, layers, names) if kind.is_unet else _row_name(kind, name)
         if found is None:
@@ -222,22 +220,14 @@ def _number(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def _last_block(names: list[str]) -> int:
-    """The number of the last block that a `swap_in_last` is about."""
-    return max((_number(name) for name in names if name.startswith("transformer_blocks.")), default=-1)
-
-
-def _layers_of_a_block(names: list[str]) -> int:
-    """Residual layers in a block of the way down of a UNet."""
-    found = [re.match(r"down_blocks\.0\.resnets\.(\d+)\.", name) for name in names]
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
-
-
 UNET = re.compile(r"(down|mid|up)_block(?:s\.(\d+))?\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)")
 
 
 def _unet_name(name: str, layers: int, names: list[str]) -> tuple[str, int, str] | None:
-    """As `_row_name`, of a UNet: its blocks are counted through, with a further one where the size changes."""
+    """The original name in a UNet, its place and its change; None of a name that is not known.
+
+    Blocks are counted through, with a further one where the size changes.
+    """
     match = UNET.fullmatch(name)
     if match is None:
         return _plain_unet_name(name)
@@ -255,8 +245,8 @@ def _unet_name(name: str, layers: int, names: list[str]) -> tuple[str, int, str]
         rest = rest.replace("conv.", "op.") if sampler else rest
     else:
         sampler = what == "upsamplers"
-        behind = 1 + any(other.startswith(f"up_blocks.{block}.attentions.") for other in names)
-        inner = behind if sampler else int(what == "attentions")
+        after = 1 + any(other.startswith(f"up_blocks.{block}.attentions.") for other in names)
+        inner = after if sampler else int(what == "attentions")
         place = f"output_blocks.{block * (layers + 1) + (layers if sampler else layer)}.{inner}"
     return f"{place}.{rest}", 0, ""
 

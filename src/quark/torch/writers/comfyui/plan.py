@@ -96,7 +96,11 @@ def plan_scaled(
 def plan_blocks(
     source: DenoiserSource, mix: str, exclude: Sequence[str], layers: Mapping[str, str]
 ) -> dict[str, PlannedLayer]:
-    """As `plan_scaled`, of a mix of block types. Raises NotSupportedError for a mix that the tools do not write."""
+    """The block type that each layer gets, by its original name. Takes and raises what `plan_scaled` does.
+
+    Raises:
+        NotSupportedError: A mix that the tools do not write.
+    """
     for name in (mix, *layers.values()):
         if name not in FILE_MIXES:
             raise NotSupportedError(

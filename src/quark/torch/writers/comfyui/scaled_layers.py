@@ -26,7 +26,7 @@ from collections.abc import Mapping
 import torch
 
 from quark.core.dtypes import DTYPES
-from quark.core.granularity import Granularity, PerChannel, PerGroup, PerTensor
+from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.packing import encode
 from quark.core.quantize import quantize, recover_codes
 from quark.core.scales import QParams, exponent
@@ -88,15 +88,12 @@ def check_shape(name: str, shape: tuple[int, ...], spec: LayerSpec) -> None:
 def _weight_format(weight: TensorSpec) -> str | None:
     if not weight.symmetric or weight.code_spec is not None:
         return None
-    blocks = weight.scale_type is ScaleType.float8_e8m0fnu
-    return HOLDS.get((weight.dtype.name, _sharing(weight.granularity), blocks, weight.scale_spec is not None))
-
-
-def _sharing(split: Granularity) -> str:
-    """Which values share a scale."""
+    split, blocks = weight.granularity, weight.scale_type is ScaleType.float8_e8m0fnu
     if isinstance(split, PerGroup):
-        return str(split.size) if split.axis in (-1, 1) else ""
-    return {PerTensor(): "tensor", PerChannel(0): "row"}.get(split, "")
+        sharing = str(split.size) if split.axis in (-1, 1) else ""
+    else:
+        sharing = {PerTensor(): "tensor", PerChannel(0): "row"}.get(split, "")
+    return HOLDS.get((weight.dtype.name, sharing, blocks, weight.scale_spec is not None))
 
 
 def _takes_input(form: str, tensor: TensorSpec) -> bool:

@@ -77,8 +77,12 @@ class RowsOfJoined(nn.Module):
 
     def _product(self, x: torch.Tensor, part: RowsOfJoined) -> torch.Tensor:
         """What the layer makes of x, which is kept until each part has had it."""
-        waiting = any(part is other for other in self._left)
-        if self._made is None or not waiting or not _same(self._made[0], x):
+        known = self._made[0] if self._made and any(part is other for other in self._left) else None
+        equal = known is x
+        if known is not None and (known.shape, known.dtype, known.device) == (x.shape, x.dtype, x.device):
+            # Without values, what ComfyUI reads once is taken to be equal.
+            equal = equal or x.is_meta or torch.equal(known, x)
+        if self._made is None or not equal:
             self._made, self._left = (x, self.layer(x)), list(self._parts)
         made = self._made[1]
         self._left = [other for other in self._left if other is not part]
@@ -89,14 +93,6 @@ class RowsOfJoined(nn.Module):
     def _of(self, whole: torch.Tensor, axis: int) -> torch.Tensor:
         parts = [whole.narrow(axis, rows.start, rows.stop - rows.start) for rows in self.rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same values. Without values, what ComfyUI reads once is taken to be the same."""
-    if one is other:
-        return True
-    alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-    return alike and (one.is_meta or torch.equal(one, other))
 
 
 def join_layers(model: nn.Module, plan: Mapping[str, PlannedLayer]) -> dict[str, str]:

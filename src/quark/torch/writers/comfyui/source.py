@@ -82,7 +82,10 @@ def open_denoiser(path: Path) -> DenoiserSource:
         class_name = str(folder.config.get(CLASS))
         places = {name: (file, name) for file in folder.files for name in file.names}
         kind = kind_of_class(class_name, places)
-        _check_class(folder)
+        if find_spec("diffusers") is None:
+            logger.info("%s is not compared with its class, as diffusers is not installed.", folder.path)
+        else:
+            check_network(folder.path, folder.skeleton, folder.metas)
         tensors = original_tensors(kind, places)
     else:
         require_regular(path)
@@ -112,11 +115,3 @@ def _component(path: Path) -> Path:
         possible = ", ".join(str(path / name) for name in found) or "a folder with model_index.json and transformer/"
         raise FormatError(f"{path} {what}; a file for ComfyUI holds one. Possible: {possible}.")
     return path / found[0]
-
-
-def _check_class(folder: OpenedFolder) -> None:
-    """Raise FormatError where tensors of the class lack, or have another shape; without diffusers a line says so."""
-    if find_spec("diffusers") is None:
-        logger.info("%s is not compared with its class, as diffusers is not installed.", folder.path)
-        return
-    check_network(folder.path, folder.skeleton, folder.metas)

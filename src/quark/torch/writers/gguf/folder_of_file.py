@@ -100,7 +100,13 @@ def folder_of_gguf(file: Path, folder: Path, dtype: torch.dtype | None = None) -
     folder.mkdir(parents=True, exist_ok=True)
     tensors = tensors_of_gguf(file, reader, folder, NARROW if dtype is None else (dtype,))
     model = tensors.model
-    _generation_config(reader, model.config).to_json_file(folder / "generation_config.json")
+    # With the tokens that end a text, a turn and a message.
+    fields = (reader.get_field(f"tokenizer.ggml.{key}_token_id") for key in ("eos", *ENDS))
+    ends = list(dict.fromkeys(int(field.contents()) for field in fields if field is not None))
+    eos = ends if len(ends) > 1 else next(iter(ends), None)
+    begin, pad = model.config.bos_token_id, model.config.pad_token_id
+    generation = import_transformers().GenerationConfig(bos_token_id=begin, eos_token_id=eos, pad_token_id=pad)
+    generation.to_json_file(folder / "generation_config.json")
     tensors.create(folder)
     left = sum((block_of(tensor.name) or 0) >= model.config.num_hidden_layers for tensor in reader.tensors)
     return FolderOfFile(file, folder, tensors, left)
@@ -163,15 +169,6 @@ def _of_config(file: Path, reader: Any, folder: Path, config: Any, dtype: torch.
     opened = OpenedFolder(folder)
     check_sizes(folder, opened.config, shapes)
     return FloatTensors(file, reader, opened.skeleton)
-
-
-def _generation_config(reader: Any, config: Any) -> Any:
-    """The generation config, with the tokens that end a text, a turn and a message."""
-    fields = (reader.get_field(f"tokenizer.ggml.{key}_token_id") for key in ("eos", *ENDS))
-    ends = list(dict.fromkeys(int(field.contents()) for field in fields if field is not None))
-    eos = ends if len(ends) > 1 else next(iter(ends), None)
-    begin, pad = config.bos_token_id, config.pad_token_id
-    return import_transformers().GenerationConfig(bos_token_id=begin, eos_token_id=eos, pad_token_id=pad)
 
 
 class FloatTensors:

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens (MTP) as blocks of a GGUF file, behind the n of the model.
+"""Layers that predict further tokens (MTP) as blocks of a GGUF file, after the n of the model.
 
     model.layers.{n + i}.*                     ->  blk.{n + i}.*, and blk.{n + i}.nextn.* what joins them to the model
     mtp.layers.{i}.*, mtp.fc, mtp.norm, ...    ->  the same
@@ -26,7 +26,7 @@ from quark.torch.writers.gguf.format import GgufFormat
 from quark.torch.writers.gguf.of_model import tensor_names
 
 IN_MTP = re.compile(r"^(?:model\.)?mtp\.layers\.([0-9]{1,4})\.")
-"""The number of a layer that is not numbered on behind those of the model."""
+"""The number of a layer that is not numbered on after those of the model."""
 JOINS = {
     "fc": "eh_proj",
     "pre_fc_norm_embedding": "enorm",
@@ -88,7 +88,7 @@ def _blocks(names: Iterable[str | None]) -> set[int]:
 
 
 def _have_places(model: Any, architecture: Architecture, names: Iterable[str | None], blocks: set[int]) -> bool:
-    """Whether all these tensors have names in a file, and are whole blocks that go on behind those of the model."""
+    """Whether all these tensors have names in a file, and are whole blocks that go on after those of the model."""
     layers = model.config.num_hidden_layers
     name_of = tensor_names(model, architecture, len(blocks))
     in_file = {name_of(name) if name else None for name in names}
@@ -112,6 +112,6 @@ def _in_block(name: str, layers: int) -> str | None:
 
 
 def further_if_known(model: Any, plan: Plan | None) -> FurtherLayers:
-    """As `further_layers`; none of a model that GGUF files are not written of."""
+    """The layers that predict further tokens; none of a model that GGUF files are not written of."""
     kind = str(model.config.model_type)
     return further_layers(model, ARCHITECTURES[kind], plan) if kind in ARCHITECTURES else FurtherLayers([], {}, {})

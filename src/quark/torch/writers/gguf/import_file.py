@@ -60,7 +60,7 @@ def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn
 
 @with_weights
 def import_opened(model: nn.Module, path: Path, reader: Any) -> nn.Module:
-    """As `import_model_from_gguf`, of a file that is open."""
+    """The model with the values of a GGUF file that is open, its layers quantized as the file has them."""
     architecture = architecture_of(getattr(model, "config", None))
     named = named_tensors(path, reader, model, architecture)
     refuse_other_config(path, reader, model.config, "of the model. Possible: the float model that the file is of.")
@@ -81,7 +81,10 @@ def is_coded(name: str, config: QConfig) -> bool:
 
 def named_tensors(file: Path, reader: Any, model: Any, architecture: Architecture) -> dict[str, Any]:
     """Name in the model, in which each expert has its own, -> the tensor of the file that holds it, of its shape."""
-    tensors = {tensor.name: tensor for tensor in _of_architecture(reader, file, architecture.arch).tensors}
+    field = reader.get_field("general.architecture")
+    if (found := field.contents() if field else None) != architecture.arch:
+        raise FormatError(f"{file} has the architecture {found!r}, but the model needs {architecture.arch!r}.")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
     shapes = _linear_shapes(model)
     name_of = tensor_names(model, architecture)
     # Not every parameter has a name there: a head that is always tied has none.
@@ -97,7 +100,10 @@ def named_tensors(file: Path, reader: Any, model: Any, architecture: Architectur
             named[name] = _joined(name, [tensors.get(part) for part in parts]) if parts else tensors[stored]
     _refuse_unread(file, model, names, tensors, architecture)
     for name, tensor in named.items():
-        _check_shape(file, tensor, name, _shape_in_file(architecture, name, shapes[name], model.config))
+        change, expected = architecture.change(name), shapes[name]
+        if change is not None:
+            expected = tuple(change.write(torch.empty(expected, device="meta"), model.config).shape)
+        _check_shape(file, tensor, name, expected)
     return named
 
 
@@ -109,12 +115,6 @@ def _linear_shapes(model: Any) -> dict[str, tuple[int, ...]]:
         return {name: shape[::-1] if is_conv1d(model, name) else shape for name, shape in shapes.items()}
     finally:
         undo(model, originals)
-
-
-def _shape_in_file(architecture: Architecture, name: str, shape: tuple[int, ...], config: Any) -> tuple[int, ...]:
-    """The shape that a tensor has in files, of one expert where there are several."""
-    change = architecture.change(name)
-    return shape if change is None else tuple(change.write(torch.empty(shape, device="meta"), config).shape)
 
 
 def _check_shape(file: Path, tensor: Any, name: str, expected: tuple[int, ...]) -> None:
@@ -133,7 +133,7 @@ def _refuse_unread(
     read = {*names.values(), *(name for name, _, _ in rope_tensors(model.config))}
     for name in names:
         read |= {part_name(name, part) for part in architecture.parts(name, model.config)}
-    # Blocks behind the last one predict further tokens; the model itself does without.
+    # Blocks after the last one predict further tokens; the model itself does without.
     blocks = model.config.num_hidden_layers
     unread = [name for name in tensors if name not in read and (block_of(name) or 0) < blocks]
     if unread:
@@ -164,7 +164,11 @@ class TensorReader:
         # What is left in float of an expert, its biases, has the dtype of all: it is in one tensor with others here.
         value = None if coded or self.expert is not None else value_of(model, name)
         self.dtype = None if coded else model.dtype if value is None else value.dtype
-        self.shape = None if value is None else _shape(value, tensor, self.change is not None)
+        self.shape: tuple[int, ...] | None = None
+        if value is not None:  # a row of its own may be a vector in the file
+            stored = tuple(int(size) for size in reversed(tensor.shape))
+            equal = self.change is not None and math.prod(stored) == value.numel()
+            self.shape = tuple(value.shape) if equal or (1, *stored) == tuple(value.shape) else stored
 
     @property
     def is_exact(self) -> bool:
@@ -199,7 +203,10 @@ class TensorReader:
 
     def _stored(self) -> torch.Tensor:
         """The numbers of the file, or bytes of blocks, with rows in the order of the model. Raises NonFiniteError."""
-        value, kind = torch.from_numpy(_data_of(self.tensor, self.expert).copy()), self.tensor.tensor_type.name
+        parts = self.tensor.parts if isinstance(self.tensor, _Joined) else [self.tensor]
+        data = [part.data if self.expert is None else part.data[self.expert] for part in parts]
+        value = torch.from_numpy((data[0] if len(data) == 1 else np.concatenate(data)).copy())
+        kind = self.tensor.tensor_type.name
         if kind == "BF16":
             value = value.view(torch.bfloat16)
         if kind in (*DTYPES, *SPECS) and not _is_finite(value, kind):
@@ -263,13 +270,6 @@ def value_of(model: nn.Module, name: str) -> torch.Tensor:
     return value
 
 
-def _shape(parameter: torch.Tensor, tensor: Any, changed: bool) -> tuple[int, ...]:
-    """That of a tensor in the model: a row of its own there may be a vector in the file."""
-    stored = tuple(int(size) for size in reversed(tensor.shape))
-    alike = changed and math.prod(stored) == parameter.numel()
-    return tuple(parameter.shape) if alike or (1, *stored) == tuple(parameter.shape) else stored
-
-
 @dataclass(frozen=True)
 class _Joined:
     """Tensors of a file whose rows are one tensor in the model, as one of gguf.ReaderTensor."""
@@ -296,21 +296,6 @@ def _joined(name: str, parts: list[Any]) -> _Joined:
     return _Joined(name, parts, parts[0].tensor_type, whole)
 
 
-def _data_of(tensor: Any, expert: int | None) -> Any:
-    """The rows of a tensor as the file has them, of one expert where there are several."""
-    parts = tensor.parts if isinstance(tensor, _Joined) else [tensor]
-    found = [part.data if expert is None else part.data[expert] for part in parts]
-    return found[0] if len(found) == 1 else np.concatenate(found)
-
-
-def _of_architecture(reader: Any, file: Path, arch: str) -> Any:
-    field = reader.get_field("general.architecture")
-    found = field.contents() if field else None
-    if found != arch:
-        raise FormatError(f"{file} has the architecture {found!r}, but the model needs {arch!r}.")
-    return reader
-
-
 def _config(model: nn.Module, named: dict[str, Any]) -> QConfig:
     """Each layer with the spec of its block type."""
     layers = {}
@@ -321,24 +306,19 @@ def _config(model: nn.Module, named: dict[str, Any]) -> QConfig:
         plain = (
             kind in DTYPES
             and expert_of(name) is None
-            and (_is_float(kind, model, name) or not layer_class(model.get_submodule(parent)))
+            and (
+                kind == "F32"
+                or DTYPES[kind] == value_of(model, name).dtype
+                or not layer_class(model.get_submodule(parent))
+            )
         )
-        if kind not in DTYPES and (leaf != "weight" or not _is_layer(model, parent, name)):
+        known = expert_of(name) is not None or is_conv1d(model, name) or layer_class(model.get_submodule(parent))
+        if kind not in DTYPES and (leaf != "weight" or not known):
             raise FormatError(f"{tensor.name} has the type {kind}, and the model has {name} in float alone.")
         if leaf != "weight" or plain:
             continue
         layers[parent] = config_of_layer(LayerSpec(weight=_spec(name, kind)))
     return QConfig(global_quant_config=config_of_layer(LayerSpec()), layer_quant_config=layers)
-
-
-def _is_layer(model: nn.Module, parent: str, name: str) -> bool:
-    """Whether a weight is that of a layer, whose values may be quantized."""
-    return expert_of(name) is not None or is_conv1d(model, name) or bool(layer_class(model.get_submodule(parent)))
-
-
-def _is_float(kind: str, model: nn.Module, name: str) -> bool:
-    """Whether a tensor is in the dtype of the model already, or in a wider one."""
-    return kind == "F32" or DTYPES.get(kind) == value_of(model, name).dtype
 
 
 def _spec(name: str, kind: str) -> TensorSpec:

@@ -20,7 +20,7 @@ def check_config(config: Any) -> None:
 
 
 def tensor_names(model: Any, architecture: Architecture, more: int = 0) -> Callable[[str], str | None]:
-    """Maps a name of the model to that of the file, `more` blocks behind those of the model too; see there."""
+    """Maps a name of the model to that of the file, `more` blocks after those of the model too; see there."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     return names.tensor_names(model.config, architecture, published_names(model), prefix, more)
 

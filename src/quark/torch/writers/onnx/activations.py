@@ -123,8 +123,8 @@ def _scalar(writer: GraphWriter, name: str, value: object) -> ir.Value:
 def _cast(writer: GraphWriter, x: ir.Value, name: str, spec: TensorSpec) -> ir.Value:
     limits = {f"{spec.dtype}_min": spec.dtype.min, f"{spec.dtype}_max": spec.dtype.max}
     bounds = [writer.shared(key, np.asarray(limit, np.float32)) for key, limit in limits.items()]
-    held = writer.node("Clip", [x, *bounds], f"{name}_Clip")
-    codes = writer.cast(held, writer.kind(code_type(spec.dtype)), f"{name}_QuantizeLinear")
+    clipped = writer.node("Clip", [x, *bounds], f"{name}_Clip")
+    codes = writer.cast(clipped, writer.kind(code_type(spec.dtype)), f"{name}_QuantizeLinear")
     return writer.cast(codes, writer.kind("FLOAT"), f"{name}_DequantizeLinear")
 
 
@@ -151,7 +151,13 @@ def _pair(writer: GraphWriter, x: ir.Value, name: str, tensor: MarkedTensor, par
         writer.require(OUTPUT_DTYPE_OPSET, f"{tensor.name} ({spec})")
         return _float8(writer, x, name, scale, kind, attributes)
     writer.require(FIRST_OPSET[kind], f"{tensor.name} ({spec})")
-    scale = _for_division(scale, spec) if spec.symmetric else scale
+    if spec.symmetric:
+        # Calibration puts -amax half way between two codes. The product with 1 / scale (core/quantize.py) falls on one
+        # side, the quotient of QuantizeLinear may fall on the other: then, the next scale under which it does not.
+        lowest = np.float32((spec.dtype.min - spec.dtype.max) / 2) * scale
+        wanted = np.rint(lowest * (np.float32(1) / scale))
+        for other in (np.nextafter(scale, np.float32(np.inf)), np.nextafter(scale, np.float32(0))):
+            scale = np.where(np.rint(lowest / scale) == wanted, scale, other)
     zero = np.zeros_like(scale) if params.zero_point is None else to_numpy(params.zero_point)
     if kind == "INT8" and writer.opset >= OUTPUT_DTYPE_OPSET:
         kind, zero = "UINT8", zero + 128
@@ -172,19 +178,6 @@ def _float8(
     if attributes:
         if x.shape is None:
             raise NotSupportedError("FP8 per channel needs a tensor of known rank.")
-        behind = len(x.shape) - 1 - attributes["axis"] % len(x.shape)
-        step = writer.constant(f"{name}_scale_column", scale.reshape(-1, *[1] * behind))
+        following = len(x.shape) - 1 - attributes["axis"] % len(x.shape)
+        step = writer.constant(f"{name}_scale_column", scale.reshape(-1, *[1] * following))
     return writer.node("Mul", [writer.cast(codes, writer.kind("FLOAT"), f"{name}_Cast"), step], f"{name}_Mul")
-
-
-def _for_division(scale: NumpyArray, spec: TensorSpec) -> NumpyArray:
-    """The scale, or the next number, under which -amax has the code that it has in the model.
-
-    Calibration puts -amax half way between two codes. The product with 1 / scale (core/quantize.py) falls on one side,
-    the quotient of QuantizeLinear may fall on the other.
-    """
-    lowest = np.float32((spec.dtype.min - spec.dtype.max) / 2) * scale
-    wanted = np.rint(lowest * (np.float32(1) / scale))
-    for other in (np.nextafter(scale, np.float32(np.inf)), np.nextafter(scale, np.float32(0))):
-        scale = np.where(np.rint(lowest / scale) == wanted, scale, other)
-    return scale

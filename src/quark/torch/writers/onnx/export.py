@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,6 @@ from quark.__version__ import __version__
 from quark.base.files import check_file
 from quark.base.log import logger
 from quark.core.granularity import PerChannel, PerTensor
-from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, NotSupportedError, one_line, require_packages
 from quark.torch.layers.replace import refuse_packed
 from quark.torch.model.blocks.offloading import refuse_offloaded
@@ -76,9 +75,10 @@ def export_onnx(
     Raises:
         ConfigError: A model that is not quantized or was accelerated, or an option that is wrong.
         NotSupportedError: An option or a spec without an ONNX form, or a model that torch.export cannot trace.
-        OutputExistsError, OutputError: See there. Nothing is left behind.
+        OutputExistsError, OutputError: See there. Nothing is left of a file.
     """
-    _check_options(operator_export_type)
+    if operator_export_type not in (None, "ONNX", torch.onnx.OperatorExportTypes.ONNX):
+        raise NotSupportedError(f"operator_export_type={operator_export_type!r}: only ONNX is supported.")
     refuse_packed(model)
     refuse_offloaded(model, "export_onnx")
     args, kwargs = _arguments(input_args, next((p.device for p in model.parameters()), torch.device("cpu")))
@@ -99,11 +99,6 @@ def export_onnx(
         logger.info("The graph comes from torch.export, also with dynamo=False.")
     logger.info("Exported to %s.", file)
     return file
-
-
-def _check_options(operator_export_type: Any) -> None:
-    if operator_export_type not in (None, "ONNX", torch.onnx.OperatorExportTypes.ONNX):
-        raise NotSupportedError(f"operator_export_type={operator_export_type!r}: only ONNX is supported.")
 
 
 def _arguments(inputs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -145,14 +140,18 @@ def _quantized_graph(
             raise ConfigError(
                 "Only a model from ModelQuantizer.quantize_model can be exported; this one is not quantized."
             )
-        exported = _traced(model, args, kwargs, opset or _least_opset(s.spec for s in tensors.values()), options)
+        specs = [tensor.spec for tensor in tensors.values()]
+        plain = all(s.dtype.name in PLAIN_TYPES and isinstance(s.split, (PerTensor, PerChannel)) for s in specs)
+        exported = _traced(model, args, kwargs, opset or (PLAIN_OPSET if plain else DEFAULT_OPSET), options)
     writer, known = GraphWriter(exported, typed=True), Known()
     for node in [node for node in exported.graph if node.domain == MARKER_DOMAIN]:
         tensor = tensors[node.attributes["tensor"].as_string()]
-        weight = _constant(node.inputs[0])
-        if weight is None:
+        stored = getattr(node.inputs[0], "const_value", None)
+        if stored is None:  # a value that is computed
             write_activation(writer, node, tensor, known)
         else:
+            raw = getattr(stored, "raw", None)
+            weight = raw.detach() if isinstance(raw, torch.Tensor) else torch.from_numpy(stored.numpy().copy())
             write_weight(writer, node, tensor, tensor.beside(weight), four_bit)
     for step in (RemoveUnusedNodesPass(), RemoveUnusedOpsetsPass(), ClearMetadataAndDocStringPass()):
         step(exported)
@@ -161,11 +160,6 @@ def _quantized_graph(
         value.metadata_props.clear()
     exported.producer_name, exported.producer_version = "quark", __version__
     return exported
-
-
-def _least_opset(specs: Iterable[TensorSpec]) -> int:
-    plain = all(s.dtype.name in PLAIN_TYPES and isinstance(s.split, (PerTensor, PerChannel)) for s in specs)
-    return PLAIN_OPSET if plain else DEFAULT_OPSET
 
 
 def require_onnx_packages() -> None:
@@ -224,11 +218,3 @@ def _quiet(verbose: bool) -> Iterator[None]:
             yield
         finally:
             library.setLevel(level)
-
-
-def _constant(value: ir.Value | None) -> torch.Tensor | None:
-    """The tensor of an initializer; None for a value that is computed."""
-    if value is None or value.const_value is None:
-        return None
-    raw = getattr(value.const_value, "raw", None)
-    return raw.detach() if isinstance(raw, torch.Tensor) else torch.from_numpy(value.const_value.numpy().copy())

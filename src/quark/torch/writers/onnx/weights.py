@@ -8,7 +8,7 @@
     others             (codes - zero point) * scale, in float64 beyond 16 bits
 
 A matrix with several scales that the graph transposes is stored transposed: in this form ONNX Runtime fuses the
-DequantizeLinear with the MatMul behind it. (With one scale, it fuses only where the Transpose stays.)
+DequantizeLinear with the MatMul after it. (With one scale, it fuses only where the Transpose stays.)
 Scales have the type that their format gives them: uint8 exponents for E8M0, FP8 under a float32 scale (NVFP4).
 """
 
@@ -112,7 +112,7 @@ def _cast(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
 
 
 def _is_linear(spec: TensorSpec) -> bool:
-    """Whether DequantizeLinear decodes the codes, and the values behind them are one product away."""
+    """Whether DequantizeLinear decodes the codes, and one product at most gives the values."""
     code_spec = spec.code_spec or spec
     outer = spec.code_spec is None or isinstance(spec.granularity, PerTensor)
     # 32-bit codes are decoded in float64; of the other floats, the file has bit patterns.
@@ -132,7 +132,9 @@ def _linear(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
     writer.require(BLOCKED_OPSET if "block_size" in attributes else FIRST_OPSET[kind], f"{name} ({inner})")
     stored = writer.constant(f"{name}_quantized", codes, writer.kind(kind), weight.shape)
     if inner.dtype.is_float and "block_size" not in attributes:
-        return _float8(writer, weight, stored, scale, attributes)
+        following = len(weight.shape) - 1 - attributes["axis"] if attributes else 0
+        step = writer.constant(f"{name}_scale", scale.reshape(-1, *[1] * following) if attributes else scale)
+        return writer.node("Mul", [writer.cast(stored, writer.kind("FLOAT"), f"{name}_Cast"), step], f"{name}_Mul")
     inputs = [stored, _scale(writer, f"{name}_scale", scale, inner, inner_params)]
     if zero is not None:
         inputs.append(writer.constant(f"{name}_zero_point", zero, writer.kind(kind)))
@@ -141,15 +143,6 @@ def _linear(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
         return result
     outer = writer.constant(f"{name}_scale_1", np.asarray(to_numpy(params.scale), np.float32))
     return writer.node("Mul", [result, outer], f"{name}_Mul")
-
-
-def _float8(
-    writer: GraphWriter, weight: Weight, codes: ir.Value, scale: NumpyArray, attributes: dict[str, int]
-) -> ir.Value:
-    name = weight.tensor.name
-    behind = len(weight.shape) - 1 - attributes["axis"] if attributes else 0
-    step = writer.constant(f"{name}_scale", scale.reshape(-1, *[1] * behind) if attributes else scale)
-    return writer.node("Mul", [writer.cast(codes, writer.kind("FLOAT"), f"{name}_Cast"), step], f"{name}_Mul")
 
 
 def _blocks(
