@@ -84,11 +84,16 @@ class AwqFormat(FolderFormat):
     def describe(self, folder: Folder) -> dict[str, Any]:
         weight = one_spec(self.name, folder.specs.values()).weight
         assert weight is not None and isinstance(weight.granularity, PerGroup)
+        names, forms = folder.ignored_layers, folder.names.values()
+        # Readers look for parts of names: what other classes call a layer is left out where a quantized one has that.
+        tails = {name.split(".", count)[-1] for name in names for count in range(1, name.count(".") + 1)}
+        quantized = [form for known in forms for form in known]
+        ignored = [name for name in names if name not in tails or not any(name in layer for layer in quantized)]
         return {
             "quant_method": "awq",
             "bits": 4,
             "group_size": weight.granularity.size,
-            "modules_to_not_convert": _not_converted(folder) or None,
+            "modules_to_not_convert": ignored or None,
             "version": "gemm",
             # Always true: the kernels subtract qzeros, which the symmetric codes have too.
             "zero_point": True,
@@ -110,14 +115,3 @@ class AwqFormat(FolderFormat):
             raise FormatError("This awq checkpoint has zero_point=False, but its tensors have zero points.")
         weight = TensorSpec(DTYPES["uint4"], PerGroup(-1, size), symmetric=False, scale_type=ScaleType.float)
         return Stored(QConfig(global_quant_config=config_of_layer(LayerSpec(weight=weight))))
-
-
-def _not_converted(folder: Folder) -> list[str]:
-    """The layers in float, without what other classes call them where that stands in the name of a quantized one.
-
-    Readers look for parts of names.
-    """
-    names = folder.ignored_layers
-    quantized = [form for forms in folder.names.values() for form in forms]
-    tails = {name.split(".", count)[-1] for name in names for count in range(1, name.count(".") + 1)}
-    return [name for name in names if name not in tails or not any(name in layer for layer in quantized)]

@@ -28,7 +28,7 @@ Named = tuple[str, torch.Tensor]
 KV_SCALES = {"k_proj": "k_scale", "v_proj": "v_scale"}
 """Leaf of a projection whose output is the cache -> name of its scale beside it, as vLLM reads it."""
 INNER = "attn"
-"""What vLLM puts behind the name of an attention module, unless it is called so."""
+"""What vLLM puts after the name of an attention module, unless it is called so."""
 OF_VALUES = "scale_of_values"
 """The scale of values once more, of a layer that makes keys and values under one."""
 

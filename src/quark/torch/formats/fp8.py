@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from quark.core.dtypes import DTYPES
-from quark.core.granularity import Granularity, PerBlock, PerGroup, PerTensor
+from quark.core.granularity import PerBlock, PerGroup, PerTensor
 from quark.core.spec import FLOAT_SCALES, LayerSpec, ScaleType, TensorSpec
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
@@ -64,7 +64,10 @@ class Fp8Format(FolderFormat):
             return f"other weights than float8_e4m3 with one scale or one for each tile; here {weight}"
         if spec.bias or spec.output:
             return "quantized biases or outputs"
-        if live is not None and not (_plain(live) and _padded(live.granularity) == _input_split(weight)):
+        split = None if live is None else live.granularity
+        if isinstance(split, PerGroup):  # whether their size has to divide a row or not
+            split = replace(split, pad=True)
+        if live is not None and not (_plain(live) and split == _input_split(weight)):
             return f"the input {live} beside the weight {weight}"
         if isinstance(weight.granularity, PerBlock) and not (live and live.dynamic):
             return "tiles whose inputs have no live scales"
@@ -126,11 +129,6 @@ class Fp8Format(FolderFormat):
 def _plain(spec: TensorSpec) -> bool:
     """float8_e4m3 under one level of float scales."""
     return spec.dtype == E4M3 and spec.scale_type in FLOAT_SCALES and not spec.scale_spec and not spec.code_spec
-
-
-def _padded(split: Granularity) -> Granularity:
-    """Groups of inputs, whether their size has to divide a row or not."""
-    return replace(split, pad=True) if isinstance(split, PerGroup) else split
 
 
 def _input_split(weight: TensorSpec) -> PerTensor | PerGroup:

@@ -54,7 +54,7 @@ def fused_groups(model: nn.Module, programs: Sequence[str] = PROGRAMS) -> list[F
     Args:
         model: On any device, its experts taken apart where one of them is to be quantized; quantized layers are
             linear layers, too.
-        programs: The servers, as the table of facts names them; what one of them makes one of is alike for all.
+        programs: The servers, as the table of facts names them; what one of them makes one of is equal for all.
     """
     mixtures = mixtures_of(_linears(model))
     inside = {layer for layers in mixtures.values() for layer in layers}
@@ -206,8 +206,8 @@ def _by_dataflow(model: Any, modules: Collection[Siblings]) -> list[FusedGroup]:
             forms[kinds[siblings]].add(parts)
     groups = []
     for siblings, parts in found.items():
-        alike = forms[kinds[siblings]]
-        form = parts if parts is not None else next(iter(alike)) if len(alike) == 1 else ()
+        known = forms[kinds[siblings]]
+        form = parts if parts is not None else next(iter(known)) if len(known) == 1 else ()
         groups += [_group(siblings[0], leaves, "") for leaves in form]
     return groups
 

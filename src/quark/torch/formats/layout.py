@@ -45,7 +45,7 @@ class Layout(ABC):
         self.real = real
 
     def __eq__(self, other: object) -> bool:
-        """Equal layouts store equal tensors alike."""
+        """Whether both store equal tensors as equal ones."""
         return type(self) is type(other) and vars(self) == vars(other)
 
     def __hash__(self) -> int:

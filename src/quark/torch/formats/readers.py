@@ -94,10 +94,19 @@ def check_readers(
         return undecoded
     files = names_of_files(model, names, read)
     _check_names(model, meta, form, files, tuple(f"{n}." for n in _apart(model)) if form.own_loader else ())
-    if reader not in SERVERS:
-        _check_class(meta, form, folder)
-    _check_other_classes(model, form, of_float, files)
+    if reader not in SERVERS and not form.own_loader:  # by the class itself
+        _check_building(meta, form, folder.specs)
+        _check_ties(meta, form, folder)
+        _check_conversions(meta, form, folder.specs)
+    for other in models_of_other_classes(model):
+        if not found_by(other, of_float).missing:  # it finds all of the float folder
+            _check_other(model, _as_loaded(other, form), form, files)
     return undecoded
+
+
+def read_forms(forms: Sequence[OtherForm], form: FolderFormat, reader: str = TRANSFORMERS) -> list[OtherForm]:
+    """The other forms that a reader of a format puts together again; what it does not is stored as the model has it."""
+    return [each for each in forms if form.joins_float or reader in SERVERS or not each.of_weights]
 
 
 def _float_names(model: nn.Module, tensors: Iterable[str], forms: Sequence[OtherForm]) -> list[str]:
@@ -105,11 +114,6 @@ def _float_names(model: nn.Module, tensors: Iterable[str], forms: Sequence[Other
     stored = set(tensors)
     stored.update(name for form in forms if form.members[0] in stored for name in form.members)
     return [name for name in stored.intersection(model.state_dict()) if not name.endswith(BUFFER)]
-
-
-def read_forms(forms: Sequence[OtherForm], form: FolderFormat, reader: str = TRANSFORMERS) -> list[OtherForm]:
-    """The other forms that a reader of a format puts together again; what it does not is stored as the model has it."""
-    return [each for each in forms if form.joins_float or reader in SERVERS or not each.of_weights]
 
 
 def _undecoded(
@@ -120,7 +124,8 @@ def _undecoded(
     if reader not in SERVERS:
         joined = _joined_said(forms, read_forms(forms, form, reader), form)
         scales = None if form.joins_float else _scales_in_float32(model, folder)
-        return _sentences(f"{unread}." if unread else None, form.undecoded(folder), joined, scales)
+        said = (f"{unread}." if unread else None, form.undecoded(folder), joined, scales)
+        return " ".join(filter(None, said)) or None
     if unread is not None:
         raise NotSupportedError(f"This folder is for {SERVERS[reader]}, and {unread}.")
     return None
@@ -155,17 +160,6 @@ def _joined_said(forms: Sequence[OtherForm], read: Sequence[OtherForm], form: Fo
         f"folders, and not as published ones hold them ({next(iter(joined[0].files))}), which servers look for. For "
         f"these: {' or '.join(f'--for {name} (reader={name!r})' for name in SERVERS)}."
     )
-
-
-def _sentences(*said: str | None) -> str | None:
-    return " ".join(filter(None, said)) or None
-
-
-def _check_other_classes(model: nn.Module, form: FolderFormat, of_float: list[str], files: list[str]) -> None:
-    """Refuse what another class would miss that finds all of the float folder."""
-    for other in models_of_other_classes(model):
-        if not found_by(other, of_float).missing:
-            _check_other(model, _as_loaded(other, form), form, files)
 
 
 def _apart(model: nn.Module) -> dict[str, UnfusedExperts]:
@@ -227,11 +221,13 @@ def _unfound(model: nn.Module, kind: str, form: FolderFormat, lost: list[str], m
     if readers := [name for name, program in SERVERS.items() if _of_server(model, form, program)]:
         goals = " or ".join(f"--for {name} (reader={name!r})" for name in readers)
         other = f"{goals}, which {'reads' if len(readers) == 1 else 'read'} such experts; {other}"
+    modules = dict.fromkeys(name.split(".")[-2] for name in missing or lost if "." in name)
+    excluding = " ".join(f"--exclude '*{module}*'" for module in modules) or "--exclude"
     return NotSupportedError(
         f"transformers would not find the tensors of this {form.name} folder: {kind} "
         f"{_listed('has no place for', lost)}{' and ' if lost and missing else ''}"
         f"{_listed('would make up', missing)}. Possible: {other}"
-        f"to leave them in float ({_excluding(missing or lost)})."
+        f"to leave them in float ({excluding})."
     )
 
 
@@ -239,21 +235,6 @@ def _listed(what: str, names: list[str]) -> str:
     if not names:
         return ""
     return f"{what} {', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}"
-
-
-def _excluding(names: list[str]) -> str:
-    """How to leave the modules of some tensors in float."""
-    modules = dict.fromkeys(name.split(".")[-2] for name in names if "." in name)
-    return " ".join(f"--exclude '*{module}*'" for module in modules) or "--exclude"
-
-
-def _check_class(meta: Any, form: FolderFormat, folder: Folder) -> None:
-    """Refuse what the class of the model cannot be built or filled with."""
-    if form.own_loader:  # of this package
-        return
-    _check_building(meta, form, folder.specs)
-    _check_ties(meta, form, folder)
-    _check_conversions(meta, form, folder.specs)
 
 
 def _check_building(meta: Any, form: FolderFormat, specs: Mapping[str, LayerSpec]) -> None:

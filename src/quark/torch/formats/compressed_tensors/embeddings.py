@@ -23,14 +23,14 @@ BITS = (2, 4, 8)
 def refuse_embedding(name: str, layer: nn.Embedding, spec: LayerSpec) -> None:
     """Raise NotSupportedError for an embedding that vLLM would refuse, or decode wrongly."""
     weight, columns = only_weight(spec), layer.embedding_dim
-    held = (
+    readable = (
         weight is not None
         and not weight.dtype.is_float
         and (weight.dtype.bits in BITS and weight.dtype.signed and weight.symmetric)
         and isinstance(weight.granularity, (PerChannel, PerGroup))
         and columns % (32 // weight.dtype.bits) == 0
     )
-    if not held:
+    if not readable:
         raise NotSupportedError(
             f"{name}: the compressed-tensors format cannot hold this embedding of {columns} columns ({spec}): vLLM "
             f"reads embeddings in symmetric integers of {', '.join(map(str, BITS))} bits with a scale for each row or "

@@ -131,10 +131,8 @@ class CompressedTensorsFormat(FolderFormat):
         for name, spec in folder.specs.items():
             if name not in folder.embeddings:
                 groups.setdefault(spec, []).append(name)
-        found = [
-            _group(s, _every_layer(folder) if len(groups) == 1 else group_targets(names, folder))
-            for s, names in groups.items()
-        ]
+        every = ["Linear", *folder.forms(folder.heads)]  # vLLM does not take an output head for a Linear
+        found = [_group(s, every if len(groups) == 1 else group_targets(names, folder)) for s, names in groups.items()]
         found += [_group(folder.specs[name], [ONLY_TARGET]) for name in folder.embeddings[:1]]
         entries = {f"group_{i}": entry for i, entry in enumerate(found)}
         kinds = {entry["format"] for entry in entries.values()}
@@ -202,11 +200,6 @@ class CompressedTensorsFormat(FolderFormat):
         if leaf == "weight_global_scale":
             return f"{parent}.weight_scale_2", tensor
         return kv_source(stored) or stored, tensor
-
-
-def _every_layer(folder: Folder) -> list[str]:
-    """The targets of the only group. vLLM does not take an output head for a Linear."""
-    return ["Linear", *folder.forms(folder.heads)]
 
 
 def _compression(spec: LayerSpec) -> str | None:

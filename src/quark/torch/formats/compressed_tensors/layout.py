@@ -115,7 +115,9 @@ class CompressedTensorsLayout(CodedLayout):
             out.update(self.store_second(params.second.scale))
         else:
             heads = (-1, 1, 1) if spec.granularity == HEADS else None
-            out["scale"] = scale.to(self._scale_dtype()).reshape(heads or _with_columns(scale))
+            several = spec.dtype.is_float or not isinstance(spec.granularity, PerTensor)
+            dtype = self.model_dtype if spec.scale_type is ScaleType.float and several else torch.float32
+            out["scale"] = scale.to(dtype).reshape(heads or _with_columns(scale))
         if params.zero_point is not None and spec.has_zero_point and not spec.symmetric:
             zero = (params.zero_point - self._middle()).to(torch.int8)
             out["zero_point"] = zero.reshape(_with_columns(zero))
@@ -143,13 +145,6 @@ class CompressedTensorsLayout(CodedLayout):
 
     def flaw(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> str | None:
         return flaw(self.load_params(tensors, shape), self.spec)
-
-    def _scale_dtype(self) -> torch.dtype:
-        spec = self.spec
-        own = spec.scale_type is ScaleType.float and (
-            spec.dtype.is_float or not isinstance(spec.granularity, PerTensor)
-        )
-        return self.model_dtype if own else torch.float32
 
 
 def _with_columns(scale: torch.Tensor) -> tuple[int, ...]:

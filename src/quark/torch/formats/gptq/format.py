@@ -100,7 +100,8 @@ class GptqFormat(FolderFormat):
 
     def read(self, stored: dict[str, Any], quantized: set[str], model: nn.Module) -> Stored:
         _refuse_forms(stored)
-        names = {_name_in(quantized, module, published_names(model)(module)): module for module, _ in _linear(model)}
+        publish = published_names(model)
+        names = {name if name in quantized else publish(name): name for name, _ in _linear(model)}
         modules = dict(_linear(model))
         layers = {name: _read_layer(name, stored, modules.get(names.get(name, ""))) for name in sorted(quantized)}
         distinct = list(dict.fromkeys(layers.values()))
@@ -162,11 +163,6 @@ def _linear(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     return (
         (name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear) or is_conv1d(module)
     )
-
-
-def _name_in(quantized: set[str], name: str, published: str) -> str:
-    """What the files call a layer."""
-    return name if name in quantized else published
 
 
 def _version(stored: dict[str, Any]) -> int:

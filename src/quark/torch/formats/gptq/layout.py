@@ -166,7 +166,7 @@ class GptqLayout(CodedLayout):
         return QParams(scale, (fields.t().float() + (less + self.spec.dtype.min)).contiguous())
 
     def _as_split(self, params: QParams, shape: tuple[int, ...]) -> QParams:
-        """The same in the shape that the spec gives to scales."""
+        """Scales and zero points in the shape that the spec gives to scales."""
         split = self.spec.split.scale_shape(shape)
         zero = params.zero_point
         return QParams(params.scale.reshape(split), None if zero is None else zero.reshape(split))

@@ -95,7 +95,7 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def with_server_rules(rules: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
-    """The rules, behind those that servers need to find the same for every layer.
+    """The rules, after those that servers need to find the same for every layer.
 
     Args:
         rules: Pattern on names of modules -> what a layer gets; the first that matches counts.
@@ -107,10 +107,10 @@ def with_server_rules(rules: Mapping[str, Any], folder: Folder) -> dict[str, Any
     added = {}
     for name, rule in missed.items():
         pattern = NUMBER.sub("*", name)
-        alike = all(
+        one_rule = all(
             other is rule for known in (wanted, modules) for n, other in known.items() if fnmatchcase(n, pattern)
         )
-        added[pattern if alike else name] = rule
+        added[pattern if one_rule else name] = rule
     return {**added, **{pattern: rule for pattern, rule in rules.items() if pattern not in added}}
 
 

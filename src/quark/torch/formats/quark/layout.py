@@ -102,7 +102,10 @@ class QuarkLayout(CodedLayout):
         compiled = self._store_compiled(x, params) if nearest and not self.spec.code_spec else None
         if compiled is not None:
             return compiled
-        step = _rows_at_once(self.spec, tuple(x.shape))
+        # Whole words and whole tiles; all rows where a scale spans rows.
+        unit, step = rows_together(self.spec, tuple(x.shape), NIBBLES), x.shape[0] if x.ndim else 1
+        if unit is not None:
+            step = max(unit, PIECE // (4 * max(1, math.prod(x.shape[1:]))) // unit * unit)
         if x.is_meta or step >= x.shape[0]:
             return self._store_piece(x, params, frozen)
         axis = 1 if self._transposed(x.ndim) else 0
@@ -255,7 +258,8 @@ class QuarkLayout(CodedLayout):
         block = grouped.amax(dim=pairs.axes(step.ndim), keepdim=True)
         shift = pairs.unblock(block - grouped, tuple(e.shape))
         axis = pairs.axes(step.ndim)[0]
-        return {"scale": block.squeeze(axis).to(torch.uint8), "shift": _pack_flags(shift)}
+        flags = torch.nn.functional.pad(shift.to(torch.uint8), (0, -shift.shape[-1] % 8))  # to whole bytes
+        return {"scale": block.squeeze(axis).to(torch.uint8), "shift": pack_bits(flags, 1)}
 
     def _load_micro(self, scale: torch.Tensor, shift: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         pairs = self._pairs()
@@ -299,14 +303,6 @@ class QuarkLayout(CodedLayout):
 
 
 _E5M3 = DTYPES["fp8_e5m3"]
-
-
-def _rows_at_once(spec: TensorSpec, shape: tuple[int, ...]) -> int:
-    """How many rows are packed at once: whole words and whole tiles; all of them where a scale spans rows."""
-    unit = rows_together(spec, shape, NIBBLES)
-    if unit is None:
-        return shape[0] if shape else 1
-    return max(unit, PIECE // (4 * max(1, math.prod(shape[1:]))) // unit * unit)
 
 
 def params_of_rows(params: QParams, spec: TensorSpec, rows: slice, shape: tuple[int, ...]) -> QParams:
@@ -355,9 +351,3 @@ def _exponent(scale: torch.Tensor) -> torch.Tensor:
 def _code_exponent(spec: TensorSpec) -> int:
     """log2 of the value 1.0 in codes: the shared scale of MXINT8 is 64 codes, of the others 1."""
     return spec.dtype.emax if spec.dtype.name == "mxint8" else 0
-
-
-def _pack_flags(flags: torch.Tensor) -> torch.Tensor:
-    """One bit for each flag along the last axis, padded to whole bytes."""
-    padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -flags.shape[-1] % 8))
-    return pack_bits(padded, 1)
