@@ -294,7 +294,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "normed queries with 128": ("llama4_text", {"use_qk_norm": False}),
     "another temperature": ("llama4_text", {"attn_temperature_tuning": False}),
     "experts in other layers": ("llama4_text", {"moe_layers": [0, 1, 2, 3]}),
-    "layers without experts behind": ("exaone_moe", {"mlp_layer_types": ["sparse", "dense"] * 2}),
+    "layers without experts after": ("exaone_moe", {"mlp_layer_types": ["sparse", "dense"] * 2}),
     "full attention in other layers": ("qwen3_next", {"layer_types": ["full_attention", "linear_attention"]}),
     "values of another length": ("qwen3_next", {"linear_value_head_dim": 32}),
     "fewer keys than values": ("qwen3_5_text", {"linear_num_key_heads": 2}),
