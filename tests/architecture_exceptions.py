@@ -25,6 +25,4 @@ NAMED_OTHERWISE = {
 }
 
 # Functions that are simple without those that are defined in them, and not with them.
-HOLD_CLOSURES = {
-    "torch/flows/per_block.py:quantize_blocks": "to be taken apart",
-}
+HOLD_CLOSURES = {}

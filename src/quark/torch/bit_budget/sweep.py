@@ -97,7 +97,11 @@ class Sweep(ScorePasses):
     @contextmanager
     def watching(self, block: str | None) -> Iterator[Callable[[], None]]:
         """Within: moments of the layers there are collected."""
-        names = self._outside() if block is None else [name for name in self.layers if is_inside(name, block)]
+        if block is not None:
+            names = [name for name in self.layers if is_inside(name, block)]
+        else:  # the linear layers after the blocks
+            inside = {name for name in self.layers for block in self.names if is_inside(name, block)}
+            names = [name for name in self.layers if name not in inside and name not in self._embeddings()]
         specs = {spec.input for name in names for spec in self.layers[name] if spec is not None and spec.input}
         layers = {name: cast(nn.Linear, self.model.get_submodule(name)) for name in names}
         with collecting(layers, sorted(specs, key=str)) as self._moments, _all_batches(self._moments, self.data) as add:
@@ -113,11 +117,6 @@ class Sweep(ScorePasses):
         with torch.no_grad():
             groups = from_first(groups_in_block(block, module, list(losses), call, self.architectures, self.programs))
         return {"losses": losses, "groups": groups}
-
-    def _outside(self) -> list[str]:
-        """The linear layers after the blocks."""
-        inside = {name for name in self.layers for block in self.names if is_inside(name, block)}
-        return [name for name in self.layers if name not in inside and name not in self._embeddings()]
 
     def _embeddings(self) -> dict[str, nn.Embedding]:
         """The layers that are embeddings."""

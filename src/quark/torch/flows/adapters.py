@@ -81,7 +81,7 @@ def merged(folder: Path, output: Path) -> Iterator[Path]:
     """
     require_packages("An adapter", "peft", "peft")
     base = base_of(folder)
-    held = set(TensorFile(file_of(folder, WEIGHTS)).names)
+    stored = set(TensorFile(file_of(folder, WEIGHTS)).names)
     with temporary_folder(output.absolute()) as scratch:
         place = folder.resolve()
         # In huggingface's cache the name is a hash, and the model card looks for that of the hub above it.
@@ -93,12 +93,12 @@ def merged(folder: Path, output: Path) -> Iterator[Path]:
                 if name.suffix != ".md" and name.name not in (CONFIG, WEIGHTS):
                     (whole / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(source / name, whole / name)
-        _merged_model(folder, base, held).save_pretrained(whole)
+        _merged_model(folder, base, stored).save_pretrained(whole)
         logger.info("Merged the adapter %s into its base model %s.", folder, base.path)
         yield whole
 
 
-def _merged_model(folder: Path, base: OpenedFolder, held: set[str]) -> Any:
+def _merged_model(folder: Path, base: OpenedFolder, stored: set[str]) -> Any:
     """The base model with what the adapter adds, in the dtype of the base."""
     import peft  # of an extra: only where an adapter is read
 
@@ -110,8 +110,8 @@ def _merged_model(folder: Path, base: OpenedFolder, held: set[str]) -> Any:
         model = peft.PeftModel.from_pretrained(model, str(folder), local_files_only=True)
     model.peft_config[model.active_adapter].base_model_name_or_path = str(base.path)  # which is read for its vocabulary
     used = set(peft.get_peft_model_state_dict(model))
-    if used != held:
-        odd = sorted(used ^ held)
+    if used != stored:
+        odd = sorted(used ^ stored)
         raise FormatError(
             f"{folder / WEIGHTS} does not fit {base.path}: {len(odd)} tensors are in only one of the two, such as "
             f"{odd[0]}."

@@ -46,15 +46,15 @@ def check_plan(
     """
     if form == "onnx":
         return None
-    target: OutputTarget = FolderTarget(form, reader=reader) if form != "gguf" else _gguf()
+    target: OutputTarget
+    if form == "gguf":
+        from quark.torch.writers.gguf.file import GgufTarget  # with the tables of architectures
+
+        target = GgufTarget()
+    else:
+        target = FolderTarget(form, reader=reader)
     with replaced(meta, made):
         return target.writer(of_model(meta, config, made, folder, solved=False)).check()
-
-
-def _gguf() -> OutputTarget:
-    from quark.torch.writers.gguf.file import GgufTarget  # with the tables of architectures
-
-    return GgufTarget()
 
 
 def check_data(meta: Any, made: Plan, data: Iterable[Any] | None) -> None:
@@ -144,12 +144,6 @@ def lost_experts(model: nn.Module, made: Plan, form: str, program: str) -> str |
     )
 
 
-def _of_other_type(made: Plan, layers: list[str], types: Collection[str]) -> str | None:
-    """One of these layers whose weight is of none of some types."""
-    found = {weight.dtype.name: name for name in layers if (weight := made.layers[name].weight) is not None}
-    return next((name for kind, name in found.items() if kind not in types), None)
-
-
 def split_said(model: nn.Module, made: Plan, program: str) -> str | None:
     """What a server does with the result of a plan that gives what it makes one of different schemes; else None.
 
@@ -205,3 +199,9 @@ def _listed(names: list[str], group: FusedGroup) -> str:
     """Some of the names, within their module."""
     inside = [name.removeprefix(f"{_module(group)}.") for name in names]
     return ", ".join(inside[:SHOWN]) + (f" and {len(inside) - SHOWN} more" if len(inside) > SHOWN else "")
+
+
+def _of_other_type(made: Plan, layers: list[str], types: Collection[str]) -> str | None:
+    """One of these layers whose weight is of none of some types."""
+    found = {weight.dtype.name: name for name in layers if (weight := made.layers[name].weight) is not None}
+    return next((name for kind, name in found.items() if kind not in types), None)

@@ -114,7 +114,7 @@ def _speed_of(layers: frozenset[tuple[int, int, torch.dtype]], device: torch.dev
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """What one run takes, behind a first one that only warms up."""
+    """The seconds that one run takes, after a first one that only warms up."""
     runs, start = 0, 0.0
     with torch.no_grad():
         work()

@@ -353,11 +353,6 @@ class Converter:
         return item.source.read(self.source, item.dtype, item.shape).to(self.device)
 
 
-def _of_own_range(spec: TensorSpec) -> bool:
-    """Whether each scale follows from the values under it alone."""
-    return not spec.is_cast and spec.observer in FROM_OWN_RANGE
-
-
 class _StoredRows:
     """The stored tensors of a weight, made some rows at a time.
 
@@ -370,7 +365,7 @@ class _StoredRows:
 
     def __init__(self, whole: Tensors, ways: Mapping[str, Way]) -> None:
         self._whole, self._places = whole, {suffix: places for suffix, (_, places) in ways.items()}
-        self._held: Tensors = {}
+        self._kept: Tensors = {}
         self._filled = dict.fromkeys(whole, 0)
 
     def add(self, pieces: Tensors) -> None:
@@ -381,12 +376,17 @@ class _StoredRows:
             if axis == 0:
                 self._places[suffix] = write_across(piece, self._places[suffix])
                 continue
-            if suffix not in self._held:
-                self._held[suffix] = torch.empty_like(like, device="cpu")
-            self._held[suffix].narrow(axis, self._filled[suffix], piece.shape[axis]).copy_(piece)
+            if suffix not in self._kept:
+                self._kept[suffix] = torch.empty_like(like, device="cpu")
+            self._kept[suffix].narrow(axis, self._filled[suffix], piece.shape[axis]).copy_(piece)
             self._filled[suffix] += piece.shape[axis]
 
     def write(self) -> None:
         """Write what is not written."""
-        for suffix, tensor in self._held.items():
+        for suffix, tensor in self._kept.items():
             write_across(tensor, self._places[suffix])
+
+
+def _of_own_range(spec: TensorSpec) -> bool:
+    """Whether each scale follows from the values under it alone."""
+    return not spec.is_cast and spec.observer in FROM_OWN_RANGE

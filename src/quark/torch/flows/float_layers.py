@@ -51,17 +51,6 @@ def left_in_float(model: Any, config: QConfig, goal: RuntimeGoal, folder: Opened
     )
 
 
-def _built_in_float(model: Any, config: QConfig, program: str, beside: Collection[str]) -> dict[str, FloatLayer]:
-    """Name of each layer that a config quantizes and a server builds in float -> its row.
-
-    Of the layers `beside` the model, which lie in its folder, a config quantizes those that an entry of it names.
-    """
-    layers = [name for name, module in model.named_modules() if isinstance(module, LAYERS)]
-    rows, choice = float_layers(program, architectures(model), [*layers, *beside]), chooser(config, model)
-    asked = [name for name in rows if choice.wanted(name) and (name not in beside or _named(config, name))]
-    return {name: rows[name] for name in asked}
-
-
 def _named(config: QConfig, name: str) -> bool:
     return any(matches(name, pattern) for pattern in config.layer_quant_config)
 
@@ -76,3 +65,14 @@ def _refuse_named(config: QConfig, layers: Collection[str], rows: Mapping[str, F
                 f"{goal.program} {row.version} builds {row.layer} without a quantization ({row.source.split()[0]}), so "
                 f"it would not load {found[0]} as {pattern!r} asks for it. Possible: to leave it in float."
             )
+
+
+def _built_in_float(model: Any, config: QConfig, program: str, beside: Collection[str]) -> dict[str, FloatLayer]:
+    """Name of each layer that a config quantizes and a server builds in float -> its row.
+
+    Of the layers `beside` the model, which lie in its folder, a config quantizes those that an entry of it names.
+    """
+    layers = [name for name, module in model.named_modules() if isinstance(module, LAYERS)]
+    rows, choice = float_layers(program, architectures(model), [*layers, *beside]), chooser(config, model)
+    asked = [name for name in rows if choice.wanted(name) and (name not in beside or _named(config, name))]
+    return {name: rows[name] for name in asked}

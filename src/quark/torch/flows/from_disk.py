@@ -71,7 +71,7 @@ def stream(
         data: Calibration batches, where activations are static or an algorithm needs them.
         device: Where blocks run.
         overwrite: As for `export_safetensors`.
-        work: Folder of the unfinished run, which goes on; default: `output` with ".partial" behind its name.
+        work: Folder of the unfinished run, which goes on; default: `output` with ".partial" after its name.
         keep_unexpected: As for `load_float_model`.
         target: What it becomes.
         plan: As for `CheckpointJob`.

@@ -6,13 +6,14 @@
                       its outputs are the inputs of the next block
 
 Weights and scales are those of `quantize_model`: a block computes the same on the same inputs, wherever they come from.
-There, a forward of the whole model behind the algorithms shows the ranges that they leave: of outputs, and inside
+There, a forward of the whole model after the algorithms shows the ranges that they leave: of outputs, and inside
 attention. Here each block is run once more for them, on the outputs of that very forward: the `observed` ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,49 +110,30 @@ def quantize_blocks(
     if not weights.whole:
         refuse_whole(algorithms)
     if names is None:
-        data, names = _with_blocks(model, layers, algorithms, data)
+        data, batch = (None, None) if data is None else with_first(data)
+        with quantizers_off(layers.values()):
+            names = find_blocks(model, blocks_path(model, algorithms), batch, layers)
     _refuse_outside(waiting_ranges(model, layers), names)
     if data is not None and any(algorithm.learns for algorithm in algorithms):
         data = list(data)  # they read it, too
     with quantizers_off(layers.values()):
         stages = prepare_algorithms(model, names, layers, algorithms, data, weights, work)
     waiting = waiting_ranges(model, layers)
-    _say_outside(SweepAfterBlocks(model, layers, names, stages).candidates)
+    if outside := SweepAfterBlocks(model, layers, names, stages).candidates:
+        logger.info("Rounded to nearest, as they lie outside the blocks, which run alone: %s.", ", ".join(outside))
     groups = sibling_groups(model, config.shared_scale_groups)
     observed = _observed(names, observed_tensors(model, layers, stages))
     calls: dict[str, list[Call]] = {}
     if stages or waiting:
-        if data is None:
-            needing = [*map(_name_of, stages), *waiting]
-            raise CalibrationError(
-                f"{', '.join(needing[:2])}{', ...' if needing[2:] else ''}: needs calibration data. Possible: pass a "
-                "dataloader, or choose a dynamic or weight-only scheme."
-            )
-        needs_float = any(stage.needs_float for stage in stages)
-        calls, first = record_inputs(model, layers, names, data, weights, needs_float or bool(observed))
-        state = state if state and state.done else _begin(first, needs_float)
-
-    def quantize(block: Block) -> tuple[Hidden, ...]:
-        with torch.no_grad(), evaluating(block.module):
-            inside = layers_inside(layers, block.name)
-            for algorithm in algorithms if not weights.whole else ():
-                algorithm.on_weights(inside)
-            return _quantize_block(block, inside, stages, config, block.name in observed, experts)
-
+        calls, first = _first_inputs(model, layers, names, data, weights, stages, waiting, bool(observed))
+        state = state if state and state.done else first
     experts = ExpertCalibration(config.sync_moe_expert_input_amax, config.calibrate_all_experts)
+    of_weights = [] if weights.whole else algorithms
+    quantize = partial(_quantize_block, layers, of_weights, stages, config, observed, experts)
     loop_over_blocks(model, names, calls, quantize, weights, groups, finish, state)
     experts.say()
     for stage in stages:
         stage.say()
-
-
-def _with_blocks(
-    model: nn.Module, layers: Mapping[str, QuantLayer], algorithms: Sequence[Algorithm], data: Iterable[Any] | None
-) -> tuple[Iterable[Any] | None, list[str]]:
-    """The batches, and the blocks of a model in memory that the first one finds."""
-    data, batch = (None, None) if data is None else with_first(data)
-    with quantizers_off(layers.values()):
-        return data, find_blocks(model, blocks_path(model, algorithms), batch, layers)
 
 
 def blocks_without_weights(
@@ -175,20 +157,10 @@ def blocks_without_weights(
         return find_blocks(model, path, data[0] if data else None, layers, weights.around)
 
 
-def _say_outside(outside: Collection[str]) -> None:
-    if outside:
-        logger.info("Rounded to nearest, as they lie outside the blocks, which run alone: %s.", ", ".join(outside))
-
-
-def _begin(recorded: LoopState, needs_float: bool) -> LoopState:
-    """The state before the first block: ranges are observed behind embeddings in float, whoever else needs these."""
-    return LoopState(0, None, recorded.float_hidden if needs_float else None, recorded.float_hidden)
-
-
 def observed_tensors(
     model: nn.Module, layers: Mapping[str, QuantLayer], algorithms: Sequence[Algorithm]
 ) -> frozenset[str]:
-    """Names of the tensors whose ranges are observed behind the algorithms: all that wait for one, but for the inputs
+    """Names of the tensors whose ranges are observed after the algorithms: all that wait for one, but for the inputs
     of layers where algorithms read them, and observe them, too.
     """
     read = any(algorithm.reads_inputs for algorithm in algorithms)
@@ -201,38 +173,68 @@ def _observed(names: Sequence[str], tensors: Collection[str]) -> frozenset[str]:
     return frozenset(name for index, name in enumerate(names) if any(holding[index:]))
 
 
-def _quantize_block(
-    block: Block,
+def _first_inputs(
+    model: nn.Module,
     layers: Mapping[str, QuantLayer],
+    names: list[str],
+    data: Iterable[Any] | None,
+    weights: BlockWeights,
+    stages: Sequence[Algorithm],
+    waiting: Collection[str],
+    observes: bool,
+) -> tuple[dict[str, list[Call]], LoopState]:
+    """The calls of the blocks, and the state before the first one. Raises CalibrationError without data."""
+    if data is None:
+        needing = [*map(_name_of, stages), *waiting]
+        raise CalibrationError(
+            f"{', '.join(needing[:2])}{', ...' if needing[2:] else ''}: needs calibration data. Possible: pass a "
+            "dataloader, or choose a dynamic or weight-only scheme."
+        )
+    needs_float = any(stage.needs_float for stage in stages)
+    calls, recorded = record_inputs(model, layers, names, data, weights, needs_float or observes)
+    # Ranges are observed after embeddings in float, whoever else needs these.
+    return calls, LoopState(0, None, recorded.float_hidden if needs_float else None, recorded.float_hidden)
+
+
+@torch.no_grad()
+def _quantize_block(
+    layers: Mapping[str, QuantLayer],
+    of_weights: Sequence[Algorithm],
     stages: Sequence[Algorithm],
     config: QConfig,
-    observes: bool,
+    observed: Collection[str],
     experts: ExpertCalibration,
+    block: Block,
 ) -> tuple[Hidden, Hidden, Hidden]:
     """Quantize the layers of one block; its outputs, those of the float block, and those that ranges are observed on.
 
     Args:
-        block: Its weights are there.
-        layers: Those of the block.
+        layers: Those of the model.
+        of_weights: The algorithms that change weights before any input is read.
         stages: The algorithms that read inputs of layers.
         config: Of the model.
-        observes: Whether a range in this block or in one behind it waits for data.
+        observed: Blocks that are run to observe ranges: of them, or of later ones.
         experts: How those of mixtures are calibrated.
+        block: Its weights are there.
     """
     hidden: Hidden = None
     float_hidden: Hidden = None
-    observed: Hidden = None
-    if stages:
-        with quantizers_off(layers.values()):
-            hidden, float_hidden = sweep_block(block, layers, stages, experts)
-    calibrate_weights(layers)
-    share_scales(layers, block.shared_scale_groups)
-    if observes:
-        waiting = waiting_ranges(block.module, layers, block.name)
-        with observing(layer_quantizers(layers.values()), waiting), expert_tokens(block.module, config):
-            observed = block.run(block.observed_calls)
-        finish_ranges(waiting, config)
-    return hidden, float_hidden, observed
+    seen: Hidden = None
+    inside = layers_inside(layers, block.name)
+    with evaluating(block.module):
+        for algorithm in of_weights:
+            algorithm.on_weights(inside)
+        if stages:
+            with quantizers_off(inside.values()):
+                hidden, float_hidden = sweep_block(block, inside, stages, experts)
+        calibrate_weights(inside)
+        share_scales(inside, block.shared_scale_groups)
+        if block.name in observed:
+            waiting = waiting_ranges(block.module, inside, block.name)
+            with observing(layer_quantizers(inside.values()), waiting), expert_tokens(block.module, config):
+                seen = block.run(block.observed_calls)
+            finish_ranges(waiting, config)
+    return hidden, float_hidden, seen
 
 
 def refuse_whole(algorithms: Sequence[Algorithm]) -> None:
@@ -249,13 +251,8 @@ def _name_of(algorithm: Algorithm) -> str:
     return type(algorithm.config).__name__
 
 
-def _outside(tensors: Iterable[str], names: Sequence[str]) -> list[str]:
-    """Tensors that lie in none of the blocks."""
-    return [tensor for tensor in tensors if not any(is_inside(tensor, name) for name in names)]
-
-
 def _refuse_outside(waiting: Iterable[str], names: Sequence[str]) -> None:
-    outside = _outside(waiting, names)
+    outside = [tensor for tensor in waiting if not any(is_inside(tensor, name) for name in names)]
     if outside:
         raise NotSupportedError(
             f"{outside[0]} has a static scale and lies outside the blocks, which run alone. Possible: exclude that "

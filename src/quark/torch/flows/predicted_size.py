@@ -98,13 +98,13 @@ def quantized_bytes(
         folder: As there.
     """
     # ONNX files hold codes and scales as wide as those of a quark folder.
-    held: Format = FORMATS["quark" if form in ("gguf", "onnx") else form]
+    measured_form: Format = FORMATS["quark" if form in ("gguf", "onnx") else form]
     if form == "gguf":
         from quark.torch.writers.gguf.format import GgufFormat  # with the tables of architectures
 
-        held = GgufFormat()
+        measured_form = GgufFormat()
     branches, beside = _branches(meta, made, config), carried_bytes(meta, folder, made, form)
-    return predicted_bytes(meta, made, held) + branches + beside
+    return predicted_bytes(meta, made, measured_form) + branches + beside
 
 
 def float_bytes(meta: Any, folder: OpenedFolder | None) -> int:

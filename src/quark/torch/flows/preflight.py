@@ -68,8 +68,8 @@ def on_gpu(model: nn.Module, tokens: int) -> OnGpu:
 
     rows = TEMPORARIES * 4 * max(ELEMENTS, LEAST_ROWS * wide)
     # What a block reads and gives, and what its widest layer reads.
-    held = item * tokens * (2 * hidden_width(model) + wide)
-    return OnGpu(_bytes(block), 8 * wide**2, max(CANDIDATES * DEVICE_CHUNK, rows), min(ON_DEVICE, held))
+    between = item * tokens * (2 * hidden_width(model) + wide)
+    return OnGpu(_bytes(block), 8 * wide**2, max(CANDIDATES * DEVICE_CHUNK, rows), min(ON_DEVICE, between))
 
 
 @dataclass(frozen=True)

@@ -312,15 +312,12 @@ def float_metas(files: Iterable[str | Path] | None) -> tuple[Path, dict[str, tor
         stored = plain_json(regular_file(folder / "config.json").read_text(encoding="utf-8"))
         quantization = stored.get("quantization_config") if isinstance(stored, dict) else None
         if quantization:
+            method = repr(quantization.get("quant_method") if isinstance(quantization, dict) else quantization)[:60]
             raise NotSupportedError(
-                f"{folder} is quantized already (quant_method {_method_of(quantization)}), and a float folder is "
+                f"{folder} is quantized already (quant_method {method}), and a float folder is "
                 "needed. Possible: from_pretrained without quantization_config."
             )
     return folder, Source(paths).metas()
-
-
-def _method_of(quantization: Any) -> str:
-    return repr(quantization.get("quant_method") if isinstance(quantization, dict) else quantization)[:60]
 
 
 def _layer_of(tensor: str) -> str:

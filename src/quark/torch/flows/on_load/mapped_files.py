@@ -12,7 +12,7 @@ from pathlib import Path
 
 MAPS = Path("/proc/self/maps")
 Mapping = tuple[int, int, str]
-"""First byte, byte behind the last one, path."""
+"""First byte, byte after the last one, path."""
 
 
 class MappedFiles:

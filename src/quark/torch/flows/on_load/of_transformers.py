@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -105,7 +104,7 @@ class WrittenQuarkConfig(QuarkConfig):  # type: ignore[misc]
 
 
 class _Receive(ConversionOps):  # type: ignore[misc]
-    """A step of transformers' loader behind which a float tensor is gone."""
+    """A step of transformers' loader after which a float tensor is gone."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals
@@ -136,18 +135,12 @@ class _LookedThrough(dict[str, torch.Tensor]):
             name, value = self._tensors.popitem()
             tensor: torch.Tensor = value[0] if isinstance(value, list) else value
             for module in self._arrivals.receive(name, tensor):
-                _mark(module)
+                # Of what has values, transformers draws no random ones.
+                for part in (*module.modules(), *module.parameters(), *module.buffers()):
+                    has_values(part)
             if self._missing is not None:
                 self._missing.difference_update(self._arrivals.places(name))
         return super().items()
-
-
-def _mark(module: nn.Module) -> None:
-    """Keep transformers from drawing random values for a module that has its own."""
-    for part in module.modules():
-        has_values(part)
-    for tensor in (*module.parameters(), *module.buffers()):
-        has_values(tensor)
 
 
 def register(method: str) -> None:
