@@ -387,7 +387,7 @@ def test_misspelled_options_are_refused(option: str, tmp_path: Path) -> None:
 
 
 def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import quark.torch.checkpoint.shards as checkpoint_module
+    import quark.torch.checkpoint.safetensors_file as checkpoint_module
 
     def full(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
