@@ -153,15 +153,6 @@ def plan_carried(config: QConfig, model: nn.Module, plan: Plan, carried: Mapping
     return replace(plan, beside=found) if found else plan
 
 
-def _refuse_data(name: str, spec: LayerSpec) -> None:
-    """Raise ConfigError for what a carried layer cannot have."""
-    if spec.needs_data or spec.output is not None or spec.weight is None:
-        raise ConfigError(
-            f"{name} is not built by the model's class, so that no calibration data run through it. Possible: a "
-            "scheme of weights, or one with dynamic activations."
-        )
-
-
 def carried_entries(
     source: Source, names: Collection[str], dtype: torch.dtype, layers: CarriedLayers = CarriedLayers()
 ) -> list[Entry]:
@@ -212,3 +203,12 @@ def _rounded(source: Source, layer: str, family: Sequence[str], layout: Layout, 
         seconds = [tensor_qparams(weight(name), spec).second for name in family]
         largest = torch.stack([second.scale for second in seconds if second is not None]).amax(0)
         return layout.store(x, qparams_under(largest, x, spec))
+
+
+def _refuse_data(name: str, spec: LayerSpec) -> None:
+    """Raise ConfigError for what a carried layer cannot have."""
+    if spec.needs_data or spec.output is not None or spec.weight is None:
+        raise ConfigError(
+            f"{name} is not built by the model's class, so that no calibration data run through it. Possible: a "
+            "scheme of weights, or one with dynamic activations."
+        )

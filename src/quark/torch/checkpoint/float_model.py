@@ -66,16 +66,11 @@ def load_float_model(
         check_metas(folder.path, folder.skeleton, tensors, folder.names(folder.skeleton))
     model = load_whole(folder, keep_unexpected=keep_unexpected, source=source, dtype=dtype, **options)
     if source is not None:
-        model.decoded_layers = _decoded_layers(model, folder)
+        named = folder.names(model)
+        weights = {name for name, stored in named.items() if name.endswith(".weight") and source.is_coded(stored)}
+        own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        model.decoded_layers = tuple(name.removesuffix(".weight") for name in named if name in weights & own)
     return model.eval()
-
-
-def _decoded_layers(model: Any, folder: OpenedFolder) -> tuple[str, ...]:
-    """Names of the layers of a model whose weights a folder stores in codes, each in a tensor of its own."""
-    named = folder.names(model)
-    weights = {name for name, stored in named.items() if name.endswith(".weight") and folder.source.is_coded(stored)}
-    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return tuple(name.removesuffix(".weight") for name in named if name in weights & own)
 
 
 def load_whole(

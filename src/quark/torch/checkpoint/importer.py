@@ -74,7 +74,10 @@ def import_model_from_safetensors(
         return loaded
     if model is None:
         with as_format_error(folder.path):
-            model = _float_model(folder, attn_implementation)
+            config = copy.deepcopy(folder.of_transformers)
+            del config.quantization_config
+            chosen = model_class(folder.path, config, folder.trust_remote_code)
+            model = empty_of_class(chosen, config, config.dtype, attn_implementation=attn_implementation).eval()
     if any(buffer.is_meta for _, buffer in getattr(model, "named_non_persistent_buffers", list)()):
         fill_buffers(model)  # rotary tables: no checkpoint holds them
     files = [file.path for file in folder.files]
@@ -193,15 +196,6 @@ def _assign(module: nn.Module, leaf: str, tensor: torch.Tensor, quantized: bool)
         # In place, so that a tied weight stays tied.
         with torch.no_grad():
             present.copy_(tensor)
-
-
-def _float_model(folder: OpenedFolder, attention: str | None) -> nn.Module:
-    """The float model that the config.json of a folder describes, empty."""
-    config = copy.deepcopy(folder.of_transformers)
-    del config.quantization_config
-    chosen = model_class(folder.path, config, folder.trust_remote_code)
-    model: nn.Module = empty_of_class(chosen, config, config.dtype, attn_implementation=attention)
-    return model.eval()
 
 
 class ModelImporter:

@@ -33,7 +33,7 @@ from quark.torch.model.names import dropped_names, source_names
 
 T = TypeVar("T")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""What folders held before safetensors; torch reads tensors from it and runs nothing."""
+"""What folders had before safetensors; torch reads tensors from it and runs nothing."""
 
 
 class OpenedFolder:
@@ -118,7 +118,7 @@ class OpenedFolder:
 
     @property
     def source_if_any(self) -> Source | None:
-        """As `source`; None of a folder without config.json, or without safetensors files."""
+        """The tensors of the folder; None of one without config.json, or without safetensors files."""
         return self.source if self.has_config and any(self.path.glob("*.safetensors")) else None
 
     @cached_property
@@ -171,7 +171,7 @@ class OpenedFolder:
         return self._once(("names", type(model), own), lambda: source_names(model, stored))
 
     def float_names(self, model: Any) -> Mapping[str, str]:
-        """As `names`, of the float tensors alone."""
+        """Name in a model -> name in the files, of the float tensors alone."""
         floats = {*self.source.names()}
         return {name: stored for name, stored in self.names(model).items() if stored in floats}
 

@@ -123,7 +123,8 @@ def _ignored(model: nn.Module, plan: Plan, known: _KnownNames, beside: Iterable[
     # Such are classes derived from Linear, too (the output projection of torch's own attention).
     linear = (name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in plan.layers)
     inside = [form for name in dict.fromkeys((*plan.to_exclude, *linear)) for form in known.forms(name)]
-    layers = [name for name in _layers_of(beside) if name not in plan.beside]
+    layers = [name.removesuffix(".weight") for name in beside if name.endswith(".weight")]
+    layers = [name for name in layers if name not in plan.beside]
     outside = [form for name in layers for form in (name, *known.elsewhere(name))]
     return list(dict.fromkeys((*inside, *outside)))
 
@@ -133,19 +134,12 @@ def _experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
     blocks = [name for name, module in model.named_modules() if isinstance(module, UnfusedExperts)]
     return {
         block: tuple(
-            f"{block}.{leaf}" for leaf, layer in model.get_submodule(block).named_modules() if _is_layer(layer)
+            f"{block}.{leaf}"
+            for leaf, layer in model.get_submodule(block).named_modules()
+            if isinstance(layer, (nn.Linear, QuantLayer))
         )
         for block in blocks
     }
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, QuantLayer))
-
-
-def _layers_of(tensors: Iterable[str]) -> list[str]:
-    """The layers that have one of these tensors as their weight."""
-    return [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
 
 
 def quantization_config(model: nn.Module, config: QConfig, plan: Plan) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def layers_quantized_before(model: nn.Module) -> QuantizedBefore:
         ConfigError: A layer's weight is not frozen: its float values are still there, and may be changed.
         NotSupportedError: More than weights and inputs is quantized, which the config of the rest cannot say too.
     """
-    held = {}
+    before = {}
     for name, layer in quantized_layers(model).items():
         weight = layer.quantizer("weight")
         if isinstance(weight, FakeQuantize) and weight.mode is not Mode.frozen:
@@ -39,14 +39,14 @@ def layers_quantized_before(model: nn.Module) -> QuantizedBefore:
                 f"{name}: a model whose KV cache or outputs are quantized cannot be quantized further. Possible: the "
                 "float model."
             )
-        held[name] = replace(layer.spec, weight=weight.spec) if isinstance(weight, StoredTensor) else layer.spec
-    return held
+        before[name] = replace(layer.spec, weight=weight.spec) if isinstance(weight, StoredTensor) else layer.spec
+    return before
 
 
-def with_quantized_before(config: QConfig, plan: Plan, held: QuantizedBefore) -> tuple[QConfig, Plan]:
+def with_quantized_before(config: QConfig, plan: Plan, before: QuantizedBefore) -> tuple[QConfig, Plan]:
     """The config and the plan of the whole model, given those of what was left in float."""
-    if not held:
+    if not before:
         return config, plan
-    by_name = {name: config_of_layer(spec) for name, spec in held.items()}
+    by_name = {name: config_of_layer(spec) for name, spec in before.items()}
     whole = replace(config, layer_quant_config=by_name | config.layer_quant_config)
-    return whole, replace(plan, layers=held | plan.layers)
+    return whole, replace(plan, layers=before | plan.layers)

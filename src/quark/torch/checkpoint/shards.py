@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from quark.base.libraries.diffusers import is_network
-from quark.core.scales import QParams
 from quark.core.solvers.hadamard import Rotation
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import NotSupportedError
@@ -112,9 +111,9 @@ def _outside_quantizers(
     """
     apart = {name for form in forms for name in form.members}
     roles = ("", *(f".{role}" for role in ROLES))
-    held = {f"{name}{role}_quantizer" for name in quantized for role in roles}
+    quantizers = {f"{name}{role}_quantizer" for name in quantized for role in roles}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if name not in apart and held.isdisjoint(_modules_around(name)) and (only is None or name in only):
+        if name not in apart and quantizers.isdisjoint(_modules_around(name)) and (only is None or name in only):
             yield name, tensor
 
 
@@ -225,21 +224,15 @@ def _activation_entries(name: str, layer: QuantLayer, form: Format) -> Iterator[
         elif quantizer.needs_range:
             tensors = empty_activation(layer, role, layout)
         else:
-            assert quantizer.params is not None
-            tensors = _stored_as(empty_activation(layer, role, layout), layout, quantizer.params)
+            params, wanted = quantizer.params, empty_activation(layer, role, layout)
+            assert params is not None
+            # In the shapes of the format. Some store no zero points for symmetric types, which others do.
+            if params.zero_point is None and "zero_point" in wanted:
+                params = replace(params, zero_point=torch.zeros_like(params.scale))
+            tensors = {suffix: x.reshape(wanted[suffix].shape) for suffix, x in layout.store_params(params).items()}
         if form.cache_apart and isinstance(quantizer, CacheQuantize) and holds(name) == "kv":
             tensors = {**tensors, OF_VALUES: tensors["scale"].clone()}
         yield _entry(f"{name}.{role}", tensors)
-
-
-def _stored_as(wanted: Tensors, layout: Layout, params: QParams) -> Tensors:
-    """The parameters of an activation in the shapes of a format, whatever the format that they were loaded from.
-
-    Some formats store no zero points for symmetric types, which others do.
-    """
-    if params.zero_point is None and "zero_point" in wanted:
-        params = replace(params, zero_point=torch.zeros_like(params.scale))
-    return {suffix: x.reshape(wanted[suffix].shape) for suffix, x in layout.store_params(params).items()}
 
 
 def predicted_bytes(model: nn.Module, plan: Plan | None, form: Format = FORMATS["quark"]) -> int:

@@ -61,8 +61,8 @@ def stored_tensors(
     find, parts = _finder(model, own, joint), Parts(model, own)
     loaded: dict[str, torch.Tensor] = {}
     left: list[str] = []
-    for stored, held in tensors:
-        received = form.received(stored, held)
+    for stored, value in tensors:
+        received = form.received(stored, value)
         if received is None or parts.take(*received):
             continue
         name = find(received[0])
@@ -186,17 +186,14 @@ def _refuse_missing(
         holders += tuple(f"{name}_quantizer." for name in attention_quantizers(model))
         absent = [name for name in absent if name not in tied and name.startswith(holders)]
     if absent:
-        names = [_name_in_file(name) for name in absent]
+        ends = ("_quantizer.scale", "_scale"), ("_quantizer.zero_point", "_zero_point")
+        names = [name.replace(*ends[0]).replace(*ends[1]) for name in absent]
         raise FormatError(f"The checkpoint lacks {len(names)} tensors of the model: {', '.join(names[:5])}.")
 
 
 def _place(x: torch.Tensor) -> tuple[str, int]:
     """Where the values of a tensor lie; a place of its own for one without values."""
     return ("memory", x.data_ptr()) if x.data_ptr() else ("object", id(x))
-
-
-def _name_in_file(name: str) -> str:
-    return name.replace("_quantizer.scale", "_scale").replace("_quantizer.zero_point", "_zero_point")
 
 
 def _refuse_left(model: nn.Module, left: list[str], partial: bool) -> None:
@@ -220,7 +217,9 @@ def _flaws(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> Iterator[tup
     for name, layer in quantized_layers(model).items():
         quantizers |= {f"{name}.{role}": layer.quantizer(role) for role in ROLES}
     for name, quantizer in quantizers.items():
-        found = _stored_of(name, loaded)
+        places = {"": name, "scale": f"{name}_quantizer.scale", "zero_point": f"{name}_quantizer.zero_point"}
+        places |= {suffix: f"{name}_{suffix}" for suffix in EXTRA_SUFFIXES}
+        found = {suffix: loaded[place] for suffix, place in places.items() if place in loaded}
         if isinstance(quantizer, StoredTensor):
             wrong = quantizer.layout.flaw(found, quantizer.shape)
         elif isinstance(quantizer, FakeQuantize) and found.keys() - {""}:
@@ -234,13 +233,6 @@ def _flaws(model: nn.Module, loaded: Mapping[str, torch.Tensor]) -> Iterator[tup
             yield name, "rows are not orthogonal, as those of a rotation are"
         else:
             check_finite(name, tensor)
-
-
-def _stored_of(name: str, loaded: Mapping[str, torch.Tensor]) -> Tensors:
-    """What was stored of a tensor, by suffix."""
-    places = {"": name, "scale": f"{name}_quantizer.scale", "zero_point": f"{name}_quantizer.zero_point"}
-    places |= {suffix: f"{name}_{suffix}" for suffix in EXTRA_SUFFIXES}
-    return {suffix: loaded[place] for suffix, place in places.items() if place in loaded}
 
 
 def _flaw_of_activation(found: Tensors, quantizer: FakeQuantize) -> str | None:

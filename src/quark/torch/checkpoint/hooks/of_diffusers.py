@@ -108,8 +108,8 @@ class QuarkNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         self._places = {name: find(name) or name for name in self._names}
         self._names[:] = self._places.values()
         layers = quantized_layers(model)
-        held = tuple(f"{name}." for name in layers)
-        self._coded = {name for name in model.state_dict() if name.startswith(held)}
+        inside = tuple(f"{name}." for name in layers)
+        self._coded = {name for name in model.state_dict() if name.startswith(inside)}
         model.register_to_config(quantization_config=self._stored)
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:

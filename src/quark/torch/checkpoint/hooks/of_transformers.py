@@ -68,23 +68,14 @@ def _map_to_quark(
     _untie(model)
     # transformers makes up what is missing, and casts what is of another dtype: all is checked before it loads.
     stored_tensors(model, FORMATS["quark"], read_tensors(files), named_dtype(read_config(folder)), partial=True)
-    _receive_merged(model, stored)
-    keep_from_drawing(model, [name for name, module in model.named_modules() if isinstance(module, UnfusedExperts)])
-    return model
-
-
-def _receive_merged(model: nn.Module, stored: Mapping[str, str]) -> None:
-    """Make a place for what the loader merges of the experts of each block.
-
-    Args:
-        model: On the meta device, with the layers of the folder.
-        stored: Name in the model -> name in the file.
-    """
+    # A place for what the loader merges of the experts of each block.
     blocks = {f"{n}.0.{m.names[2]}.weight": m for n, m in model.named_modules() if isinstance(m, UnfusedExperts)}
     merged, rules = merged_names(model, blocks, stored), mergers(conversions(model))
     for name, block in blocks.items():
         kinds = [kind for kind in KINDS if merged_as(f"{name}{kind}", rules)[1] is not None]
         ReceivingExperts.stack(block, [kind for kind in kinds if kind or name in merged])
+    keep_from_drawing(model, [name for name, module in model.named_modules() if isinstance(module, UnfusedExperts)])
+    return model
 
 
 def keep_from_drawing(model: nn.Module, blocks: Iterable[str]) -> None:
@@ -183,7 +174,7 @@ class ReceivingExperts(UnfusedExperts):
             kinds: Of KINDS, what arrives merged; the rest has a place of its own.
 
         Raises:
-            NotSupportedError: The experts are not stored alike, so that they cannot be merged.
+            NotSupportedError: The experts are stored in several ways, so that they cannot be merged.
         """
         for kind in kinds:
             experts.__class__ = cls
@@ -286,5 +277,5 @@ def _excludes(exclude: Iterable[str], layer: str) -> bool:
 
 
 def _first(named: Mapping[str, Any], rules: Mapping[str, Any]) -> dict[str, Any]:
-    """Rules, of which the first that matches counts, behind those for single layers."""
+    """Rules, of which the first that matches counts, after those for single layers."""
     return {**named, **{key: value for key, value in rules.items() if key not in named}}

@@ -116,7 +116,11 @@ def _unpacker(codes: StoredCodes, shape: tuple[int, ...]) -> tuple[Callable[[tor
         return known[shape[1]]
     if stored.dtype != torch.int32:
         raise NotSupportedError(f"{name}: weights packed into {stored.dtype} are not read; possible: int32, uint8.")
-    bits = _width(name, stored, shape)
+    # As many bits as the words that hold a row say.
+    widths = [bits for bits in range(1, 9) if tuple(stored.shape) == (shape[0], -(-shape[1] * bits // 32))]
+    if len(widths) != 1:
+        raise FormatError(f"{name}: packed words of shape {tuple(stored.shape)} do not hold a weight of {shape}.")
+    bits = widths[0]
     return lambda words: _integers(words, bits, shape[1]), bits
 
 
@@ -207,14 +211,6 @@ def _spread(x: torch.Tensor, piece: slice, rows: int, columns: int, shape: tuple
     index = torch.arange(piece.start, piece.stop) // rows
     part = x[index]
     return part if part.shape[1] == 1 else part.repeat_interleave(columns, 1)[:, : shape[1]]
-
-
-def _width(name: str, stored: torch.Tensor, shape: tuple[int, ...]) -> int:
-    """Bits of a packed integer, from how many words hold a row."""
-    widths = [bits for bits in range(1, 9) if tuple(stored.shape) == (shape[0], -(-shape[1] * bits // 32))]
-    if len(widths) != 1:
-        raise FormatError(f"{name}: packed words of shape {tuple(stored.shape)} do not hold a weight of {shape}.")
-    return widths[0]
 
 
 def _integers(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:

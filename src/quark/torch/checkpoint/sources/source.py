@@ -21,7 +21,7 @@ from quark.torch.checkpoint.sources.encodings import ENCODINGS
 from quark.torch.checkpoint.sources.methods import fp4_dtype, tile_of
 
 SCALES = ("_scale_inv", "_scale")
-"""Behind the name of a coded tensor: its scale."""
+"""After the name of a coded tensor: its scale."""
 BESIDE = ("scale", "qscale_weight")
 """Leaves that DeepSeek V4 and Mistral give the scale of a coded `weight`; beside another one they are parameters."""
 PACKED, SHAPE, ZERO, ORDER = "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx"
@@ -32,7 +32,7 @@ PARTS = (
 )  # fmt: skip
 """Leaves that describe a stored weight or what is quantized beside it; none is a tensor of the float model."""
 BLOCKS, EXPONENTS = "_blocks", "_scales"
-"""Behind the name of experts in MXFP4: codes (experts, rows, groups, 16), exponents (experts, rows, groups)."""
+"""After the name of experts in MXFP4: codes (experts, rows, groups, 16), exponents (experts, rows, groups)."""
 NOT_FINITE = "values are NaN or infinite"
 
 
@@ -94,7 +94,12 @@ class Source:
                 yield f"{parent}.weight"
             elif name.endswith(BLOCKS) and self._sibling(name, BLOCKS, EXPONENTS):
                 yield name.removesuffix(BLOCKS)
-            elif leaf not in PARTS and not self._is_scale(name) and not self._is_transform(parent):
+            elif (
+                leaf not in PARTS
+                and not self._is_scale(name)
+                # The matrices of rotations, which compressed-tensors stores beside a layer.
+                and not parent.rpartition(".")[2].startswith(self._transforms)
+            ):
                 yield name
 
     def owners(self) -> dict[str, str]:
@@ -242,10 +247,6 @@ class Source:
         of += [f"{parent}.weight"] if leaf in BESIDE else []
         coded = any(other in self._files and self.meta(other).dtype.itemsize == 1 for other in of)
         return coded or (name.endswith(EXPONENTS) and self._sibling(name, EXPONENTS, BLOCKS))
-
-    def _is_transform(self, parent: str) -> bool:
-        """Whether a module is the matrix of a rotation, which compressed-tensors stores beside the layer."""
-        return parent.rpartition(".")[2].startswith(self._transforms)
 
     def _sibling(self, name: str, end: str, other: str) -> bool:
         return name.removesuffix(end) + other in self._files

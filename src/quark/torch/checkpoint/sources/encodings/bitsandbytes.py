@@ -32,7 +32,7 @@ TABLES = {
 }  # fmt: skip
 """Values by their codes, as the kernels have them; `quant_map` in a file repeats them."""
 STATE = re.compile(r"\.quant_state\.bitsandbytes__(\w+)$")
-"""Behind the name of a weight in 4 bits: the JSON that describes it, and the name of its table."""
+"""After the name of a weight in 4 bits: the JSON that describes it, and the name of its table."""
 SCB, ROW_FORMAT = ".SCB", ".weight_format"
 INT8 = torch.tensor(7.874015718698502e-3)
 """1 / 127, as the library multiplies by it."""

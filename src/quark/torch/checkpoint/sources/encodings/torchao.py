@@ -180,7 +180,10 @@ def _decode(
         for role in ("scale", "zero_point")
     )
     assert scale is not None
-    row_of, width = _rows_of_grid(shape, grid), shape[-1] // grid[-1]
+    row_of, width = torch.arange(math.prod(grid[:-1])).reshape(grid[:-1]), shape[-1] // grid[-1]
+    for axis, (size, count) in enumerate(zip(shape[:-1], grid[:-1], strict=True)):
+        row_of = row_of.repeat_interleave(size // count, axis)
+    row_of = row_of.flatten()  # the row of scales of each row of the weight
 
     def spread(x: torch.Tensor, piece: slice) -> torch.Tensor:
         return x[row_of[piece]].repeat_interleave(width, 1)
@@ -188,7 +191,9 @@ def _decode(
     def rows(piece: slice) -> torch.Tensor:
         if kind == INT4:
             assert zero is not None
-            return _signed(codes[piece]) * spread(scale, piece) + spread(zero, piece)
+            packed = codes[piece].view(torch.uint8)  # two integers with a sign in each byte
+            halves = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).float()
+            return torch.where(halves > 7, halves - 16, halves) * spread(scale, piece) + spread(zero, piece)
         values = codes[piece].float()
         return (values if zero is None else values - spread(zero, piece)) * spread(scale, piece)
 
@@ -198,18 +203,3 @@ def _decode(
 def _matrix(x: torch.Tensor, grid: tuple[int, ...], turned: bool) -> torch.Tensor:
     """Scales or zero points with all axes but the last as one; `turned`: the last two are stored the other way."""
     return (x.transpose(-1, -2) if turned else x).reshape(-1, grid[-1])
-
-
-def _rows_of_grid(shape: tuple[int, ...], grid: tuple[int, ...]) -> torch.Tensor:
-    """The row of scales of each row of the weight."""
-    index = torch.arange(math.prod(grid[:-1])).reshape(grid[:-1])
-    for axis, (size, count) in enumerate(zip(shape[:-1], grid[:-1], strict=True)):
-        index = index.repeat_interleave(size // count, axis)
-    return index.flatten()
-
-
-def _signed(packed: torch.Tensor) -> torch.Tensor:
-    """Integers of four bits with a sign, two in each byte, float32."""
-    packed = packed.view(torch.uint8)
-    halves = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).float()
-    return torch.where(halves > 7, halves - 16, halves)
