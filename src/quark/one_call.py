@@ -92,7 +92,12 @@ def quantize(
     kept = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     with _spelled(OF_QUANTIZE):
         if not isinstance(model, (str, os.PathLike)):
-            data = _batches(model, data, samples)
+            if isinstance(data, (str, os.PathLike)):
+                from quark.torch import stored_batches
+
+                data = stored_batches(data, model, samples)  # read one at a time
+            elif data is not None and samples is not None:
+                data = list(itertools.islice(data, samples))
             return _module(model, scheme, data, goal, output, bits, effort, words, [*kept], overwrite, options)
         is_path = isinstance(data, (str, os.PathLike))
         said = {
@@ -107,6 +112,7 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
     """Quantize a folder or an ONNX file; return what a program opens."""
     from quark.goals.upload import say_upload
     from quark.jobs import FileJob, request_of, resolve
+    from quark.jobs.denoisers import holds_denoiser
     from quark.jobs.request import is_onnx
 
     if said["output"] is None:
@@ -119,8 +125,8 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
     if said["goal"] is None and is_onnx(model) and _is_untried(said["scheme"]):
         # No program is known for it, and none was asked for: it is made as --config makes it.
         said |= {"scheme": None, "config": said["scheme"]}
-    else:
-        said["goal"] = said["goal"] or _usual_goal(model)
+    elif not said["goal"]:
+        said["goal"] = "onnxruntime" if is_onnx(model) else "diffusers" if holds_denoiser(model) else IN_MEMORY
     if data is not None and not is_onnx(model):
         raise ConfigError(
             f"data of a folder are a path, got {type(data).__name__}. Possible: the path of a text, a folder or an "
@@ -259,14 +265,6 @@ def _is_untried(scheme: str | None) -> bool:
     return scheme is not None and (scheme in ROWS or scheme in QROWS) and not is_known(scheme, True)
 
 
-def _usual_goal(model: Path) -> str:
-    """The goal of a path where none is said."""
-    from quark.jobs.denoisers import holds_denoiser
-    from quark.jobs.request import is_onnx
-
-    return "onnxruntime" if is_onnx(model) else "diffusers" if holds_denoiser(model) else IN_MEMORY
-
-
 @contextmanager
 def _spelled(others: Mapping[str, str], kinds: Kinds[Any, Any] | None = None) -> Iterator[None]:
     """Within: errors name keywords, in the place of options of the command line.
@@ -280,7 +278,7 @@ def _spelled(others: Mapping[str, str], kinds: Kinds[Any, Any] | None = None) ->
     known = {*options_of(*(kinds or ())), *others.values()}
 
     def keyword(flag: re.Match[str]) -> str:
-        # Of its value too, where one stands behind it; other words with dashes stay.
+        # Of its value too, where one stands after it; other words with dashes stay.
         name = others.get(flag[1], flag[1].replace("-", "_"))
         return flag[0] if name not in known else f"{name}=" if flag[2] else name
 
@@ -289,23 +287,6 @@ def _spelled(others: Mapping[str, str], kinds: Kinds[Any, Any] | None = None) ->
     except QuarkError as error:
         error.args = tuple(re.sub(r"--([a-z][a-z-]*)( (?=['\d]))?", keyword, str(part)) for part in error.args)
         raise
-
-
-def _batches(model: Any, data: Any, samples: int | None) -> Any:
-    """The batches for a module; those of a path are read one at a time."""
-    if isinstance(data, (str, os.PathLike)):
-        from quark.torch import stored_batches
-
-        return stored_batches(data, model, samples)
-    return data if data is None or samples is None else list(itertools.islice(data, samples))
-
-
-def _scheme_of(model: Any, has_data: bool) -> str | None:
-    """8 bits for a module that transformers does not know: groups of 128 do not divide a convolution's channels."""
-    named = getattr(getattr(model, "config", None), "model_type", None) is not None
-    if named:
-        return None
-    return "int8" if has_data else "int8_wo"
 
 
 def _module(
@@ -394,3 +375,11 @@ def _check_kind(chosen: Any, output: Any, folder: str) -> None:
         raise ConfigError("An ONNX file of a module needs inputs: quark.torch.export_onnx(model, folder, inputs).")
     if output is not None and chosen.form == "gguf" and not folder:
         raise ConfigError("A GGUF file needs a tokenizer: quark.torch.export_gguf(model, folder, name, tokenizer).")
+
+
+def _scheme_of(model: Any, has_data: bool) -> str | None:
+    """8 bits for a module that transformers does not know: groups of 128 do not divide a convolution's channels."""
+    named = getattr(getattr(model, "config", None), "model_type", None) is not None
+    if named:
+        return None
+    return "int8" if has_data else "int8_wo"

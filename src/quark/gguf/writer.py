@@ -99,7 +99,7 @@ class DenoiserHeader:
     shapes: Mapping[str, tuple[int, ...]]
 
     def write(self, writer: Any, tensors: Sequence[GgufTensor]) -> None:
-        """As `Header.write`."""
+        """Write the header: the version, the mix, and the shapes and places of the tensors."""
         gguf = import_gguf()
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_file_type(int(getattr(gguf.LlamaFileType, f"MOSTLY_{self.mix.file_type}")))
@@ -170,7 +170,11 @@ def _padded(size: int) -> int:
 
 def _file_type(tensors: Sequence[GgufTensor], config: Any) -> str:
     """The name in gguf.LlamaFileType: of the mix whose rules give these types, or of the main type."""
-    main = _main_type(tensors)
+    counts = Counter[str]()
+    for tensor in tensors:
+        if len(tensor.shape) > 1 and tensor.name.startswith("blk."):
+            counts[tensor.kind] += int(np.prod(tensor.shape))
+    main = max(counts, key=lambda kind: counts[kind])  # of most values in the matrices of the blocks
     if main in OTHER_FILE_TYPES:
         return OTHER_FILE_TYPES[main]
     # Mixes of one base differ in what they make wider; the file has the name of the one that it is nearest to.
@@ -182,12 +186,3 @@ def _file_type(tensors: Sequence[GgufTensor], config: Any) -> str:
         return sum((mix.type_of(role) or kind).upper() != kind for role, kind in roles)
 
     return f"MOSTLY_{min(mixes, key=strange).file_type if mixes else main}"
-
-
-def _main_type(tensors: Sequence[GgufTensor]) -> str:
-    """The type of most values in the matrices of the blocks."""
-    counts = Counter[str]()
-    for tensor in tensors:
-        if len(tensor.shape) > 1 and tensor.name.startswith("blk."):
-            counts[tensor.kind] += int(np.prod(tensor.shape))
-    return max(counts, key=lambda kind: counts[kind])

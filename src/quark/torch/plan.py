@@ -251,7 +251,9 @@ def make_plan(
     _require_calibrated_experts(config, layers, strict)
     probabilities = _probabilities(config, model)
     outside = frozenset(n for n in excluded if n in read_elsewhere and not choice.excludes(n))
-    _say_outside(outside)
+    if outside:
+        shown = ", ".join(sorted(outside)[:3]) + (" ..." if len(outside) > 3 else "")
+        logger.info("%d layers stay in float, as the model reads their weight itself: %s.", len(outside), shown)
     to_exclude = _to_exclude(model, choice, layers, excluded, probabilities)
     return Plan(layers, tuple(excluded), unknown, probabilities, to_exclude, outside, unfit)
 
@@ -301,12 +303,6 @@ def _misfit(name: str, module: nn.Module, spec: LayerSpec) -> ShapeError | None:
     except ShapeError as error:
         return error
     return None
-
-
-def _say_outside(outside: Collection[str]) -> None:
-    if outside:
-        shown = ", ".join(sorted(outside)[:3]) + (" ..." if len(outside) > 3 else "")
-        logger.info("%d layers stay in float, as the model reads their weight itself: %s.", len(outside), shown)
 
 
 def _nothing_to_quantize(model: nn.Module, candidates: int) -> ConfigError:
@@ -394,18 +390,14 @@ def _unfit(model: nn.Module, layers: Collection[str], errors: Mapping[str, Shape
     if not layers or size(few) > UNFIT_SHARE * size(linear):
         raise errors[next(iter(few or errors))]
     share = size(errors) / size(weights)
+    counts = Counter(type(model.get_submodule(name)).__name__ for name in errors)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
     logger.log(
         logging.WARNING if share > MOST_IN_FLOAT else logging.INFO,
         "%d of %d layers, with %.0f %% of the weights, stay in float, as the scheme does not fit them: %s. %s",
-        len(errors), len(weights), 100 * share, _kinds(model, errors), next(iter(errors.values())),
+        len(errors), len(weights), 100 * share, kinds, next(iter(errors.values())),
     )  # fmt: skip
     return frozenset(errors)
-
-
-def _kinds(model: nn.Module, names: Iterable[str]) -> str:
-    """How many layers of which class."""
-    counts = Counter(type(model.get_submodule(name)).__name__ for name in names)
-    return ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
 
 
 def _probabilities(config: QConfig, model: nn.Module) -> dict[str, TensorSpec]:

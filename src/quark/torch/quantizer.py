@@ -73,7 +73,10 @@ class ModelQuantizer:
         if not isinstance(config, QConfig):
             raise ConfigError(f"ModelQuantizer takes a QConfig or the name of a scheme, got {type(config).__name__}.")
         self.config = snapshot(config)
-        _refuse_unsupported(self.config)
+        if not config.keep_prequantized_layers:
+            raise NotSupportedError(
+                "keep_prequantized_layers=False is documented but not part of this version: leave it at its default."
+            )
         check_cache_config(self.config)
         _algorithms(self.config)
 
@@ -132,7 +135,7 @@ class ModelQuantizer:
                 return quantize_graph(model, self.config, data)
             if isinstance(model, fx.GraphModule):
                 raise ConfigError("This is an exported graph: pass quant_mode=QuantizationMode.fx_graph_mode.")
-            algorithms, held = _algorithms(self.config), layers_quantized_before(model)
+            algorithms, before = _algorithms(self.config), layers_quantized_before(model)
             if algorithms and isinstance(dataloader, Iterator) and data is not None:
                 data = list(data)  # read more than once
             with onloaded(model) as offloaded, prepared(model, self.config):
@@ -147,7 +150,7 @@ class ModelQuantizer:
                     logger.info("In float, as these classes have no quantized form: %s.", left)
                 with replaced(model, plan) as layers, attention_quantized(model, self.config, plan, layers):
                     self._calibrate(model, layers, algorithms, data, offloaded)
-            config, plan = with_quantized_before(_recorded(snapshot(self.config), algorithms), plan, held)
+            config, plan = with_quantized_before(_recorded(snapshot(self.config), algorithms), plan, before)
             model.quant_config, model.quant_plan = config, plan  # type: ignore[assignment]
             model.quant_errors = [errors for algorithm in algorithms for errors in algorithm.errors]  # type: ignore[assignment]
             model.quark_quantized = True  # type: ignore[assignment]
@@ -321,13 +324,6 @@ def _refuse_by_place(config: QConfig, model: nn.Module, offloaded: Offloaded, al
         )
 
 
-def _recorded(config: QConfig, algorithms: Sequence[Algorithm]) -> QConfig:
-    """The config with what the algorithms did in place of what they were asked for."""
-    asked = config.algo_config or []
-    done = [algorithm.recorded(each) for algorithm, each in zip(algorithms, asked, strict=True)]
-    return replace(config, algo_config=[each for each in done if each is not None] or None)
-
-
 def _freeze(layer: QuantLayer, role: str, shared: set[int]) -> None:
     quantizer = layer.quantizer(role)
     if not isinstance(quantizer, FakeQuantize) or quantizer.mode is not Mode.quantize:
@@ -343,9 +339,8 @@ def _freeze(layer: QuantLayer, role: str, shared: set[int]) -> None:
     quantizer.mode = Mode.frozen
 
 
-def _refuse_unsupported(config: QConfig) -> None:
-    """Raise for documented features of later versions: none is accepted and ignored."""
-    if not config.keep_prequantized_layers:
-        raise NotSupportedError(
-            "keep_prequantized_layers=False is documented but not part of this version: leave it at its default."
-        )
+def _recorded(config: QConfig, algorithms: Sequence[Algorithm]) -> QConfig:
+    """The config with what the algorithms did in place of what they were asked for."""
+    asked = config.algo_config or []
+    done = [algorithm.recorded(each) for algorithm, each in zip(algorithms, asked, strict=True)]
+    return replace(config, algo_config=[each for each in done if each is not None] or None)

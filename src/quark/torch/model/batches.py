@@ -14,7 +14,7 @@ from quark.errors import CalibrationError, ConfigError, QuarkError, one_line
 from quark.torch.model.half_products import half_products
 
 ONE_LENGTH = (
-    ". Batches are cut to the positions that their masks say are real, and numbered behind that. Possible, for a model "
+    ". Batches are cut to the positions that their masks say are real, and numbered after that. Possible, for a model "
     "that takes one length alone: masks of ones, with which all positions count"
 )
 """Said where a batch with a mask fails."""
@@ -143,7 +143,7 @@ def pinned(x: torch.Tensor) -> torch.Tensor:
 def to_host(x: torch.Tensor) -> torch.Tensor:
     """A tensor of a GPU in pinned host memory, which has its values when all that the GPU was told before is done.
 
-    Another copy from there to the same device comes behind that. Python has to wait for the device before it reads.
+    Another copy from there to the same device comes after that. Python has to wait for the device before it reads.
     """
     return x.contiguous().to("cpu", non_blocking=True) if x.device.type == "cuda" else x.cpu()
 

@@ -279,5 +279,5 @@ class Trace:
             return False
         channels = torch.arange(shape[-1])
         moved = tree_leaves(node.move(channels.expand(shape)))[node.outputs.index(output)]
-        # Another shape: it read something else besides, and nothing is known of its channels.
+        # Another shape: it read something else too, and nothing is known of its channels.
         return moved.shape == self.values[output].shape and bool((moved == channels).all())

@@ -154,7 +154,7 @@ def side_files(folder: Path) -> list[Path]:
     found = sorted(path.name for path in folder.iterdir() if _travels(path))
     found += sorted(f"{_TEMPLATES}/{path.name}" for path in folder.glob(f"{_TEMPLATES}/*") if not path.is_dir())
     if "modules.json" in found:
-        # A sentence encoder: what stands behind the model (pooling, a dense layer) lies in folders of the same folder.
+        # A sentence encoder: what stands after the model (pooling, a dense layer) lies in folders of the same folder.
         inner = [path for path in folder.glob("*/*") if re.match(r"\d+_\w+$", path.parent.name) and not path.is_dir()]
         found += sorted(path.relative_to(folder).as_posix() for path in inner)
     return [file_of(folder, name).relative_to(folder) for name in found]

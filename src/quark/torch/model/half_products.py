@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 ROWS = 8
 """Fewer rows (a token that is generated) are multiplied sooner as they are than widened with all of a weight."""
 PIECE = 1 << 24
-"""Elements of a matrix that are widened at once: a head over many words would take twice its size besides."""
+"""Elements of a matrix that are widened at once: a head over many words would take twice its size more."""
 
 
 @contextmanager

@@ -62,7 +62,11 @@ def build_skeleton(folder: Path, config: Any, dtype: torch.dtype, trust_remote_c
         dtype = config.dtype or dtype
         model = empty_model(chosen, config, dtype)
         read_generation_config(model, folder)
-    _keep_wide(model, dtype_plan(model, dtype))
+    plan = dtype_plan(model, dtype)  # parameters and stored buffers that transformers keeps in float32
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        for pattern, wide in plan.items():
+            if re.search(pattern, name) and tensor.is_floating_point():
+                tensor.data = tensor.data.to(wide)
     set_folder(model, str(folder))
     return model.eval()
 
@@ -153,11 +157,3 @@ def fill_buffers(model: Any) -> None:
         parent, _, leaf = name.rpartition(".")
         model.get_submodule(parent)._buffers[leaf] = torch.empty_like(buffer, device="cpu")
     draw_missing(model)
-
-
-def _keep_wide(model: nn.Module, plan: dict[str, torch.dtype]) -> None:
-    """Give parameters and stored buffers that transformers keeps in float32 that dtype."""
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        for pattern, dtype in plan.items():
-            if re.search(pattern, name) and tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype)

@@ -90,12 +90,12 @@ def _with_siblings(model: nn.Module, found: set[str]) -> set[str]:
     """The names, and those of equal name in modules of equal class."""
     places = {name: (type(model.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name in found}
     places = {name: place for name, place in places.items() if place[0] is not nn.ModuleList}
-    alike = set(places.values())
+    known = set(places.values())
     return found | {
         f"{name}.{leaf}".lstrip(".")
         for name, module in model.named_modules()
         for leaf in module._modules
-        if (type(module), leaf) in alike
+        if (type(module), leaf) in known
     }
 
 

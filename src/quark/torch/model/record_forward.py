@@ -157,7 +157,11 @@ class _Recorder(TorchFunctionMode):
         """Replace what was recorded inside of a leaf module by one node."""
         entered, mark = self.started.pop()
         inside, self.nodes = self.nodes[mark:], self.nodes[:mark]
-        results = [t for t in _float_tensors(result) if self.index.get(id(t)) not in entered]
+        results = [
+            t
+            for t in tree_leaves(result)
+            if isinstance(t, torch.Tensor) and t.is_floating_point() and self.index.get(id(t)) not in entered
+        ]
         if not results:
             return
         read = set(chain.from_iterable(node.inputs for node in inside))
@@ -166,8 +170,8 @@ class _Recorder(TorchFunctionMode):
             # An operation that no mode sees (a custom autograd function) may have read anything.
             read = {*entered, *self.read(list(module.parameters()))}
         inputs = tuple(value for value in entered if value in read)
-        held = tuple(value for value in sorted(read) if self.values[value].parameter and value not in inputs)
-        self.add(type(module).__name__, name, inputs + held, results, None)
+        parameters = tuple(value for value in sorted(read) if self.values[value].parameter and value not in inputs)
+        self.add(type(module).__name__, name, inputs + parameters, results, None)
 
 
 def _observed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -213,7 +217,3 @@ def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
         return a.untyped_storage()._cdata == b.untyped_storage()._cdata
     except NotImplementedError:  # a wrapper of torch.func has no storage of its own
         return False
-
-
-def _float_tensors(result: Any) -> list[torch.Tensor]:
-    return [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point()]

@@ -170,17 +170,17 @@ def measure_norm(module: nn.Module) -> tuple[float, bool] | None:
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if list(module.children()) or not isinstance(weight, torch.Tensor) or weight.ndim != 1:
         return None
-    twin = with_plain_forward(copy.deepcopy(module)).to("cpu", torch.float64).eval()
+    norm = with_plain_forward(copy.deepcopy(module)).to("cpu", torch.float64).eval()
     x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 100 + 30
     try:
         with torch.no_grad():
-            y = twin(x)
+            y = norm(x)
     except (TypeError, RuntimeError, ValueError):
         return None
     if not isinstance(y, torch.Tensor) or y.shape != x.shape:
         return None
-    gain = cast(torch.Tensor, twin.weight).detach()
-    shift = 0 if bias is None else cast(torch.Tensor, twin.bias).detach()
+    gain = cast(torch.Tensor, norm.weight).detach()
+    shift = 0 if bias is None else cast(torch.Tensor, norm.bias).detach()
     for centred in (False, True):
         z = x - x.mean(-1, keepdim=True) if centred else x
         z = z / z.pow(2).mean(-1, keepdim=True).sqrt()

@@ -40,11 +40,11 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
 
     Columns side by side of one matrix lie in one another's range of bytes, and share none of them.
     """
-    held = [tensor for tensor in tensors if tensor.numel()]
-    times = Counter(map(id, held))
-    found = {id(x) for x in held if times[id(x)] > 1 or (0 in x.stride() and not x.is_contiguous())}
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    times = Counter(map(id, filled))
+    found = {id(x) for x in filled if times[id(x)] > 1 or (0 in x.stride() and not x.is_contiguous())}
     reaching: list[_Bytes] = []
-    for place in sorted(map(_Bytes, {id(x): x for x in held}.values()), key=lambda place: place.start):
+    for place in sorted(map(_Bytes, {id(x): x for x in filled}.values()), key=lambda place: place.start):
         reaching = [other for other in reaching if other.end > place.start]
         for other in reaching:
             # What is found already tells nothing new.

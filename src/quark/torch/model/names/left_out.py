@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from quark.base.libraries.transformers import left_out
@@ -21,12 +21,18 @@ def dropped_names(model: Any, stored: Iterable[str]) -> list[str]:
     patterns += [pattern for pattern, end in computed.items() if any(name.endswith(end) for name in buffers)]
     patterns += _of_further_tokens(model)
     found = [name for name in stored if any(re.search(p, name) for p in patterns)]
-    return _without_own(model, found) if found else []
+    if not found:
+        return []
+    # A part of a model may leave out what is another part's, by the name of that part in files: of Tipsv2 the text
+    # model leaves out the vision model, and the other way round, and the patterns of both are those of the whole.
+    own = model.state_dict()
+    target = loaded_as(model, own)
+    return [name for name in found if target(name) not in own]
 
 
 FURTHER_TOKENS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers", "num_mtp_layers")
 """Fields of configs that count the layers that predict further tokens: of DeepSeek, GLM and Kimi, of MiniMax, of
-Qwen 3.5, of MiMo. DeepSeek and those after it number these layers on behind the last of the model."""
+Qwen 3.5, of MiMo. DeepSeek and those after it number these layers on after the last of the model."""
 
 
 def _of_further_tokens(model: Any) -> list[str]:
@@ -38,14 +44,3 @@ def _of_further_tokens(model: Any) -> list[str]:
     more = max((count for count in counts if isinstance(count, int)), default=0)
     numbers = "|".join(str(layers + index) for index in range(more)) if isinstance(layers, int) else ""
     return [r"(^|\.)mtp(_\w+)?\.", *([rf"(^|\.)layers\.({numbers})\."] if numbers else [])]
-
-
-def _without_own(model: Any, stored: Sequence[str]) -> list[str]:
-    """The names that no tensor of a model is loaded from.
-
-    A part of a model may leave out what is another part's, by the name of that part in files: of Tipsv2 the text model
-    leaves out the vision model, and the other way round, and the patterns of both are those of the whole.
-    """
-    own = model.state_dict()
-    target = loaded_as(model, own)
-    return [name for name in stored if target(name) not in own]

@@ -50,14 +50,9 @@ def models_of_other_classes(model: Any) -> list[Any]:
                 seen.add(kind)
                 # A class that cannot be built of this config loads no such folder.
                 with suppress(ImportError, AttributeError, KeyError, TypeError, ValueError):
-                    others.append(empty_model(kind, _config_for(kind, model.config), model.dtype))
+                    inside = model.config.sub_configs.get("text_config")
+                    of_part = inside is not None and getattr(kind, "config_class", None) is inside
+                    config = copy.deepcopy(model.config.get_text_config() if of_part else model.config)
+                    config.__dict__.pop("quantization_config", None)
+                    others.append(empty_model(kind, config, model.dtype))
     return others
-
-
-def _config_for(kind: Any, config: Any) -> Any:
-    """What transformers gives to a class: the config of the folder, or of the text model in it."""
-    inside = config.sub_configs.get("text_config")
-    part = inside is not None and getattr(kind, "config_class", None) is inside
-    out = copy.deepcopy(config.get_text_config() if part else config)
-    out.__dict__.pop("quantization_config", None)
-    return out

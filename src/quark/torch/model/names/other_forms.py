@@ -102,8 +102,9 @@ def _form(
     """The form by a reversed rule; None where the source folder has another, or the rule has no way back."""
     for turned in (False, True):
         convert = _converter(model, first, parts, turned)
-        like = _empty(convert, own, parts)
-        if like is None:
+        try:
+            like = convert([own[part.name].detach().to("meta") for part in parts])
+        except (RuntimeError, ValueError, KeyError, AttributeError, IndexError, TypeError, NotImplementedError):
             return None
         if shape_in_file is None or _has_shapes(like, shape_in_file):
             break
@@ -121,18 +122,6 @@ def _form(
 
 def _has_shapes(like: Mapping[str, torch.Tensor], of: Callable[[str], tuple[int, ...] | None]) -> bool:
     return all(of(name) == tuple(x.shape) for name, x in like.items())
-
-
-def _empty(
-    convert: Callable[[list[torch.Tensor]], dict[str, torch.Tensor]],
-    own: Mapping[str, torch.Tensor],
-    parts: list[Turned],
-) -> dict[str, torch.Tensor] | None:
-    """What a conversion makes of a group, without values; None where it has no way back."""
-    try:
-        return convert([own[part.name].detach().to("meta") for part in parts])
-    except (RuntimeError, ValueError, KeyError, AttributeError, IndexError, TypeError, NotImplementedError):
-        return None
 
 
 def _converter(

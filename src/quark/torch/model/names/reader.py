@@ -30,20 +30,20 @@ class Found:
     missing: list[str]
 
 
-def found_by(twin: Any, stored: Iterable[str]) -> Found:
+def found_by(empty: Any, stored: Iterable[str]) -> Found:
     """What transformers' loader finds of a float folder with these names.
 
     Args:
-        twin: An empty model of the class that loads.
+        empty: An empty model of the class that loads.
         stored: Names of the tensors in the files.
     """
-    own = dict(twin.state_dict())
-    into = loaded_into(twin, own)
+    own = dict(empty.state_dict())
+    into = loaded_into(empty, own)
     places = {name: into(name) for name in stored}
     there = set(chain.from_iterable(places.values()))
-    ties = tied_weights(twin)
+    ties = tied_weights(empty)
     there |= {one for pair in ties.items() if there.intersection(pair) for one in pair}
-    optional = may_be_missing(twin)
+    optional = may_be_missing(empty)
     missing = sorted(name for name in own if name not in there and not any(re.search(p, name) for p in optional))
     first = {name: made[0] for name, made in places.items()}
     return Found(first, sorted(name for name in places if first[name] not in own), missing)

@@ -232,7 +232,11 @@ def unfuse_experts(model: nn.Module, wanted: Wanted) -> dict[str, nn.Module]:
     """
     blocks = fused_blocks(model)
     chosen = {name: names for name, names in blocks.items() if any(map(wanted, layer_names(model, name, names)))}
-    _refuse_others(model, wanted)
+    for name, leaf in other_experts(model).items():
+        if wanted(name) and wanted(f"{name}.{leaf}"):
+            module = model.get_submodule(name)
+            shape = tuple(getattr(module, leaf).shape)
+            raise _unknown(f"{name}.{leaf}", module, f"its shape {shape} is none that this version knows")
     unfused: dict[str, nn.Module] = {name: _unfused(name, model.get_submodule(name), chosen[name]) for name in chosen}
     for name, block in model.named_modules():
         layers = [f"{name}.{leaf}" for leaf, layer in block.named_modules() if layer_class(layer)]
@@ -381,14 +385,6 @@ def other_experts(model: nn.Module) -> dict[str, str]:
             if stacked or (parameter.ndim == 2 and IN_EXPERTS.search(name)):
                 others[name] = leaf
     return others
-
-
-def _refuse_others(model: nn.Module, wanted: Wanted) -> None:
-    for name, leaf in other_experts(model).items():
-        if wanted(name) and wanted(f"{name}.{leaf}"):
-            module = model.get_submodule(name)
-            shape = tuple(getattr(module, leaf).shape)
-            raise _unknown(f"{name}.{leaf}", module, f"its shape {shape} is none that this version knows")
 
 
 def _unknown(name: str, module: nn.Module, why: str) -> NotSupportedError:
