@@ -174,8 +174,8 @@ class ModelQuantizer:
     ) -> Recovery:
         """Quantize a model, and better it by other ranges and by algorithms as long as there is time.
 
-        Every fourth sample is held out; a step is kept where the metric gains on these. The result is never worse by
-        this measure than the config as it is.
+        Every fourth sample is only measured on; a step is kept where the metric gains on these. The result is never
+        worse by this measure than the config as it is.
 
         Args:
             model_input: As for `quantize_model`.
@@ -193,7 +193,7 @@ class ModelQuantizer:
             allow_wider: Whether the model may have types of more bits than the config asks for (16 for 8, 8 for 4)
                 where nothing else reaches the target.
             weights_alone: Quantizer of weights, which is tried where the best model keeps so little that tasks suffer:
-                less than 25 dB, or 30 dB of scores. It gets half of the budget besides.
+                less than 25 dB, or 30 dB of scores. It gets half of the budget in addition.
             without_samples: Quantizer that needs none: see `search/recovery/alternative.py`.
 
         Raises:
@@ -299,7 +299,7 @@ def _refuse_lost_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path, se
     if left is not None:
         logger.warning(
             "There are no samples, and on noise the quantized model %s its outputs: %s. Noise is not what it is for: "
-            "look with quark evaluate at data of yours, or give samples (--calib), which have it judged.",
+            "look with quark evaluate at data of yours, or give samples (--calib), on which it is measured.",
             "has lost" if left.lost else "keeps little of",
             left.words,
         )

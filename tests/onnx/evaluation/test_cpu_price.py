@@ -25,7 +25,7 @@ def relus() -> onnx.ModelProto:
 @pytest.mark.parametrize(
     ("activation", "options", "said"),
     [
-        (Int8Spec(), {}, "2 Relu stay behind their layers under symmetric int8"),
+        (Int8Spec(), {}, "2 Relu stay after their layers under symmetric int8"),
         (Int16Spec(), {}, "no integer kernels for int16"),
         (UInt8Spec(), {"FoldRelu": True}, None),
         (Int8Spec(), {"Target": "npu"}, None),

@@ -17,7 +17,7 @@ from quark.onnx_ops.saving import model_files, save
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag besides the paths.
+    """A flag after the paths.
 
     Attributes:
         help: What it says.

@@ -149,12 +149,6 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
     return Report(count, compared, sorted(seen, key=lambda layer: layer.sqnr), latency, others)
 
 
-def _apart(outputs: Mapping[OutputPart, Comparison], unlike: set[int]) -> tuple[dict[str, Comparison], tuple[str, ...]]:
-    """The parts of outputs that can be compared, and the outputs that cannot."""
-    others = tuple(dict.fromkeys(part.tensor for part, found in outputs.items() if id(found) in unlike))
-    return {str(part): found for part, found in outputs.items() if part.tensor not in others}, others
-
-
 def _of(part: OutputPart, arrays: Mapping[str, Any]) -> Any:
     """A part of an output; what is no array, or has fewer axes, as it is."""
     array = arrays[part.tensor]
@@ -319,3 +313,9 @@ def _latency(sessions: Sequence[onnxruntime.InferenceSession], feed: Feed) -> tu
             seconds.append(time.perf_counter() - start)
     first, second = (float(np.median(seconds[1:])) for seconds in times)
     return first, second
+
+
+def _apart(outputs: Mapping[OutputPart, Comparison], unlike: set[int]) -> tuple[dict[str, Comparison], tuple[str, ...]]:
+    """The parts of outputs that can be compared, and the outputs that cannot."""
+    others = tuple(dict.fromkeys(part.tensor for part, found in outputs.items() if id(found) in unlike))
+    return {str(part): found for part, found in outputs.items() if part.tensor not in others}, others

@@ -41,7 +41,7 @@ def cpu_price(model: ir.Model, settings: Settings) -> str | None:
         why = f"it has no integer kernels for {spec.dtype} activations"
     elif spec.symmetric and (count := sum(_stays(node) for node in model.graph)):
         why = (
-            f"{count} Relu stay behind their layers under symmetric {spec.dtype} activations, so that these do not fuse"
+            f"{count} Relu stay after their layers under symmetric {spec.dtype} activations, so that these do not fuse"
         )
     else:
         return None
@@ -84,7 +84,7 @@ def in_integers_unasked(model: ir.Model, settings: Settings) -> str | None:
     return (
         f"ONNX Runtime on a CPU computes {', '.join(names)} in integers all the same, as both neighbours are "
         "quantized: it rounds these weights to int8 when it loads the file. To keep a layer in float there, exclude "
-        "the one before or behind it too."
+        "the one before or after it too."
     )
 
 

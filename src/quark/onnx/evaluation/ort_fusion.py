@@ -1,6 +1,6 @@
 """Which quantized nodes ONNX Runtime's CPU provider computes in integers, and why not the others.
 
-ONNX Runtime itself is the judge: it optimises the file, and each node of the file is looked up in what it wrote. The
+ONNX Runtime itself decides: it optimises the file, and each node of the file is looked up in what it wrote. The
 reasons are rows of `ort_fusion_rules.py`.
 
 The same as a graph to be drawn: which nodes compute in integers, which in float.
@@ -85,19 +85,17 @@ def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
         node = model.graph.node[index]
         kernel, integer = fates.of(index)
         if node.op_type == "MatMulNBits":
-            kernel, integer, *why = _nbits(node)
+            level = next((attribute.i for attribute in node.attribute if attribute.name == "accuracy_level"), 0)
+            kernel, integer, why = node.op_type, level == INT8_LEVEL, ["", ""]
+            if not integer:
+                why = [
+                    f"Its accuracy_level is {level}: the weights are decoded, and the product is one of floats.",
+                    f"AccuracyLevel {INT8_LEVEL} multiplies in int8, which costs accuracy.",
+                ]
         else:
             why = ["", ""] if integer else list(explain(QuantizedNode(node, graph)))
         found.append(Fusion(node.name or f"{node.op_type}_{index}", node.op_type, kernel, integer, *why))
     return found
-
-
-def _nbits(node: onnx.NodeProto) -> tuple[str, bool, str, str]:
-    level = next((attribute.i for attribute in node.attribute if attribute.name == "accuracy_level"), 0)
-    if level == INT8_LEVEL:
-        return node.op_type, True, "", ""
-    reason = f"Its accuracy_level is {level}: the weights are decoded, and the product is one of floats."
-    return node.op_type, False, reason, f"AccuracyLevel {INT8_LEVEL} multiplies in int8, which costs accuracy."
 
 
 def _is_qdq(node: onnx.NodeProto) -> bool:

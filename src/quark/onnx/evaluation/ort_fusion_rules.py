@@ -105,7 +105,7 @@ REASONS: dict[str, _Reason] = {
     ),
     "clip": _Reason(
         lambda s: s.activation == "Clip",
-        "A Clip with a smaller range than the QuantizeLinear after it stands behind it.",
+        "A Clip follows it, with a smaller range than the QuantizeLinear after that.",
         "Limit the quantized range to the bounds of the Clip.",
     ),
     "activation": _Reason(

@@ -147,12 +147,6 @@ def _name(value: ir.Value) -> str:
     return value.name or ""
 
 
-def _held(values: Iterable[ir.Value]) -> dict[str, NumpyArray]:
-    """Values of constants, and of inputs that have a default, by name."""
-    defaults = {_name(value): value.const_value.numpy() for value in values if value.const_value is not None}
-    return defaults | {_name(value): constant(value) for value in values if constant(value) is not None}
-
-
 class BodyFeeds:
     """The samples of a body, as often as they are asked for; computed anew each time.
 
@@ -172,13 +166,13 @@ class BodyFeeds:
         read = [value for value in (*self._body.node.inputs, *self._copy.captured.values()) if value is not None]
         given = {value.name for value in self._around.graph.inputs}
         wanted = list(dict.fromkeys(_name(v) for v in read if constant(v) is None and v.name not in given))
-        held = _held(read)
+        known = _known_values(read)
         with ExitStack() as stack:
             session = stack.enter_context(model_session(self._around, wanted, self._settings))
             step = None if self._body.node.op_type == "If" else self._step(stack)
             for feed in self._data:
                 found = run_sample(session, wanted, feed) if wanted else []
-                values = {**held, **feed, **dict(zip(wanted, found, strict=True))}
+                values = {**known, **feed, **dict(zip(wanted, found, strict=True))}
                 captured = {name: values[_name(value)] for name, value in self._copy.captured.items()}
                 inputs = [None if value is None else values[_name(value)] for value in self._body.node.inputs]
                 yield from ({**captured, **own} for own in self._runs(inputs, captured, step))
@@ -235,3 +229,9 @@ class BodyFeeds:
 def _integers(attributes: Mapping[str, ir.Attr], name: str, count: int) -> list[int]:
     """A list of an attribute, zeros where it is left out."""
     return list(attributes[name].as_ints()) if name in attributes else [0] * count
+
+
+def _known_values(values: Iterable[ir.Value]) -> dict[str, NumpyArray]:
+    """Values of constants, and of inputs that have a default, by name."""
+    defaults = {_name(value): value.const_value.numpy() for value in values if value.const_value is not None}
+    return defaults | {_name(value): constant(value) for value in values if constant(value) is not None}

@@ -87,7 +87,7 @@ def prepare_body(model: ir.Model, settings: Settings) -> None:
 
 
 def _arrange_weights(model: ir.Model, settings: Settings) -> None:
-    """Make weights that get codes whole, constants of bodies constants, and columns of one scale alike in range."""
+    """Make weights that get codes whole, constants of bodies constants, and columns of one scale equal in range."""
     specs, weight = settings.specs, settings.specs.layer.weight
     if settings.qdq.matmul_nbits is not None:
         return
@@ -223,11 +223,6 @@ def _refuse_unsupported(settings: Settings) -> None:
         raise ConfigError(f"QuantizeFP16=True: {target.name} computes in float32; set ConvertFP16ToFP32=True.")
 
 
-def _runs(target: Target, spec: TensorSpec) -> bool:
-    """True where the integer kernels of a target read activations of a spec."""
-    return spec.dtype.name in target.activations and (spec.symmetric or not target.symmetric)
-
-
 def _with_onnx_ranges(settings: Settings) -> Settings:
     """The settings with ONNX's symmetric ranges; for a half-precision model with float16 scales and float biases."""
 
@@ -242,3 +237,8 @@ def _with_onnx_ranges(settings: Settings) -> Settings:
     if settings.qdq.quantize_fp16:
         specs, qdq = replace(specs, int32_bias=False), replace(qdq, int16_bias=False)
     return replace(settings, specs=specs, qdq=qdq)
+
+
+def _runs(target: Target, spec: TensorSpec) -> bool:
+    """True where the integer kernels of a target read activations of a spec."""
+    return spec.dtype.name in target.activations and (spec.symmetric or not target.symmetric)

@@ -44,7 +44,7 @@ class ConstantStore:
         self._contents: dict[str, tuple[object, ...]] = {}
 
     def name(self, operand: Operand, spec: TensorSpec, transpose: bool = False) -> str:
-        """A name for the codes of a constant: shared by all nodes that read it alike, under the same qparams."""
+        """A name for the codes of a constant: shared by all nodes that read it in one way, under the same qparams."""
         source, params = _source(operand), self.qparams[operand]
         zero = b"" if params.zero_point is None else np.asarray(params.zero_point).tobytes()
         content = (id(source), spec, np.asarray(params.scale).tobytes(), zero, transpose)
