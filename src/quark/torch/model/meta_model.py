@@ -101,7 +101,7 @@ def without_values(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(value, torch.Tensor) and not value.is_meta:
-                empty = value.detach().to("meta")
+                empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
                 memo[id(value)] = nn.Parameter(empty, value.requires_grad) if type(value) is nn.Parameter else empty
     if not memo:
         return model
