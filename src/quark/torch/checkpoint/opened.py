@@ -52,6 +52,11 @@ class OpenedFolder:
         self.path, self.trust_remote_code = path, trust_remote_code
         self._known: dict[Any, Any] = {}
 
+    @classmethod
+    def of(cls, source: OpenedFolder | Path) -> OpenedFolder:
+        """A folder by its path, or one that is opened already."""
+        return source if isinstance(source, OpenedFolder) else cls(source)
+
     @cached_property
     def config(self) -> dict[str, Any]:
         """Its config.json as it was written; see `read_config`."""

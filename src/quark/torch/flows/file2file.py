@@ -96,7 +96,7 @@ class Conversion:
 
 def quantize_files(
     config: QConfig,
-    source: OpenedFolder,
+    source: OpenedFolder | Path,
     output: Path,
     *,
     devices: list[str],
@@ -126,6 +126,7 @@ def quantize_files(
         FormatError: The source is incomplete or corrupt.
         NonFiniteError, ShapeError: See there; each names the tensor.
     """
+    source = OpenedFolder.of(source)
     check_apart(output, source.path, whole=not target.is_file)
     job = CheckpointJob(config, source, target, keep_unexpected, plan=plan)
     _refuse_data(config, job.plan)

@@ -51,7 +51,7 @@ HOW_IT_RAN = ("shared_scale_groups", "sync_moe_expert_input_amax", "calibrate_al
 
 def stream(
     config: QConfig,
-    source: OpenedFolder,
+    source: OpenedFolder | Path,
     output: Path,
     data: Iterable[Any] | None = None,
     *,
@@ -82,6 +82,7 @@ def stream(
         FormatError: The source, or what `work` holds, is incomplete or corrupt.
         CalibrationError, NonFiniteError, ShapeError, NotSupportedError: See there; each names the tensor or layer.
     """
+    source = OpenedFolder.of(source)
     check_apart(output, source.path, whole=not target.is_file)
     (check_file if target.is_file else check_folder)(output, overwrite)
     job = CheckpointJob(config, source, target, keep_unexpected, data, plan)
