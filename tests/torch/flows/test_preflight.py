@@ -162,7 +162,7 @@ def test_the_page_has_what_a_gpu_holds_at_once(name: str) -> None:
 def test_a_gpu_holds_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """With chunks and room so small that they do not hide the matrices."""
     for name, value, homes in (
-        ("DEVICE_CHUNK", 1 << 18, (array, preflight)), ("ELEMENTS", 1 << 16, (gptq, preflight)),
+        ("DEVICE_CHUNK", 1 << 18, (array, preflight)), ("ELEMENTS", 1 << 16, (gptq,)),
         ("ON_DEVICE", 1 << 16, (work_device, preflight)),
     ):  # fmt: skip
         for home in homes:
