@@ -121,7 +121,7 @@ def _from_file_to_file(job: FolderJob, export: Export) -> bool:
 
 
 def _streamed(job: FolderJob, export: Export) -> int:
-    """Quantize a folder without its model in memory, and write it: how many layers are quantized. No error is shown."""
+    """Quantize a folder block by block, and write it. Returns the bytes of its weights on disk."""
     from quark.jobs.folders.models import inputs_of, skeleton_of
     from quark.torch.flows.from_disk import stream
 
