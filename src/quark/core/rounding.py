@@ -49,12 +49,14 @@ def power_of_two_below(x: Array) -> Array:
 def round_to(x: Array, dtype: Dtype, rounding: RoundType = RoundType.half_even) -> Array:
     """Nearest value of `dtype` for each x, saturating at its range; float32 in and out. NaN stays NaN.
 
-    Signed zeros keep their sign, as IEEE 754 conversion does.
+    Signed zeros keep their sign, as IEEE 754 conversion does; a type without a sign has 0.0 alone.
     """
     xp = namespace(x)
     if not dtype.is_float:
         return xp.clip(round_integer(x, rounding), dtype.min, dtype.max)
     clipped = xp.clip(x, dtype.min, dtype.max)
+    if not dtype.signed:
+        clipped = clipped + 0.0  # the larger one of -0.0 and 0.0 is either, and has no code with its sign here
     if rounding is RoundType.half_even:
         if is_torch(x) and dtype.name in ("bfloat16", "float16"):
             # torch's own conversions round half to even, in two steps where the bits take eight.
