@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -17,7 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 import quark  # noqa: F401 - before onnxruntime, whose telemetry it switches off
 
-settings.register_profile("quark", derandomize=True, deadline=None, max_examples=60, database=None)
+settings.register_profile(
+    "quark", derandomize=True, deadline=None, max_examples=60, database=None,
+    suppress_health_check=[HealthCheck.too_slow],  # which is of the machine, where other work runs beside
+)  # fmt: skip
 settings.load_profile("quark")
 
 

@@ -35,7 +35,7 @@ TOUCHING = (
 )  # fmt: skip
 """Tests of what touches other libraries: a few minutes."""
 EXTRAS = ("torch", "onnx", "gguf", "diffusers", "peft", "crypto", "images", "report", "slim")
-OF_THIS_ENVIRONMENT = ("torch", "torchvision", "triton", "setuptools")
+OF_THIS_ENVIRONMENT = ("torch", "torchvision", "triton", "setuptools", "onnxscript")
 """Packages that a stack never brings: gigabytes, or tied to the torch of this environment."""
 READERS = "compressed-tensors\nsentence-transformers\n"
 """What else reads our folders in the tests."""

@@ -36,6 +36,7 @@ from quark.torch.layers.attention.heads import stored_heads
 from quark.torch.layers.replace import quantized_layers
 from tests.models.families import family
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, mlp
+from tests.models.versions import LATENT_CACHES
 
 IDS = torch.arange(48).reshape(3, 16)
 FP8, INT8 = (QLayerConfig(output_tensors=spec()) for spec in (FP8E4M3PerTensorSpec, Int8PerTensorSpec))
@@ -105,6 +106,7 @@ def test_the_scales_of_heads_cover_the_largest_of_each(name: str) -> None:
             torch.testing.assert_close(scale, expected, rtol=1e-6, atol=0)
 
 
+@LATENT_CACHES
 def test_heads_that_a_module_does_not_tell_apart_are_refused_before_any_data() -> None:
     made = LLMTemplate.get("deepseek_v3").get_config("int8_wo", kv_cache_scheme="fp8_per_head")
     with pytest.raises(NotSupportedError, match="does not say how many heads of this layer its cache stores"):
