@@ -22,9 +22,7 @@ from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.model.model_folder import model_class
 from tests.models.model_folders import DATA, model_folder
 from tests.models.torch_zoo import TEXT
-from tests.models.versions import needs_package_before
-
-IMAGES = needs_package_before("5.7", "torchvision", "its image processors")
+from tests.models.versions import IMAGES
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
+from transformers import AutoImageProcessor
 
 from quark.base.libraries.compressed_tensors import undecoded_before
 from quark.base.libraries.installed_packages import (
@@ -27,16 +26,18 @@ def needs_transformers(version: str, ability: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(is_transformers_version_lower(version), reason=reason)
 
 
-def needs_package_before(version: str, package: str, use: str) -> pytest.MarkDecorator:
-    """A mark that skips a test where transformers is older than a version, and a package is absent that it asked for.
+def _loads_images() -> bool:
+    """Whether the installed transformers has image processors: before 5.7, and in 5.17, they ask for torchvision."""
+    try:
+        return callable(AutoImageProcessor.from_pretrained)
+    except ImportError:
+        return False
 
-    Args:
-        version: The first that does without.
-        package: "torchvision".
-        use: Its purpose there, as in "its image processors".
-    """
-    absent = find_spec(package) is None and is_transformers_version_lower(version)
-    return pytest.mark.skipif(absent, reason=f"transformers {transformers_version()}: {use} need {package}")
+
+IMAGES = pytest.mark.skipif(
+    not _loads_images(), reason=f"transformers {transformers_version()}: its image processors need torchvision"
+)
+"""Tests in which images go through the processor of a folder."""
 
 
 def skip_where_undecoded(scheme: str) -> None:
