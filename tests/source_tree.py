@@ -23,6 +23,8 @@ def module(file: Path) -> str:
     return ".".join(("quark", *file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
 
 
+FACES = ("__init__.py", "torch/__init__.py", "onnx/__init__.py")
+"""The tables of public names: they name what scripts import, wherever it stands."""
 MODULES = {module(file): file for file in FILES}
 
 
@@ -54,11 +56,14 @@ def imports_between_files() -> dict[str, set[str]]:
 
 
 def imports_between_entries(folder: Path) -> dict[str, set[str]]:
-    """What the files and folders that stand in a folder import of each other; `__init__.py` counts for its folder."""
+    """What the files and folders that stand in a folder import of each other; `__init__.py` counts for its folder.
+
+    The tables of public names count for none.
+    """
     found: dict[str, set[str]] = {}
     here = f"{relative(folder)}/" if folder != SOURCE else ""
     for file, targets in imports_between_files().items():
-        if not file.startswith(here):
+        if not file.startswith(here) or file in FACES:
             continue
         entry = file.removeprefix(here).split("/")[0]
         seen = {target.removeprefix(here).split("/")[0] for target in targets if target.startswith(here)}

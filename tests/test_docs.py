@@ -22,6 +22,7 @@ import tests.contracts.test_schemes_numerics as scheme_contracts
 import tests.contracts.test_torch_algorithms as algorithm_contracts
 from quark import errors
 from quark.commands import COMMANDS
+from quark.compat.torch_names.shorthand_specs import OBSERVER_METHODS, TwoStageSpec
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerGroup
 from quark.core.names.registry import Registry
@@ -45,7 +46,6 @@ from quark.torch.config.algo_configs import RotationConfig
 from quark.torch.config.named_algorithms import ALGO_CONFIGS
 from quark.torch.config.selectors import SELECTORS
 from quark.torch.config.tensor.observer_classes import OBSERVER_CLASSES
-from quark.torch.config.tensor.shorthand_specs import OBSERVER_METHODS, TwoStageSpec
 from quark.torch.formats import FORMATS
 from quark.torch.formats.quark.layout import PACK_METHODS, QuarkLayout
 from quark.torch.layers import LAYERS

@@ -44,6 +44,11 @@ EXTRAS_OF = {
     "onnx/passes/slim.py": {"onnx", "slim"},
     "onnx/algorithms/rounding/": {"onnx", "torch"},  # AdaRound and AdaQuant are trained by torch
     "commands/": {"torch", "onnx"},
+    "compat/auto_search/": {"onnx"},
+    "compat/llm_scripts/": {"torch"},
+    "compat/onnx_names/": {"onnx"},
+    "compat/onnx_tools/": {"onnx"},
+    "compat/torch_names/": {"torch"},
     "jobs/folders/pictures.py": {"torch", "diffusers"},
     "jobs/": {"torch", "onnx"},
 }

@@ -64,7 +64,7 @@ STAND_ALONE = {
     "jobs/resolve.py:_check_amount": _COMPLEX,
     "one_call.py:_is_untried": _COMPLEX,
     "one_call.py:_scheme_of": _COMPLEX,
-    "onnx/converters/shift_codes.py:_is_one_int8_scale": _COMPLEX,
+    "compat/onnx_tools/shift_codes.py:_is_one_int8_scale": _COMPLEX,
     "onnx/evaluation/compare_models.py:_apart": _COMPLEX,
     "onnx/evaluation/cpu_price.py:_decoder": _EACH,
     "onnx/evaluation/cpu_price.py:_is_absorbed": _EACH,

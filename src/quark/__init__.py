@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from quark.__version__ import __version__ as __version__
 from quark.base.same_import_name import say_other
 from quark.base.telemetry import switch_off
-from quark.compat import documented_paths, of_diffusers
+from quark.compat import documented_paths, of_diffusers, profiled_steps
 
 if TYPE_CHECKING:  # read when one is called
     from quark.one_call import compare as compare
@@ -21,7 +21,8 @@ say_other(Path(__file__).parent)
 
 documented_paths.install()
 of_diffusers.install()
-del documented_paths, of_diffusers, Path
+profiled_steps.install()
+del documented_paths, of_diffusers, profiled_steps, Path
 
 
 CALLS = ("quantize", "evaluate", "compare", "convert")

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from quark.base.checked import snapshot
+from quark.compat.torch_names.export_config import ExporterConfig, JsonExporterConfig
+from quark.compat.torch_names.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
 from quark.errors import ConfigError
 from quark.onnx import QConfig as OnnxConfig
 from quark.onnx import QLayerConfig as OnnxLayer
@@ -19,9 +21,7 @@ from quark.onnx.quantizer import ModelQuantizer as OnnxQuantizer
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.config.algo_configs import AWQConfig
 from quark.torch.config.config import QConfig, QLayerConfig
-from quark.torch.config.export_config import ExporterConfig, JsonExporterConfig
 from quark.torch.config.tensor.enums import Dtype
-from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
 
 
 def torch_config() -> QConfig:

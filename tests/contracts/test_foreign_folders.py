@@ -15,12 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import quark
+from quark.compat.llm_scripts.model_loading import get_model
 from quark.errors import QuarkError, one_line
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.flows.from_disk import stream
-from quark.torch.llm.model_loading import get_model
 from quark.torch.model.names import source_names
 from tests.commands.program import quark as program
 from tests.models.doors import SCHEME, float_folder, same_through_every_door

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
+from quark.compat.torch_names.shorthand_specs import FP8E4M3PerChannelSpec, FP8E4M3PerTensorSpec
 from quark.core.metrics import sqnr
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.config.config import QConfig, QLayerConfig
-from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerChannelSpec, FP8E4M3PerTensorSpec
 from quark.torch.layers.attention import cache_rules
 from quark.torch.layers.attention.cache_rules import cache_feeding
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT

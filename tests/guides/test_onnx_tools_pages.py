@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import pytest
 
+from quark.compat.onnx_tools.command_line import run_tool
 from quark.onnx import Config, ModelQuantizer, QConfig, get_default_config
-from quark.onnx.converters.command_line import run_tool
 from tests.models.onnx_zoo import Reader, cnn, images, run
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import quark
+from quark.compat.llm_scripts.model_loading import get_model
 from quark.errors import ConfigError, FormatError, OutputExistsError, UsageError
-from quark.torch.llm.model_loading import get_model
 from tests.commands.program import quark as program
 from tests.models.gguf_rows import build
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.compat.llm_scripts.model_loading import preprocess_for_quantization
 from quark.torch.layers.replace import set_submodule
-from quark.torch.llm.model_loading import preprocess_for_quantization
 from quark.torch.model.passes import UnfusedExperts
 
 SIZES: dict[str, Any] = {

@@ -11,6 +11,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from quark.compat.onnx_tools import TOOLS
 from quark.core.granularity import PerChannel
 from quark.core.metrics import sqnr
 from quark.core.spec import LayerSpec, spec
@@ -25,7 +26,6 @@ from quark.errors import (
 )
 from quark.onnx import Int8Spec, Int16Spec, ModelQuantizer, QConfig, QLayerConfig, UInt8Spec, quantize_static
 from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
-from quark.onnx.converters import TOOLS
 from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.passes import PASSES
 from quark.onnx.search.settle import quantize

@@ -68,7 +68,7 @@ def test_names_of_later_features_say_so() -> None:
 
 
 def test_tensor_parallelism_says_that_it_is_not_there() -> None:
-    from quark.torch.config.not_supported import TPDeviceManager
+    from quark.compat.torch_names.not_supported import TPDeviceManager
     from quark.torch.export.api import _move_quantizer_to_dict
 
     for use in (TPDeviceManager.tp_mesh_init, lambda: _move_quantizer_to_dict(object())):

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from quark.compat.torch_names.shorthand_specs import Int8PerTensorSpec
 from quark.core.schemes import SCHEMES
 from quark.errors import ShapeError
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_layer, lower_layer
-from quark.torch.config.tensor.shorthand_specs import Int8PerTensorSpec
 from quark.torch.plan import Plan, make_plan
 from tests.models.torch_zoo import tiny_llama
 

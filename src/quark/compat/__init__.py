@@ -1,1 +1,1 @@
-"""Documented paths: modules made from one table. Nothing else of the package imports what is here."""
+"""What exists because documented and earlier spellings work. Only the tables of public names import what is here."""

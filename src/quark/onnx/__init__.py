@@ -14,20 +14,20 @@ from quark.errors import did_you_mean, require_packages
 require_packages("The ONNX flow", "onnx", "onnx", "onnx_ir", "onnxruntime")
 
 if TYPE_CHECKING:  # for type checkers: the homes below
+    from quark.compat.auto_search import *
+    from quark.compat.onnx_names.dump import *
+    from quark.compat.onnx_names.not_supported import *
+    from quark.compat.onnx_names.runtime_names import *
     from quark.onnx.calibration.data.path_reader import *
     from quark.onnx.calibration.data.random_reader import *
     from quark.onnx.calibration.data.readers import *
     from quark.onnx.config.algo_configs import *
     from quark.onnx.config.config import *
     from quark.onnx.config.enums import *
-    from quark.onnx.config.not_supported import *
     from quark.onnx.config.presets import *
-    from quark.onnx.config.runtime_names import *
     from quark.onnx.config.tensor_specs import *
-    from quark.onnx.evaluation.dump import *
     from quark.onnx.evaluation.ort_fusion import *
     from quark.onnx.quantizer import *
-    from quark.onnx.search.auto_search import *
     from quark.onnx_ops.encryption import *
     from quark.onnx_ops.library import *
 
@@ -39,15 +39,15 @@ HOMES = (
     "quark.onnx.config.algo_configs",
     "quark.onnx.config.config",
     "quark.onnx.config.presets",
-    "quark.onnx.config.not_supported",
-    "quark.onnx.config.runtime_names",
+    "quark.compat.onnx_names.not_supported",
+    "quark.compat.onnx_names.runtime_names",
     "quark.onnx.calibration.data.readers",
     "quark.onnx.calibration.data.path_reader",
     "quark.onnx.calibration.data.random_reader",
     "quark.onnx.quantizer",
     "quark.onnx.evaluation.ort_fusion",
-    "quark.onnx.search.auto_search",
-    "quark.onnx.evaluation.dump",
+    "quark.compat.auto_search",
+    "quark.compat.onnx_names.dump",
 )
 """Where the names of the ONNX flow are defined, cheap ones first; `__all__` of each says which."""
 

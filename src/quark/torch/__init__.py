@@ -14,21 +14,22 @@ from quark.errors import did_you_mean, require_packages
 require_packages("The PyTorch flow", "torch", "torch", "greenlet")
 
 if TYPE_CHECKING:  # for type checkers: the homes below
+    from quark.compat.torch_names.export_config import *
+    from quark.compat.torch_names.model_exporter import ModelExporter as ModelExporter
+    from quark.compat.torch_names.model_exporter import ModelImporter as ModelImporter
+    from quark.compat.torch_names.not_supported import ModelPruner as ModelPruner
+    from quark.compat.torch_names.shorthand_specs import *
     from quark.torch.calibration.distributed import processes as processes
     from quark.torch.calibration.synthetic_data import synthetic_batches as synthetic_batches
-    from quark.torch.checkpoint.importer import ModelImporter as ModelImporter
     from quark.torch.checkpoint.importer import import_model_from_safetensors as import_model_from_safetensors
     from quark.torch.checkpoint.save_params import load_params as load_params
     from quark.torch.checkpoint.save_params import save_params as save_params
     from quark.torch.config.algo_configs import *
     from quark.torch.config.config import *
-    from quark.torch.config.export_config import *
     from quark.torch.config.llm_template import *
     from quark.torch.config.named_algorithms import *
-    from quark.torch.config.not_supported import ModelPruner as ModelPruner
     from quark.torch.config.tensor.enums import *
     from quark.torch.config.tensor.observer_classes import *
-    from quark.torch.config.tensor.shorthand_specs import *
     from quark.torch.config.tensor.tensor_config import *
     from quark.torch.flows.denoiser_costs import compare_denoisers as compare_denoisers
     from quark.torch.flows.on_load.config import QuantizeOnLoad as QuantizeOnLoad
@@ -42,17 +43,17 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.torch.writers.gguf.import_file import import_model_from_gguf as import_model_from_gguf
     from quark.torch.writers.gguf.mix_config import gguf_config as gguf_config
     from quark.torch.writers.onnx.export import export_onnx as export_onnx
-    from quark.torch.writers.safetensors import ModelExporter as ModelExporter
     from quark.torch.writers.safetensors import export_gguf as export_gguf
     from quark.torch.writers.safetensors import export_safetensors as export_safetensors
 
 HOMES: dict[str, tuple[str, ...]] = {
     "quark.torch.calibration.distributed": ("processes",),
     "quark.torch.calibration.synthetic_data": ("synthetic_batches",),
-    "quark.torch.checkpoint.importer": ("ModelImporter", "import_model_from_safetensors"),
+    "quark.compat.torch_names.model_exporter": ("ModelExporter", "ModelImporter"),
+    "quark.torch.checkpoint.importer": ("import_model_from_safetensors",),
     "quark.torch.checkpoint.save_params": ("load_params", "save_params"),
     "quark.torch.config.llm_template": ("LLMTemplate",),
-    "quark.torch.config.not_supported": ("ModelPruner",),
+    "quark.compat.torch_names.not_supported": ("ModelPruner",),
     "quark.torch.flows.denoiser_costs": ("compare_denoisers",),
     "quark.torch.flows.on_load.config": ("QuantizeOnLoad",),
     "quark.torch.kernels": (
@@ -64,16 +65,19 @@ HOMES: dict[str, tuple[str, ...]] = {
     "quark.torch.writers.gguf.mix_config": ("gguf_config",),
     "quark.torch.writers.gguf.import_file": ("import_model_from_gguf",),
     "quark.torch.writers.onnx.export": ("export_onnx",),
-    "quark.torch.writers.safetensors": ("ModelExporter", "export_gguf", "export_safetensors"),
+    "quark.torch.writers.safetensors": ("export_gguf", "export_safetensors"),
 }  # fmt: skip
 """Module -> the names of the flow that it defines."""
-CONFIGS = tuple(
-    f"quark.torch.config.{name}"
-    for name in (
-        "algo_configs", "named_algorithms", "tensor.enums", "tensor.tensor_config", "config", "tensor.shorthand_specs",
-        "tensor.observer_classes", "export_config",
-    )
-)  # fmt: skip
+CONFIGS = (
+    "quark.torch.config.algo_configs",
+    "quark.torch.config.named_algorithms",
+    "quark.torch.config.tensor.enums",
+    "quark.torch.config.tensor.tensor_config",
+    "quark.torch.config.config",
+    "quark.compat.torch_names.shorthand_specs",
+    "quark.torch.config.tensor.observer_classes",
+    "quark.compat.torch_names.export_config",
+)
 """Modules of which all names are of the flow; `__all__` of each says which. Cheap ones first."""
 
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 from quark.base.checked import snapshot
 from quark.base.libraries.transformers import is_transformers_model
 from quark.base.log import logger, severity
-from quark.base.profiler import ProfileStep, profile_scope
+from quark.base.steps import step
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
@@ -80,7 +80,7 @@ class ModelQuantizer:
         check_cache_config(self.config)
         _algorithms(self.config)
 
-    @profile_scope(ProfileStep.MODEL_QUANTIZATION)
+    @step("Model Quantization")
     def quantize_model(self, model: nn.Module, dataloader: Iterable[Any] | None = None) -> nn.Module:
         """Replace the layers that the config names by quantized ones, and find their scales.
 
@@ -193,7 +193,7 @@ class ModelQuantizer:
             algorithm.finish(model, layers)
 
     @staticmethod
-    @profile_scope(ProfileStep.FREEZE_MODEL)
+    @step("Freeze Model")
     def freeze(
         model: nn.Module, quantize: bool | None = None, runtime_options: RuntimeOptions | None = None
     ) -> nn.Module:
@@ -246,7 +246,7 @@ class ModelQuantizer:
             enable_native_inference(model, runtime_options=runtime_options)
         return model
 
-    @profile_scope(ProfileStep.FILE_TO_FILE_QUANTIZATION)
+    @step("File-to-File Quantization")
     def direct_quantize_checkpoint(
         self,
         pretrained_model_path: str | os.PathLike[str],

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from quark.compat.torch_names.shorthand_specs import Int8PerTensorSpec
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.algorithms.rotation.quarot import ModelRotation
 from quark.torch.algorithms.scaling.float64_forward import Exact, difference
 from quark.torch.config.algo_configs import GPTQConfig, RotationConfig
-from quark.torch.config.tensor.shorthand_specs import Int8PerTensorSpec
 from quark.torch.layers.online_rotation import input_rotations
 from quark.torch.model.passes import prepare
 from tests.models.architectures import build, token_ids

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from quark.compat.llm_scripts.model_loading import preprocess_for_quantization
 from quark.errors import ConfigError
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.algorithms.input_group import InputGroup
@@ -20,7 +21,6 @@ from quark.torch.algorithms.layer_inputs import SharedStatistics
 from quark.torch.calibration import expert_tokens
 from quark.torch.calibration.expert_tokens import ExpertCalibration, all_tokens_to_all_experts, reading_extra
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.llm.model_loading import preprocess_for_quantization
 from quark.torch.model.blocks import find_blocks, record_calls
 from quark.torch.model.passes import UnfusedExperts
 from tests.models.families import MOE, family, with_expert_modules

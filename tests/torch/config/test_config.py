@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from quark.compat.torch_names.shorthand_specs import FP8E4M3PerTensorSpec, Int4PerGroupSpec, Int8PerTensorSpec
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError, FormatError
 from quark.torch.config import named_algorithms
@@ -33,7 +34,6 @@ from quark.torch.config.tensor.observer_classes import (
     PerTensorMinMaxObserver,
     PlaceholderObserver,
 )
-from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerTensorSpec, Int4PerGroupSpec, Int8PerTensorSpec
 from quark.torch.config.tensor.tensor_config import QTensorConfig
 
 INT8: dict[str, Any] = {

@@ -14,7 +14,7 @@ from quark.core.spec import LayerSpec, ScaleRule, ScaleType, TensorSpec, spec
 from quark.errors import ConfigError
 from quark.torch.config.config import QLayerConfig
 from quark.torch.config.lowering import config_of_layer, config_of_tensor, lower_layer, lower_tensor
-from quark.torch.config.tensor import shorthand_specs as specs
+from quark.compat.torch_names import shorthand_specs as specs
 from quark.torch.config.tensor.tensor_config import QTensorConfig
 
 ACTIVATION_KEYS = ("input", "output")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from quark.compat.torch_names.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
 from quark.core.schemes import SCHEMES
 from quark.errors import ConfigError
 from quark.torch.config.algo_configs import (
@@ -23,7 +24,6 @@ from quark.torch.config.llm_template import OLD_SCHEMES, LLMTemplate
 from quark.torch.config.lowering import config_of_layer, lower_layer
 from quark.torch.config.named_algorithms import ALGO_CONFIGS
 from quark.torch.config.tensor.enums import Dtype
-from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerTensorSpec, Int8PerTensorSpec
 from quark.torch.plan import make_plan
 from quark.torch.quantizer import ModelQuantizer
 from tests.models.torch_zoo import tiny_llama

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BartConfig, BartForConditionalGeneration
 
+from quark.compat.torch_names.shorthand_specs import FP8E4M3PerTensorSpec, Uint8PerTensorSpec
 from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
@@ -28,7 +29,6 @@ from quark.torch.config.algo_configs import (
 )
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_layer
-from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerTensorSpec, Uint8PerTensorSpec
 from quark.torch.flows import per_block as per_block_flow
 from quark.torch.flows.from_disk import FromDisk, stream
 from quark.torch.flows.resume import Manifest

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from quark.compat.torch_names.shorthand_specs import FP8E4M3PerChannelSpec, FP8E4M3PerTensorSpec, Int8PerTensorSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, load_params, save_params
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.tensor.enums import QuantizationMode
-from quark.torch.config.tensor.shorthand_specs import FP8E4M3PerChannelSpec, FP8E4M3PerTensorSpec, Int8PerTensorSpec
 from tests.models.families import family
 from tests.models.versions import LATENT_CACHES
 

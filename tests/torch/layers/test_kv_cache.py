@@ -12,18 +12,18 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from quark.compat.torch_names.shorthand_specs import (
+    FP8E4M3PerChannelSpec,
+    FP8E4M3PerTensorSpec,
+    Int8PerTensorSpec,
+    Uint8PerTensorSpec,
+)
 from quark.core.schemes import SCHEMES
 from quark.core.spec import spec
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_layer
-from quark.torch.config.tensor.shorthand_specs import (
-    FP8E4M3PerChannelSpec,
-    FP8E4M3PerTensorSpec,
-    Int8PerTensorSpec,
-    Uint8PerTensorSpec,
-)
 from quark.torch.layers.attention.cache_view import (
     CacheQuantize,
     GiveView,

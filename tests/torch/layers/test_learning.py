@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from quark.compat.torch_names.shorthand_specs import Int8PerTensorSpec, TQTSpec
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.scales import QParams
@@ -18,7 +19,6 @@ from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer, lower_tensor
 from quark.torch.config.tensor.enums import Dtype, QSchemeType, RoundType
 from quark.torch.config.tensor.observer_classes import LSQObserver, ObserverBase, PerTensorMinMaxObserver, TQTObserver
-from quark.torch.config.tensor.shorthand_specs import Int8PerTensorSpec, TQTSpec
 from quark.torch.config.tensor.tensor_config import QTensorConfig
 from quark.torch.layers.fake_quant import FakeQuantize
 

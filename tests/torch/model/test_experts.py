@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import nn
 
 from quark.base.libraries.transformers import rows_alternate
+from quark.compat.llm_scripts.model_loading import preprocess_for_quantization
 from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
@@ -23,7 +24,6 @@ from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
-from quark.torch.llm.model_loading import preprocess_for_quantization
 from quark.torch.model.blocks import find_blocks, record_calls
 from quark.torch.model.passes import UnfusedExperts
 from tests.models.families import family

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quark.compat.torch_names.shorthand_specs import Int8PerTensorSpec
 from quark.errors import NotSupportedError
 from quark.torch import ModelQuantizer
 from quark.torch.config.config import QConfig, QLayerConfig
-from quark.torch.config.tensor.shorthand_specs import Int8PerTensorSpec
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.batches import text_config
 from quark.torch.model.outside_reads import example, weights_read_elsewhere

@@ -13,6 +13,7 @@ import torch
 from onnx import TensorProto
 from torch import nn
 
+from quark.compat.torch_names.shorthand_specs import Int8PerTensorSpec
 from quark.core.granularity import PerBlock, PerChannel, PerGroup
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec, spec
@@ -28,7 +29,6 @@ from quark.torch import (
 )
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_layer
-from quark.torch.config.tensor.shorthand_specs import Int8PerTensorSpec
 from quark.torch.export import ExporterConfig, OnnxExporterConfig
 from quark.torch.layers import LAYERS
 from quark.torch.layers.fake_quant import FakeQuantize, Mode

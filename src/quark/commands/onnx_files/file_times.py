@@ -13,9 +13,9 @@ from quark.errors import CalibrationError
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.calibration.data.samples import Samples
-from quark.onnx.converters.remove_qdq import remove_qdq
 from quark.onnx.graph.model_file import infer_shapes, read
 from quark.onnx.operators import QDQ
+from quark.onnx.qdq.remove_qdq import remove_qdq
 from quark.onnx.search.latency.kernels import ProfiledModel, Timer, timed
 from quark.onnx.search.latency.node_groups import group_nodes, side_of
 

@@ -12,6 +12,7 @@ from quark.base.files import scratch_folder, temporary_folder
 from quark.base.log import logger
 from quark.errors import ConfigError, did_you_mean
 from quark.jobs.request import is_gguf
+from quark.jobs.words import DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +25,6 @@ ROUNDED = "values of its blocks are rounded to it (--dtype float32 keeps them)"
 def dtype_named(name: str) -> torch.dtype | None:
     """The type of --dtype; None for auto. Raises ConfigError for a name of none."""
     import torch  # where a file is really read
-
-    from quark.torch.llm.model_loading import DTYPES
 
     if name not in DTYPES:
         raise ConfigError(f"--dtype {name!r} is unknown. {did_you_mean(name, DTYPES)}")

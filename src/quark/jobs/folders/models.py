@@ -20,10 +20,10 @@ from quark.base.log import logger
 from quark.errors import ConfigError, as_format_error, did_you_mean
 from quark.jobs.folders.model_inputs import ModelInputs, StepInputs
 from quark.jobs.request import AS_STORED, Loading
-from quark.torch import import_model_from_safetensors
+from quark.jobs.words import DTYPES
 from quark.torch.checkpoint.float_model import check_network, load_float_model
+from quark.torch.checkpoint.importer import FOREIGN, import_model_from_safetensors
 from quark.torch.checkpoint.shards import predicted_bytes
-from quark.torch.llm.model_loading import DTYPES, FOREIGN
 from quark.torch.model.batches import named_device
 
 

@@ -15,7 +15,7 @@ HOMES = {
     "quark.onnx.calibration.data.readers": ("CachedDataReader", "CalibrationDataReader"),
     "quark.onnx.calibration.data.path_reader": ("PathDataReader",),
     "quark.onnx.calibration.data.random_reader": ("RandomDataReader",),
-    "quark.onnx.config.not_supported": (
+    "quark.compat.onnx_names.not_supported": (
         "create_calibrator_float_scale",
         "create_calibrator_power_of_two",
         "fake_calibration",

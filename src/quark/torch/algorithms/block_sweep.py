@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from quark.base.log import logger
-from quark.base.profiler import ProfileStep, profile_scope
+from quark.base.steps import step
 from quark.core.checks import naming
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError, StructureError, one_line
 from quark.torch.algorithms.base import Algorithm, Block
@@ -51,7 +51,7 @@ LEARNED = "learned-{index}-{rank}"
 """Folder of what an algorithm learns in a process."""
 
 
-@profile_scope(ProfileStep.ADVANCED_ALGORITHMS)
+@step("Advanced Algorithms")
 def sweep(
     model: nn.Module,
     layers: Mapping[str, QuantLayer],

@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from quark.base.profiler import ProfileStep, profile_scope
 from quark.base.progress import progress
+from quark.base.steps import step
 from quark.core.array import dtype_name
 from quark.core.blocks.block_types import BlockType
 from quark.core.checks import all_finite, check, gathered, naming, read
@@ -38,7 +38,7 @@ FROM_OWN_RANGE = frozenset({"min_max", "block"})
 """Observers whose range of one whole tensor is its minimum and maximum: a weight needs no statistic object."""
 
 
-@profile_scope(ProfileStep.CALIBRATION_WEIGHTS)
+@step("Calibration (Weights)")
 def calibrate_weights(layers: Mapping[str, QuantLayer]) -> None:
     """Find the scales of all weights and biases.
 
@@ -147,7 +147,7 @@ def qparams_under(largest: torch.Tensor, weight: torch.Tensor, spec: TensorSpec)
     return quantize_scales(compute_qparams(weight, replace(spec, scale_spec=None)), QParams(largest), spec)
 
 
-@profile_scope(ProfileStep.CALIBRATION_FORWARD)
+@step("Calibration (Forward)")
 def calibrate_activations(
     model: nn.Module, layers: Mapping[str, QuantLayer], data: Iterable[Any] | None, config: QConfig
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from quark.base.libraries.transformers import empty_of_class
-from quark.errors import ConfigError, FormatError, QuarkError, as_format_error
+from quark.errors import FormatError, QuarkError, as_format_error
 from quark.torch.checkpoint.float_model import load_whole
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored, mark_loaded
 from quark.torch.checkpoint.opened import OpenedFolder
@@ -32,6 +32,9 @@ from quark.torch.model.model_folder import model_class
 from quark.torch.model.names import layers_in_model
 from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
 from quark.torch.model.tied_weights import tying_configs
+
+FOREIGN = frozenset((*FORMATS, *AUTO_ROUND)) - {"quark"}
+"""Values of `quant_method` for which transformers would need packages of others, or a GPU, and quark needs neither."""
 
 
 @with_weights
@@ -196,24 +199,3 @@ def _assign(module: nn.Module, leaf: str, tensor: torch.Tensor, quantized: bool)
         # In place, so that a tied weight stays tied.
         with torch.no_grad():
             present.copy_(tensor)
-
-
-class ModelImporter:
-    """The importer of the documented generations before `import_model_from_safetensors`.
-
-    Args:
-        model_info_dir: The exported folder.
-        saved_format: "hf_format" or "safetensors" (one and the same), or "quark_format".
-        multi_device: For the documented signature.
-    """
-
-    def __init__(
-        self, model_info_dir: str | os.PathLike[str], saved_format: str = "quark_format", multi_device: bool = False
-    ) -> None:
-        if saved_format not in ("quark_format", "hf_format", "safetensors"):
-            raise ConfigError(f"saved_format={saved_format!r}; possible: 'quark_format', 'hf_format', 'safetensors'.")
-        self.model_info_dir = Path(model_info_dir)
-
-    def import_model_info(self, model: nn.Module) -> nn.Module:
-        """Load the folder into a float model; see `import_model_from_safetensors`."""
-        return import_model_from_safetensors(model, self.model_info_dir)

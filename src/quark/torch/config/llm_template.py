@@ -28,13 +28,8 @@ from quark.torch.config.families import EXCLUDED, with_shown
 from quark.torch.config.lowering import config_of_layer, lower_layer, lower_tensor
 from quark.torch.config.named_algorithms import ALGO_CONFIGS, algo_config_by_name
 from quark.torch.config.selectors import SELECTORS
-from quark.torch.config.tensor.shorthand_specs import (
-    DataTypeSpec,
-    FP8E4M3PerChannelSpec,
-    FP8E4M3PerTensorSpec,
-    Int8PerChannelSpec,
-    Int8PerTensorSpec,
-)
+from quark.torch.config.tensor.enums import Dtype, QSchemeType, RoundType, ScaleType
+from quark.torch.config.tensor.observer_classes import PerChannelMinMaxObserver, PerTensorMinMaxObserver
 from quark.torch.config.tensor.tensor_config import QTensorConfig
 
 __all__ = ["LLMTemplate"]
@@ -48,12 +43,17 @@ SHARED_SCALE_SCHEMES = ("nvfp4", "nvfp4_weight_only", "fp4_block16_scale_e4m3")
 """Runtimes fuse q/k/v and gate/up and hold one global scale for each; so sibling layers must share theirs."""
 
 
-_EACH_HEAD: dict[str, Any] = {"ch_axis": HEADS.axis, "is_dynamic": False}
-CACHE_SCHEMES: dict[str, DataTypeSpec] = {
-    "fp8": FP8E4M3PerTensorSpec(),
-    "int8": Int8PerTensorSpec(),
-    "fp8_per_head": FP8E4M3PerChannelSpec(**_EACH_HEAD),
-    "int8_per_head": Int8PerChannelSpec(symmetric=True, **_EACH_HEAD),
+_STATIC: dict[str, Any] = {"is_dynamic": False, "symmetric": True, "round_method": RoundType.half_even}
+_WHOLE: dict[str, Any] = {**_STATIC, "qscheme": QSchemeType.per_tensor, "observer_cls": PerTensorMinMaxObserver}
+_EACH_HEAD: dict[str, Any] = {
+    **_STATIC, "qscheme": QSchemeType.per_channel, "observer_cls": PerChannelMinMaxObserver,
+    "ch_axis": HEADS.axis, "scale_type": ScaleType.float,
+}  # fmt: skip
+CACHE_SCHEMES = {
+    "fp8": QTensorConfig(Dtype.fp8_e4m3, **_WHOLE),
+    "int8": QTensorConfig(Dtype.int8, scale_type=ScaleType.float, **_WHOLE),
+    "fp8_per_head": QTensorConfig(Dtype.fp8_e4m3, **_EACH_HEAD),
+    "int8_per_head": QTensorConfig(Dtype.int8, **_EACH_HEAD),
 }
 """How a cache may be quantized, by name."""
 
@@ -313,4 +313,4 @@ def cache_spec(scheme: str) -> TensorSpec:
 def _tensor_scheme(option: str, name: str, known: Iterable[str]) -> QTensorConfig:
     if not isinstance(name, str) or name not in known:
         raise ConfigError(f"{option}: unknown scheme {name!r}. Possible: {', '.join(map(repr, known))}.")
-    return CACHE_SCHEMES[name].to_quantization_spec()
+    return replace(CACHE_SCHEMES[name])

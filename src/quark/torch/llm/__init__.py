@@ -1,1 +1,1 @@
-"""Language models of scripts: loading by name, calibration and evaluation text, perplexity, benchmarks."""
+"""Texts of language models: windows of tokens, documents, chats, datasets by name."""

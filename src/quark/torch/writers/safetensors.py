@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,82 +161,6 @@ def export_gguf(
     file = Path(output_dir) / f"{model_type}.gguf"
     write_model(model, file, GgufTarget(Path(tokenizer_path)), overwrite, opened_from(model))
     return file
-
-
-class ModelExporter:
-    """The exporter of the documented generations before `export_safetensors`.
-
-    Args:
-        config: An ExporterConfig, or the export folder itself (the oldest form).
-        export_dir: Folder to write to.
-    """
-
-    def __init__(self, config: Any = None, export_dir: str | os.PathLike[str] | None = None) -> None:
-        if export_dir is None:
-            if not isinstance(config, (str, os.PathLike)):
-                raise ConfigError("ModelExporter needs a folder: ModelExporter(export_dir) or (config, export_dir).")
-            config, export_dir = None, config
-        self.config = config
-        self.export_dir = Path(export_dir)
-
-    def export_safetensors_model(
-        self, model: nn.Module, quant_config: QConfig | None = None, custom_mode: str = "quark", tokenizer: Any = None
-    ) -> Path:
-        """Write a Hugging Face checkpoint; see `export_safetensors`."""
-        options = getattr(self.config, "json_export_config", None)
-        return export_safetensors(
-            model,
-            self.export_dir,
-            custom_mode,
-            getattr(options, "weight_format", None),
-            getattr(options, "pack_method", "reorder"),
-            tokenizer=tokenizer,
-        )
-
-    def export_quark_model(
-        self, model: nn.Module, quant_config: QConfig | None = None, custom_mode: str = "quark"
-    ) -> Path:
-        """Write a Hugging Face checkpoint: the "quark format" of old is the same tensors in the same layout."""
-        return self.export_safetensors_model(model, quant_config, custom_mode)
-
-    def export_onnx_model(
-        self,
-        model: nn.Module,
-        input_args: Any,
-        input_names: Sequence[str] = (),
-        output_names: Sequence[str] = (),
-        verbose: bool = False,
-        opset_version: int | None = None,
-        do_constant_folding: bool = True,
-        operator_export_type: Any = None,
-        uint4_int4_flag: bool | None = None,
-        **options: Any,
-    ) -> Path:
-        """Write `quark_model.onnx`; see `export_onnx`, which knows further options.
-
-        `uint4_int4_flag` is by default that of the config, if there is one.
-        """
-        from quark.torch.writers.onnx.export import export_onnx
-
-        config = getattr(self.config, "onnx_export_config", None)
-        flag = getattr(config, "uint4_int4_flag", False) if uint4_int4_flag is None else uint4_int4_flag
-        return export_onnx(
-            model,
-            self.export_dir,
-            input_args,
-            opset_version,
-            input_names,
-            output_names,
-            verbose,
-            do_constant_folding,
-            operator_export_type,
-            flag,
-            **options,
-        )
-
-    def export_gguf_model(self, model: nn.Module, tokenizer_path: str | os.PathLike[str], model_type: str) -> Path:
-        """Write one GGUF file; see `export_gguf`."""
-        return export_gguf(model, self.export_dir, model_type, tokenizer_path)
 
 
 def _quantized_as(model: nn.Module) -> tuple[QConfig, Plan]:

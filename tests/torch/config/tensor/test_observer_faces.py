@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from quark.compat.torch_names.shorthand_specs import OCP_MXFP4Spec
 from quark.core.array import Array
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.observers import OBSERVERS
@@ -18,7 +19,6 @@ from quark.torch.config.lowering import lower_tensor
 from quark.torch.config.tensor import observer_classes as faces
 from quark.torch.config.tensor.enums import Dtype, QSchemeType, RoundType, ScaleType
 from quark.torch.config.tensor.observer_classes import OBSERVER_CLASSES, ObserverBase, observer_class
-from quark.torch.config.tensor.shorthand_specs import OCP_MXFP4Spec
 from quark.torch.config.tensor.tensor_config import QTensorConfig
 from quark.torch.quantization import observer as package
 from quark.torch.quantization.observer import observer as address

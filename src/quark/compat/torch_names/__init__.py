@@ -1,0 +1,1 @@
+"""Names of the PyTorch flow that are documented, and that no job needs."""
