@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # read when one is called
 switch_off()
 say_other(Path(__file__).parent)
 
-documented_paths.install()
+documented_paths.install(__path__)
 of_diffusers.install()
 profiled_steps.install()
 del documented_paths, of_diffusers, profiled_steps, Path

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from quark.compat.absent import ABSENT
-from quark.compat.documented_paths import DocumentedPaths, homes, names_of, paths, write_files
+from quark.compat.documented_paths import ENTRY, homes, names_of, paths, write_files
 from quark.errors import NotSupportedError
 from tests.source_tree import MODULES, SOURCE
 
@@ -77,10 +77,19 @@ def test_what_is_absent_is_imported_and_refuses_its_use(path: str, name: str) ->
 
 
 def test_no_path_hides_a_file_and_none_is_named_twice() -> None:
-    """A parent may be a package of files; the finder is asked last."""
+    """A parent may be a package of files, which comes first."""
     assert not {*homes(), *ABSENT} & MODULES.keys()
     assert not [name for path, name in MISSING if name in names_of(path)]
-    assert sum(isinstance(finder, DocumentedPaths) for finder in sys.meta_path) == 1
+
+
+def test_only_imports_of_packages_with_documented_modules_are_looked_up_in_the_table() -> None:
+    code = (
+        "import sys\nbefore = list(sys.meta_path)\nimport quark\nassert sys.meta_path == before\n"
+        "import quark.onnx.operators.custom_ops, quark.core, json\n"
+        f"print(*(name for name, module in sys.modules.items() if {ENTRY!r} in getattr(module, '__path__', ())))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["quark", "quark.onnx", "quark.onnx.operators"]
 
 
 def test_a_wheel_holds_the_paths_as_files(tmp_path: Path) -> None:

@@ -2,24 +2,27 @@
 
 `from quark.torch.quantization.config.config import Config` works: paths.txt says where each name is defined, and the
 module of such a path is made from these rows as source text. A wheel holds the same texts as files, for type checkers
-and editors; elsewhere DocumentedPaths makes the modules when they are imported. A name of ABSENT can be imported, and
-its use raises NotSupportedError, which says what is possible instead.
+and editors; elsewhere DocumentedPaths makes the modules when they are imported. It is one entry of `quark.__path__`,
+and of those of packages with documented modules, so that Python asks it for modules of these alone. A name of ABSENT
+can be imported, and its use raises NotSupportedError, which says what is possible instead.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from importlib.abc import InspectLoader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.abc import InspectLoader, PathEntryFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from quark.compat.absent import ABSENT, absent
 
+ENTRY = "quark: documented paths"
+"""The entry of `__path__` that leads to DocumentedPaths."""
 TABLE = Path(__file__).with_name("paths.txt")
 PACKAGE = Path(__file__).parent.parent
 
@@ -130,15 +133,19 @@ def asked_of(path: str) -> Callable[[str], Any]:
     return find
 
 
-class DocumentedPaths(MetaPathFinder, InspectLoader):
+class DocumentedPaths(PathEntryFinder, InspectLoader):
     """Makes the modules of the two tables, where no file has the path."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if not fullname.startswith("quark.") or fullname not in paths():
+    def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname not in paths():
             return None
-        return ModuleSpec(fullname, self, is_package=is_package(fullname))
+        folders = [entry for entry in sys.modules[fullname.rpartition(".")[0]].__path__ if entry != ENTRY]
+        spec = PathFinder.find_spec(fullname, folders, target)
+        if spec is None:
+            spec = ModuleSpec(fullname, self, is_package=is_package(fullname))
+        if spec.submodule_search_locations is not None:
+            spec.submodule_search_locations.insert(0, ENTRY)
+        return spec
 
     def is_package(self, fullname: str) -> bool:
         return is_package(fullname)
@@ -147,7 +154,18 @@ class DocumentedPaths(MetaPathFinder, InspectLoader):
         return source_of(fullname)
 
 
-def install() -> None:
-    """Let the paths of the tables be imported. Files come first."""
-    if not any(isinstance(finder, DocumentedPaths) for finder in sys.meta_path):
-        sys.meta_path.append(DocumentedPaths())
+def _finder_of(entry: str) -> DocumentedPaths:
+    if entry != ENTRY:
+        raise ImportError(entry)
+    return DocumentedPaths()
+
+
+def install(path: list[str]) -> None:
+    """Let the modules of the tables be imported.
+
+    Args:
+        path: `quark.__path__`.
+    """
+    if ENTRY not in path:
+        path.insert(0, ENTRY)
+        sys.path_hooks.append(_finder_of)

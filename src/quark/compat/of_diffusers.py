@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import os.path
 import sys
-from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.abc import Loader, PathEntryFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 TABLE = "diffusers.quantizers.auto"
+FOLDER = os.path.join("diffusers", "quantizers")  # noqa: PTH118 - the end of a text, not a path
 HOOK = "quark.torch.checkpoint.hooks.of_diffusers"
 ON_LOAD = "quark.torch.flows.on_load"
 """Home of what quantizes float folders while they load."""
@@ -47,18 +49,25 @@ class _WhenUsed:
         return getattr(import_module(self.home), self.name).from_dict(stored, **options)
 
 
-class AfterDiffusers(MetaPathFinder):
-    """Finds the module of the table as it is found without this, and adds quark when it has been read."""
+class _FinderOfQuantizers(PathEntryFinder):
+    """Finds the modules of the folder of the table as another finder does, and adds quark to the table once read."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != TABLE:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
+    def __init__(self, finder: Any) -> None:
+        self.finder = finder
+
+    def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec: ModuleSpec | None = self.finder.find_spec(fullname, target)
+        if fullname == TABLE and spec is not None and spec.loader is not None:
             spec.loader = _Reading(spec.loader)
         return spec
+
+    def invalidate_caches(self) -> None:
+        """Forget what the folder held."""
+        self.finder.invalidate_caches()
+
+    def __getattr__(self, name: str) -> Any:
+        """What else programs ask of finders."""
+        return getattr(self.finder, name)
 
 
 class _Reading(Loader):
@@ -75,9 +84,21 @@ class _Reading(Loader):
         add_quark(module)
 
 
+def _finder_of(entry: str) -> _FinderOfQuantizers:
+    """The finder of the folder of the table. Python asks for one of each folder, and keeps it."""
+    if entry.endswith(FOLDER):
+        for hook in sys.path_hooks:
+            if hook is not _finder_of:
+                with suppress(ImportError):
+                    return _FinderOfQuantizers(hook(entry))
+    raise ImportError(entry)
+
+
 def install() -> None:
     """Let diffusers know of quark, now or when it is read."""
     if TABLE in sys.modules:
         add_quark(sys.modules[TABLE])
-    elif not any(isinstance(finder, AfterDiffusers) for finder in sys.meta_path):
-        sys.meta_path.insert(0, AfterDiffusers())
+    elif _finder_of not in sys.path_hooks:
+        sys.path_hooks.insert(0, _finder_of)
+        for entry in [entry for entry in sys.path_importer_cache if entry.endswith(FOLDER)]:
+            del sys.path_importer_cache[entry]

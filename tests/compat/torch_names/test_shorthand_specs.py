@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from quark.compat.torch_names import shorthand_specs as specs
 from quark.core.spec import ScaleType
 from quark.errors import ConfigError
 from quark.torch.config.config import QLayerConfig
 from quark.torch.config.lowering import lower_tensor
-from quark.compat.torch_names import shorthand_specs as specs
 from quark.torch.config.tensor.enums import Dtype, QSchemeType, RoundType, TQTThresholdInitMeth, ZeroPointType
 from quark.torch.config.tensor.tensor_config import QTensorConfig
 from quark.torch.quantization.config import config as address

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quark.compat.torch_names import shorthand_specs as specs
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from quark.core.rounding import RoundType
@@ -14,7 +15,6 @@ from quark.core.spec import LayerSpec, ScaleRule, ScaleType, TensorSpec, spec
 from quark.errors import ConfigError
 from quark.torch.config.config import QLayerConfig
 from quark.torch.config.lowering import config_of_layer, config_of_tensor, lower_layer, lower_tensor
-from quark.compat.torch_names import shorthand_specs as specs
 from quark.torch.config.tensor.tensor_config import QTensorConfig
 
 ACTIVATION_KEYS = ("input", "output")
