@@ -43,6 +43,16 @@ class CacheQuantize(FakeQuantize):
 
     heads: int | None = None
 
+    @classmethod
+    def in_place_of(cls, quantizer: FakeQuantize) -> CacheQuantize:
+        """One of the same spec, mode and scales as a quantizer that observes nothing."""
+        assert quantizer.observer is None
+        made = cls(quantizer.spec)
+        made.mode = quantizer.mode
+        made._buffers.update(quantizer._buffers)
+        made._parameters.update(quantizer._parameters)
+        return made.train(quantizer.training)
+
     def forward(self, x: torch.Tensor, extras: Extras | None = None) -> torch.Tensor:
         return x
 
@@ -143,7 +153,7 @@ def quantize_caches(model: nn.Module, layers: Sequence[str]) -> Callable[[], Non
     for name in layers:
         quantizer = modules[name]._modules["output_quantizer"]
         assert isinstance(quantizer, FakeQuantize)
-        quantizer.__class__ = CacheQuantize
+        modules[name]._modules["output_quantizer"] = CacheQuantize.in_place_of(quantizer)
     for owner, own in inside.items():
         _count_heads(model, owner, own)
     views = {owner: GiveView(*_makers(modules[owner], own)) for owner, own in inside.items()}
