@@ -304,8 +304,8 @@ def _module(
 ) -> Any:
     """Quantize a module, in place."""
     from quark.base.libraries.transformers import is_transformers_model
+    from quark.gguf import MIXES
     from quark.goals import GoalRequest, choose
-    from quark.goals.facts import MIX_NAMES
     from quark.goals.upload import say_upload
     from quark.jobs.configure_folder import check_module, for_goal
     from quark.jobs.words import torch_algorithms
@@ -326,7 +326,7 @@ def _module(
     if chosen.distills and has_data:
         chosen, data = _completed(chosen, model, data)
     algorithms = torch_algorithms(chosen.algorithms) or None
-    if chosen.scheme in MIX_NAMES:
+    if chosen.scheme in MIXES:
         config = gguf_config(model, chosen.scheme, algorithms, exclude)
     else:
         kind = getattr(getattr(model, "config", None), "model_type", None) or "auto"

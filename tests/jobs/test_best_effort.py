@@ -16,9 +16,9 @@ from transformers import BertConfig, BertForMaskedLM
 
 import quark
 from quark.core.schemes import SCHEMES
+from quark.gguf import MIXES
 from quark.goals import GoalChoice, GoalRequest, choose
 from quark.goals.efforts import BEST, FEWEST_TEXTS, MOST_SECONDS, TEXTS, steps_for
-from quark.goals.facts import MIX_NAMES
 from quark.jobs.folders import best_effort
 from quark.jobs.folders.best_effort import completed_choice, completed_for
 from quark.jobs.request import FolderRequest
@@ -131,7 +131,7 @@ def test_a_number_of_texts_that_is_asked_for_is_taken(speed: dict[str, float]) -
     assert completed(asked=3).texts == 3
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, *MIX_NAMES])
+@pytest.mark.parametrize("scheme", [*SCHEMES, *MIXES])
 def test_what_the_best_adds_follows_a_solver(scheme: str) -> None:
     steps = steps_for(scheme, BEST)
     assert not steps.distills or steps.algorithms, scheme

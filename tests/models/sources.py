@@ -67,7 +67,7 @@ def compressed(kind: str, x: torch.Tensor) -> tuple[Stored, torch.Tensor]:
 
 def fp4_codes(x: torch.Tensor, scale: torch.Tensor, size: int) -> torch.Tensor:
     """Bytes of two E2M1 codes each, of groups of so many columns divided by their scales."""
-    from quark.torch.checkpoint.sources.decode import FP4
+    from tests.fuzz.encoded import FP4
 
     values = (x.float().reshape(x.shape[0], -1, size) / scale[:, :, None]).reshape(x.shape)
     codes = (values[..., None] - FP4).abs().argmin(-1)

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from quark.core.schemes import SCHEMES
 from quark.errors import CalibrationError, ConfigError, did_you_mean
-from quark.goals.facts import MIX_NAMES
+from quark.gguf import MIXES
 
 FAST, BALANCED, BEST = EFFORTS = ("fast", "balanced", "best")
 DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")
@@ -111,7 +111,7 @@ def _nearest(why: str) -> tuple[Steps, Steps]:
 
 def _steps(scheme: str) -> tuple[Steps, Steps]:
     """What is balanced, and what is best."""
-    if scheme in MIX_NAMES:
+    if scheme in MIXES:
         nearest = Steps((), "8 bits to nearest lose 0.1 millinats")
         best = Steps(("qronos",), "Qronos: 3.1 millinats of Q4_K_M where to nearest has 6.1", distills=True)
         return (nearest, nearest) if scheme == "q8_0" else (BALANCED_SOLVER, best)

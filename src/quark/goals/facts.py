@@ -62,11 +62,6 @@ class Fact:
 
 TABLE = Path(__file__).with_name("facts.tsv")
 ONNX_FILE = "onnx-file"
-MIX_NAMES = (
-    "q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "iq4_xs", "iq4_nl", "q4_0",
-    "q4_1", "q5_0", "q5_1", "q8_0",
-)  # fmt: skip
-"""The mixes of block types of GGUF files."""
 
 
 def _fact(row: dict[str, str]) -> Fact:

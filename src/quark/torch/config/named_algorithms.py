@@ -46,23 +46,12 @@ class UnknownAlgoConfig(AlgoConfig):
 
 
 ALGO_CONFIGS: Registry[type[AlgoConfig]] = Registry("algorithm")
-for _name, _class in {
-    "smooth": SmoothQuantConfig,
-    "smoothquant": SmoothQuantConfig,
-    "awq": AWQConfig,
-    "autosmoothquant": AutoSmoothQuantConfig,
-    "gptq": GPTQConfig,
-    "gptaq": GPTAQConfig,
-    "qronos": QronosConfig,
-    "importance": ImportanceScaleConfig,
-    "imatrix": ImatrixConfig,
-    "rotation": RotationConfig,
-    "quarot": QuaRotConfig,
-    "autoround": AutoRoundConfig,
-    "svdquant": SVDQuantConfig,
-    "distillation": DistillationConfig,
-}.items():
-    ALGO_CONFIGS.register(_name, _class)
+for _class in (
+    SmoothQuantConfig, AWQConfig, AutoSmoothQuantConfig, GPTQConfig, GPTAQConfig, QronosConfig, ImportanceScaleConfig,
+    ImatrixConfig, RotationConfig, QuaRotConfig, AutoRoundConfig, SVDQuantConfig, DistillationConfig,
+):  # fmt: skip
+    ALGO_CONFIGS.register(_class.name, _class)
+ALGO_CONFIGS.register("smoothquant", SmoothQuantConfig)
 
 
 BY_NAME: dict[str, Callable[..., AlgoConfig]] = {

@@ -14,15 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from quark.core.array import row_chunks
+from quark.core.dtypes import DTYPES
+from quark.core.packing import decode as values_of
 from quark.core.scales import exp2
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.formats.layout import unpack_words
 
-FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-"""Values of E2M1 by their codes."""
-_FP6 = [(code & 7) / 8 if code < 8 else (1 + (code & 7) / 8) * 2.0 ** ((code >> 3) - 1) for code in range(32)]
-FP6 = torch.tensor([*_FP6, *(-value for value in _FP6)])
-"""Values of E2M3 by their codes."""
 MX_GROUP = 32
 """Values under one exponent in the MX formats."""
 
@@ -140,14 +137,15 @@ def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
     """E2M1 values of bytes, (..., n) -> (..., 2n), float32."""
     packed = packed.view(torch.uint8)
     halves = torch.stack((packed & 15, packed >> 4), -1)
-    return FP4[halves.long()].flatten(-2)
+    return values_of(halves, DTYPES["fp4_e2m1"]).flatten(-2)
 
 
 def unpack_fp6(packed: torch.Tensor) -> torch.Tensor:
     """E2M3 values of bytes, (..., 3 n) -> (..., 4 n), float32."""
     first, second, third = packed.int().reshape(*packed.shape[:-1], -1, 3).unbind(-1)
     word = first | second << 8 | third << 16
-    return FP6[torch.stack([word >> shift & 63 for shift in (0, 6, 12, 18)], -1).long()].flatten(-2)
+    codes = torch.stack([word >> shift & 63 for shift in (0, 6, 12, 18)], -1)
+    return values_of(codes, DTYPES["fp6_e2m3"]).flatten(-2)
 
 
 def float_shape(

@@ -35,7 +35,7 @@ from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.passes import undo
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
 from quark.torch.writers.gguf.format import GgufFormat, GgufLayout
-from quark.torch.writers.gguf.of_model import is_conv1d, tensor_names, tied_weights
+from quark.torch.writers.gguf.of_model import is_conv1d_weight, tensor_names, tied_weights
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -112,7 +112,7 @@ def _linear_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     originals = unfuse_experts(model, lambda name: True)
     try:
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        return {name: shape[::-1] if is_conv1d(model, name) else shape for name, shape in shapes.items()}
+        return {name: shape[::-1] if is_conv1d_weight(model, name) else shape for name, shape in shapes.items()}
     finally:
         undo(model, originals)
 
@@ -159,7 +159,7 @@ class TensorReader:
         self.tensor = tensor
         self.adds_one, self.change = architecture.adds_one(name), architecture.change(name)
         self.order = architecture.row_order(name, model.config)
-        self.flipped = not coded and is_conv1d(model, name)
+        self.flipped = not coded and is_conv1d_weight(model, name)
         self.expert = expert_of(name)
         # What is left in float of an expert, its biases, has the dtype of all: it is in one tensor with others here.
         value = None if coded or self.expert is not None else value_of(model, name)
@@ -312,7 +312,7 @@ def _config(model: nn.Module, named: dict[str, Any]) -> QConfig:
                 or not layer_class(model.get_submodule(parent))
             )
         )
-        known = expert_of(name) is not None or is_conv1d(model, name) or layer_class(model.get_submodule(parent))
+        known = expert_of(name) is not None or is_conv1d_weight(model, name) or layer_class(model.get_submodule(parent))
         if kind not in DTYPES and (leaf != "weight" or not known):
             raise FormatError(f"{tensor.name} has the type {kind}, and the model has {name} in float alone.")
         if leaf != "weight" or plain:

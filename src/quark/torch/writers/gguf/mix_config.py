@@ -21,7 +21,7 @@ from quark.torch.config.lowering import config_of_layer
 from quark.torch.layers import layer_class
 from quark.torch.model.passes import undo
 from quark.torch.model.passes.unfuse_experts import unfuse_experts
-from quark.torch.writers.gguf.of_model import is_conv1d, tensor_names
+from quark.torch.writers.gguf.of_model import is_conv1d_weight, tensor_names
 
 WIDE = 256
 """Values in a block of the types that need most."""
@@ -127,7 +127,7 @@ def _roles(model: Any) -> Iterator[tuple[str, WeightRole]]:
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     for name, layer in model.named_modules():
         weight = getattr(layer, "weight", None)
-        if weight is None or weight.ndim != 2 or not (layer_class(layer) or is_conv1d(model, f"{name}.weight")):
+        if weight is None or weight.ndim != 2 or not (layer_class(layer) or is_conv1d_weight(model, f"{name}.weight")):
             continue
         if tied and layer is model.get_output_embeddings() and not layer_class(model.get_input_embeddings()):
             continue  # one tensor of the file, and the model computes with embeddings that stay in float
@@ -136,5 +136,5 @@ def _roles(model: Any) -> Iterator[tuple[str, WeightRole]]:
         stored = "token_embd.weight" if is_head else file_name(f"{name}.weight")
         if stored is None or stored.removesuffix(".weight").rpartition(".")[2] in KEPT:
             continue
-        columns = weight.shape[0] if is_conv1d(model, f"{name}.weight") else weight.shape[1]
+        columns = weight.shape[0] if is_conv1d_weight(model, f"{name}.weight") else weight.shape[1]
         yield name, role_of(stored, int(columns), model.config)

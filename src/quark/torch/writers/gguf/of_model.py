@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from quark.base.libraries.transformers import is_conv1d
 from quark.gguf import names
 from quark.gguf.architectures.architecture import Architecture
 from quark.gguf.architectures.table import architecture_of
@@ -33,12 +34,10 @@ def tied_weights(model: Any) -> tuple[str, str] | None:
     return f"{names[model.get_output_embeddings()]}.weight", f"{names[model.get_input_embeddings()]}.weight"
 
 
-def is_conv1d(model: nn.Module, name: str) -> bool:
-    """Whether a tensor is the weight of transformers' Conv1D, a linear layer whose weight is (I, O)."""
+def is_conv1d_weight(model: nn.Module, name: str) -> bool:
+    """Tell if a tensor is the weight of transformers' Conv1D, a linear layer whose weight is (I, O)."""
     parent, _, leaf = name.rpartition(".")
-    if leaf != "weight":
-        return False
     try:
-        return type(model.get_submodule(parent)).__name__ == "Conv1D"
+        return leaf == "weight" and is_conv1d(model.get_submodule(parent))
     except AttributeError:  # a layer that lies beside the model
         return False

@@ -30,7 +30,7 @@ from quark.torch.layers.replace import quantized_layers
 from quark.torch.plan import Plan
 from quark.torch.writers.gguf.format import GgufFormat
 from quark.torch.writers.gguf.further_tokens import further_layers
-from quark.torch.writers.gguf.of_model import is_conv1d, tensor_names, tied_weights
+from quark.torch.writers.gguf.of_model import is_conv1d_weight, tensor_names, tied_weights
 from quark.torch.writers.writer import Move
 
 
@@ -167,7 +167,7 @@ class FileTensors:
             return lambda x: changed.write(x.float(), config)
         if self.architecture.adds_one(name):
             return lambda x: x.float() + 1
-        return torch.t if is_conv1d(self.model, name) else None
+        return torch.t if is_conv1d_weight(self.model, name) else None
 
 
 def _alone(make: Callable[[], torch.Tensor]) -> Tensors:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quark.core.packing import unpack_bits
+from quark.core.dtypes import DTYPES
+from quark.core.packing import decode, unpack_bits
 from quark.errors import FormatError, NotSupportedError
-from quark.torch.checkpoint.sources.decode import FP4, scales
+from quark.torch.checkpoint.sources.decode import scales
 from quark.torch.checkpoint.sources.encoded import (
     CODES,
     FLOATS,
@@ -102,7 +103,7 @@ def _decode(layer: str, groups: Groups, columns: int, parts: Tensors) -> Rows:
             values = stored.view(torch.float8_e4m3fn).float()
         else:
             values = unpack_bits(stored, groups.bits)[:, :columns]
-            values = values.float() if groups.mode == AFFINE else FP4[values.long()]
+            values = values.float() if groups.mode == AFFINE else decode(values, DTYPES["fp4_e2m1"])
         grouped = values.reshape(len(values), -1, groups.size) * scale[piece, :, None]
         return (grouped if bias is None else grouped + bias[piece, :, None]).flatten(1)
 
