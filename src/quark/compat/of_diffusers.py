@@ -62,7 +62,7 @@ class _FinderOfQuantizers(PathEntryFinder):
         return spec
 
     def invalidate_caches(self) -> None:
-        """Forget what the folder held."""
+        """Forget what was found in the folder."""
         self.finder.invalidate_caches()
 
     def __getattr__(self, name: str) -> Any:

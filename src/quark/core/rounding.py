@@ -41,7 +41,7 @@ def round_integer(x: Array, rounding: RoundType = RoundType.half_even) -> Array:
     return whole + xp.copysign(up, x)
 
 
-def power_of_two_below(x: Array) -> Array:
+def _power_of_two_below(x: Array) -> Array:
     """2^floor(log2 |x|) of normal float32 numbers; 0 for zeros and subnormals."""
     return view(view(x, "int32") & 0x7F800000, "float32")
 
@@ -73,12 +73,12 @@ def round_to(x: Array, dtype: Dtype, rounding: RoundType = RoundType.half_even) 
 
 def step_of(x: Array, dtype: Dtype) -> Array:
     """step(x) of a float type at each x (float32), as in the formula above."""
-    return namespace(x).clip(power_of_two_below(x), 2.0**dtype.emin, None) * 2.0**-dtype.mbits
+    return namespace(x).clip(_power_of_two_below(x), 2.0**dtype.emin, None) * 2.0**-dtype.mbits
 
 
 def _round_exponent(x: Array, dtype: Dtype) -> Array:
     xp = namespace(x)
-    magic = xp.clip(power_of_two_below(x), 2.0**dtype.emin, None)
+    magic = xp.clip(_power_of_two_below(x), 2.0**dtype.emin, None)
     magic *= 1.5 * 2.0 ** (23 - dtype.mbits)
     rounded = x + magic
     rounded -= magic

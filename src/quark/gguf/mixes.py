@@ -75,7 +75,7 @@ def always(role: WeightRole) -> bool:
     return True
 
 
-def more_bits(role: WeightRole) -> bool:
+def _more_bits(role: WeightRole) -> bool:
     """The first and the last eighth of the layers, and every third between."""
     first, last = role.layers // 8, 7 * role.layers // 8
     return role.layer < first or role.layer >= last or (role.layer - first) % 3 == 2
@@ -171,8 +171,8 @@ for _name, _mix in {
         "q4_k",
         "Q4_K_M",
         {
-            "attn_v": ((more_bits, "q6_k"),),
-            "ffn_down": ((more_bits, "q6_k"),),
+            "attn_v": ((_more_bits, "q6_k"),),
+            "ffn_down": ((_more_bits, "q6_k"),),
             "attn_qkv": ((always, "q5_k"),),
         },
     ),
@@ -181,8 +181,8 @@ for _name, _mix in {
         "q5_k",
         "Q5_K_M",
         {
-            "attn_v": ((more_bits, "q6_k"),),
-            "ffn_down": ((more_bits, "q6_k"),),
+            "attn_v": ((_more_bits, "q6_k"),),
+            "ffn_down": ((_more_bits, "q6_k"),),
             "attn_qkv": ((always, "q6_k"),),
         },
     ),

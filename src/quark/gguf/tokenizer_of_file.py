@@ -85,7 +85,7 @@ class StoredVocabulary:
         return self.tokens[index]
 
 
-def vocabulary_of(reader: Any) -> StoredVocabulary:
+def _vocabulary_of(reader: Any) -> StoredVocabulary:
     """Read the tokens of a file. Raises FormatError where there are no tokens, or too few kinds."""
     start = "tokenizer.ggml."
     values = {key.removeprefix(start): f.contents() for key, f in reader.fields.items() if key.startswith(start)}
@@ -114,7 +114,7 @@ def write_tokenizer_files(reader: Any, folder: Path, rows: int, longest: int | N
     from tokenizers import Tokenizer  # with transformers: imported when a file is really read
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = vocabulary_of(reader)
+    vocabulary = _vocabulary_of(reader)
     if len(vocabulary.tokens) > rows:
         raise FormatError(f"Its tokenizer has {len(vocabulary.tokens)} tokens; its embedding has {rows} rows.")
     kind = str(vocabulary.values.get("model"))

@@ -1,4 +1,4 @@
-"""Makes a GGUF file: its header, and room for its tensors, whose places follow from types and shapes.
+"""Writes a GGUF file: its header, and room for its tensors, whose places follow from types and shapes.
 
     header, metadata, names, types, shapes and offsets of the tensors
     data     each tensor from a multiple of the alignment on, in the order of the header
@@ -76,7 +76,7 @@ class Header:
             writer, self.architecture, config, sum(block >= config.num_hidden_layers for block in blocks)
         )
         write_tokenizer(writer, self.tokenizer, config.vocab_size, self.stops, self._name())
-        write_infos(writer, tensors)
+        _write_infos(writer, tensors)
 
     def _name(self) -> str:
         """What a reader shows: the name of the folder or of the repository that the model came from."""
@@ -105,10 +105,10 @@ class DenoiserHeader:
         writer.add_file_type(int(getattr(gguf.LlamaFileType, f"MOSTLY_{self.mix.file_type}")))
         for name, shape in self.shapes.items():
             writer.add_array(f"comfy.gguf.orig_shape.{name}", list(shape))
-        write_infos(writer, tensors)
+        _write_infos(writer, tensors)
 
 
-def write_infos(writer: Any, tensors: Sequence[GgufTensor]) -> None:
+def _write_infos(writer: Any, tensors: Sequence[GgufTensor]) -> None:
     """Write the header by a gguf.GGUFWriter, with the names, types and shapes of the tensors."""
     gguf = import_gguf()
     for tensor in tensors:

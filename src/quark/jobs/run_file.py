@@ -105,7 +105,7 @@ def recovery_of(effort: str, has_data: bool) -> Recovering | None:
     return QUICK if effort == BALANCED else Recovering("10m", "sqnr", None)
 
 
-def asked_recovery(request: FileRequest) -> Recovering | None:
+def _asked_recovery(request: FileRequest) -> Recovering | None:
     """What a request asks for; None without --recover. Raises ConfigError for an option that then says nothing."""
     if request.recover:
         budget, metric = request.budget or "10m", request.metric or "sqnr"
@@ -220,7 +220,7 @@ def run_file(job: FileJob) -> FileResult:
         QuarkError: What is asked for does not go together, or does not fit the model; what the flow raises.
     """
     request, reader = job.request, _calibration_data(job)
-    recovery = asked_recovery(request)
+    recovery = _asked_recovery(request)
     if job.choice is not None:
         recovery = recovery or recovery_of(job.choice.effort, reader is not None)
     timing = Timing(request.measure, request.profile)

@@ -81,7 +81,7 @@ def torch_algorithms(words: Sequence[str] | None) -> list[Any]:
     for word in words or []:
         name, parameters = split_algorithm(word)
         kind = ALGO_CONFIGS[name]
-        configs.append(algorithm_config(kind, name, {"keep_better": True, **parameters}) if parameters else name)
+        configs.append(_algorithm_config(kind, name, {"keep_better": True, **parameters}) if parameters else name)
     return configs
 
 
@@ -91,10 +91,10 @@ def onnx_algorithms(words: Sequence[str] | None) -> list[Any]:
         return []
     from quark.onnx.config.algo_configs import ALGO_CONFIGS
 
-    return [algorithm_config(ALGO_CONFIGS[name], name, parameters) for name, parameters in map(split_algorithm, words)]
+    return [_algorithm_config(ALGO_CONFIGS[name], name, parameters) for name, parameters in map(split_algorithm, words)]
 
 
-def algorithm_config(kind: Any, name: str, parameters: dict[str, Any]) -> Any:
+def _algorithm_config(kind: Any, name: str, parameters: dict[str, Any]) -> Any:
     """A config with parameters. Raises ConfigError for one that it has not, or of another type."""
     from quark.base.checked import known_keys
 

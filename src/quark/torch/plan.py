@@ -295,8 +295,8 @@ def _choose_specs(
 
 
 def _misfit(name: str, module: nn.Module, spec: LayerSpec) -> ShapeError | None:
-    """What of a spec does not fit the weight of a layer. Raises as `require_parameters` does."""
-    require_parameters(name, module)
+    """What of a spec does not fit the weight of a layer. Raises as `_require_parameters` does."""
+    _require_parameters(name, module)
     shape = tuple(cast(torch.Tensor, module.weight).shape)
     try:
         check_shapes(name, type(module).__name__, shape, getattr(module, "in_features", None), spec)
@@ -452,7 +452,7 @@ def require_types(config: QConfig, present: set[type[nn.Module]], none: str) -> 
             )
 
 
-def require_parameters(name: str, module: nn.Module) -> None:
+def _require_parameters(name: str, module: nn.Module) -> None:
     """Raise StructureError, naming the layer, where its weight or bias is computed from other parameters; ConfigError
     where it has none before its first forward.
 

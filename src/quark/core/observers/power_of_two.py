@@ -51,7 +51,7 @@ class PowerOfTwoMinMaxObserver(Observer):
     """Nearest power of two of the min-max scale. For every granularity."""
 
     def range(self) -> tuple[Array, Array]:
-        return scaled_range(*self.extremes(), self.spec, self._exponent())
+        return _scaled_range(*self.extremes(), self.spec, self._exponent())
 
     def _exponent(self) -> Array:
         """Exponent of the scale for each part, int32."""
@@ -149,7 +149,7 @@ class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
         scalar = replace(self.spec, granularity=PerTensor())
         tried = center + np.array(CANDIDATES, dtype=np.int32)
         lows, highs = (np.full(len(tried), side, dtype=np.float32) for side in (low, high))
-        trial_low, trial_high = scaled_range(lows, highs, scalar, tried)
+        trial_low, trial_high = _scaled_range(lows, highs, scalar, tried)
         return int(tried[int(np.argmin(squared_error(bins, host(trial_low), host(trial_high), scalar)))])
 
 
@@ -201,7 +201,7 @@ class PowerOfTwoMostCommonObserver(PowerOfTwoMinMaxObserver):
         center = one._nearest(one.low, one.high).reshape(-1)
         tried = xp.stack([center + step for step in CANDIDATES])
         lows, highs = (xp.stack([side] * len(tried)) for side in (low, high))
-        trials = scaled_range(lows, highs, scalar, tried)
+        trials = _scaled_range(lows, highs, scalar, tried)
         errors = _squared_errors(one.histogram, low, high, trials, scalar)
         best = tried.gather(0, errors.argmin(0)[None])[0].long() + EXPONENTS // 2
         if self.votes is None:
@@ -227,7 +227,7 @@ class PowerOfTwoMostCommonObserver(PowerOfTwoMinMaxObserver):
         return like(best.reshape(tuple(low.shape)), low, "int32")
 
 
-def scaled_range(low: Array, high: Array, spec: TensorSpec, e: Array) -> tuple[Array, Array]:
+def _scaled_range(low: Array, high: Array, spec: TensorSpec, e: Array) -> tuple[Array, Array]:
     """The range that makes the integer rule give the scale 2^e: as wide as the type, placed where [low, high] is."""
     xp = namespace(low)
     steps = spec.dtype.max - spec.dtype.min

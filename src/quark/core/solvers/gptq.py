@@ -63,7 +63,7 @@ ALLOWED = 5e-4
 """Share of what a solution loses that rounded products may add to it."""
 
 OF_FEW = 0.25
-"""Share of the median of the diagonal that is added, at least, for each column to a token; see `least_damping`. Half
+"""Share of the median of the diagonal that is added, at least, for each column to a token; see `_least_damping`. Half
 is no better for language models, and worse where the tokens have few directions."""
 
 PROBES, SLIGHT = 8, 0.01
@@ -90,7 +90,7 @@ def damped(hessian: Array, damp: Damping, dtype: str = "float64", order: Array |
     return hessian
 
 
-def least_damping(diagonal: Array, tokens: int) -> Array:
+def _least_damping(diagonal: Array, tokens: int) -> Array:
     """Share of the mean of the diagonal below which what few tokens say of H is taken for what all others do.
 
         damp >= OF_FEW columns / tokens * min(1, median(diag H) / mean(diag H))
@@ -115,15 +115,15 @@ def least_damping(diagonal: Array, tokens: int) -> Array:
 
 
 def damping_at_least(given: float | Array, diagonal: Array, tokens: int) -> float | Array:
-    """A damping that is asked for, or `least_damping` where that is more; a number where nothing has to be found.
+    """A damping that is asked for, or `_least_damping` where that is more; a number where nothing has to be found.
 
     Args:
         given: Share of the mean of the diagonal, for all matrices or for each.
-        diagonal, tokens: As `least_damping` takes them.
+        diagonal, tokens: As `_least_damping` takes them.
     """
     if isinstance(given, (int, float)) and given >= OF_FEW * diagonal.shape[-1] / max(1, tokens):
         return given
-    return namespace(diagonal).clip(least_damping(diagonal, tokens), given, None)
+    return namespace(diagonal).clip(_least_damping(diagonal, tokens), given, None)
 
 
 def _times_mean(damp: Damping, diagonal: Array) -> Array:

@@ -89,7 +89,7 @@ def _with_own_scheme(part: FolderRequest, name: str, scheme: str) -> FolderReque
     """The request of a component with a scheme of its own, with its data where something reads them."""
     from quark.core.schemes import scheme_of
 
-    data = own_data(part.calib, name)
+    data = _own_data(part.calib, name)
     if data is None or not (part.algorithm or scheme_of(scheme).needs_data):
         return replace(_without(part, OF_DENOISERS), scheme=scheme)
     return replace(_without(part, OF_DENOISERS - OF_DATA), scheme=scheme, calib=data)
@@ -133,7 +133,7 @@ def _check_schemes(own: dict[str, str], calib: Path | None) -> None:
 
     check_words(own.values())
     for name, scheme in own.items():
-        if scheme_of(scheme).needs_data and own_data(calib, name) is None:
+        if scheme_of(scheme).needs_data and _own_data(calib, name) is None:
             raise ConfigError(
                 f"--component {name}={scheme}: its static activation scales need data of {name}, and "
                 f"{'no --calib is given' if calib is None else f'{calib} has no folder {name} of .npz files'}. "
@@ -155,7 +155,7 @@ def data_of(steps: Path | None, name: str) -> Path | None:
     return inside if inside is not None and inside.is_dir() else steps
 
 
-def own_data(steps: Path | None, name: str) -> Path | None:
+def _own_data(steps: Path | None, name: str) -> Path | None:
     """The data of a component beside the denoisers, in the folder of its name; None where there are none.
 
     Of several denoisers, each with its folder, `record_steps` writes those of text encoders into each.

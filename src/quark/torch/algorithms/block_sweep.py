@@ -257,7 +257,7 @@ def _find_groups(
     if any(stage.by_inputs for stage in stages) or waiting_activations(layers_inside(layers, block.name), ("input",)):
         block.extra_tokens = experts.extra_tokens(block.module, block.calls, any(stage.needs_float for stage in stages))
     with block.reading_extra(block.module):
-        block.groups, left = quantized_groups(block, layers)
+        block.groups, left = _quantized_groups(block, layers)
     block.left = {name for name in (expert_of(block.full(leaf)) for leaf in left) if name}
 
 
@@ -365,7 +365,7 @@ def _with_quantized_weights(block: Block, layers: Mapping[str, QuantLayer]) -> l
     return [leaf for leaf in linear if block.full(leaf) in layers and layers[block.full(leaf)].spec.weight]
 
 
-def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> tuple[list[tuple[str, ...]], set[str]]:
+def _quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> tuple[list[tuple[str, ...]], set[str]]:
     """Groups of linear layers with quantized weights that read one tensor, in running order; layers that none reaches.
 
     Those are layers of experts, which are called only with tokens. Raises CalibrationError where it is another layer.
@@ -382,10 +382,10 @@ def quantized_groups(block: Block, layers: Mapping[str, QuantLayer]) -> tuple[li
     strange = names if world() > 1 else [name for name in names if expert_of(name) is None]
     if strange:
         raise CalibrationError(f"{no_tokens(', '.join(strange))} One batch at least must reach all layers of a block.")
-    return in_one_order(found, linear), idle
+    return _in_one_order(found, linear), idle
 
 
-def in_one_order(found: Sequence[Sequence[tuple[str, ...]]], names: Sequence[str]) -> list[tuple[str, ...]]:
+def _in_one_order(found: Sequence[Sequence[tuple[str, ...]]], names: Sequence[str]) -> list[tuple[str, ...]]:
     """The groups of all batches in an order that fits each; where several do, as layers are named.
 
     Raises StructureError where none fits.

@@ -188,7 +188,7 @@ class InputGroup:
             for name, weight in weights.items()
             for start in range(0, len(weight), TILE)
         ]
-        owners = rows_of_ranks(range(len(tiles)))
+        owners = _rows_of_ranks(range(len(tiles)))
         for both in zip(*(self.in_turn(side) for side in (self.inputs, self.float_inputs)), strict=True):
             for x, y in zip(*(torch.split(flat(side), TOKENS) for side in both), strict=True):
                 real = x.float()
@@ -268,7 +268,7 @@ class InputGroup:
         channels = range(width)[band or slice(width)]
         total = torch.zeros(len(channels), width, dtype=torch.float32, device=self.device)
         self._require_same_tokens(left, right)
-        tiles, same = rows_of_ranks(range(0, len(channels), TILE)), left is right
+        tiles, same = _rows_of_ranks(range(0, len(channels), TILE)), left is right
         upper = upper or same
         loaded, others_loaded = (self.in_turn(side) for side in (left, right))
         for x, y in ((x, x) for x in loaded) if same else zip(loaded, others_loaded, strict=True):
@@ -313,7 +313,7 @@ def _add_moments(
             tile.addmm_(left.T, others[:, first:], alpha=share)
 
 
-def rows_of_ranks(starts: Sequence[int]) -> list[list[int]]:
+def _rows_of_ranks(starts: Sequence[int]) -> list[list[int]]:
     """Which tiles of rows each rank takes: there and back again, for each is a little less work than the one above."""
     there_and_back = [*range(world()), *reversed(range(world()))]
     return [

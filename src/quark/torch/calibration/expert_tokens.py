@@ -121,7 +121,7 @@ def reading_extra(module: nn.Module, extra: ExtraTokens, choose: Choose | None =
         extra: The share that each reads.
         choose: Whose tokens experts that are modules of their own read; None: their own.
     """
-    called = called_experts(module) if extra else {}
+    called = _called_experts(module) if extra else {}
     mixtures = {name: cast(UnfusedExperts, module.get_submodule(name)) for name in extra if name not in called}
     try:
         with ExitStack() as hooks:
@@ -143,7 +143,7 @@ def all_tokens_to_all_experts(module: nn.Module) -> Iterator[None]:
         with ExitStack() as hooks:
             for mixture in mixtures:
                 mixture.all_tokens = True
-            for mixture_of_modules in called_experts(module).values():
+            for mixture_of_modules in _called_experts(module).values():
                 hooks.enter_context(mixture_of_modules.showing(None))
             yield
     finally:
@@ -260,7 +260,7 @@ class CalledExperts:
         return [layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear)]
 
 
-def called_experts(module: nn.Module) -> dict[str, CalledExperts]:
+def _called_experts(module: nn.Module) -> dict[str, CalledExperts]:
     """Name of each list of experts that are modules, and are called with their tokens -> the mixture."""
     found = {}
     for name, container in module.named_modules():
@@ -322,7 +322,7 @@ def _routed(block: nn.Module, calls: Sequence[Call]) -> dict[str, _Routed]:
     mixtures: dict[str, UnfusedExperts | CalledExperts] = {
         name: m for name, m in block.named_modules() if isinstance(m, UnfusedExperts) and _quantized([m])
     }
-    mixtures |= {name: m for name, m in called_experts(block).items() if _quantized(m.experts)}
+    mixtures |= {name: m for name, m in _called_experts(block).items() if _quantized(m.experts)}
     routed = {}
     with ExitStack() as hooks:
         for name, mixture in mixtures.items():

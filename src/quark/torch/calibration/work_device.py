@@ -119,13 +119,13 @@ class Offload(Waiting):
 
     def __init__(self, own: Iterable[torch.Tensor], place: WorkDevice) -> None:
         self.place, self._resident = place, 0
-        self._own = {storage_of(x): x for x in own}
+        self._own = {_storage_of(x): x for x in own}
         self._last: Halt | None = None
         self._moved: dict[int, torch.Tensor] = {}
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def spill(self, tensors: Iterable[torch.Tensor]) -> list[Halt]:
-        halt, last = Halt({storage_of(x): x for x in tensors if _may_move(x)}), self._last
+        halt, last = Halt({_storage_of(x): x for x in tensors if _may_move(x)}), self._last
         if last is not None:
             self._own |= {storage: x for storage, x in last.tensors.items() if storage in halt.tensors}
             self._move(last)
@@ -144,7 +144,7 @@ class Offload(Waiting):
             self._free[len(buffer)].append(buffer)
 
     def load(self, x: torch.Tensor) -> torch.Tensor:
-        buffer = self._moved.get(storage_of(x))
+        buffer = self._moved.get(_storage_of(x))
         if buffer is None:
             return self.place.loaded(x)
         # One piece of the buffer: to pick elements out of it, the host would have to wait for them.
@@ -234,7 +234,7 @@ def _distinct(calls: Iterable[Call]) -> list[torch.Tensor]:
     return [*{id(x): x for x in leaves if isinstance(x, torch.Tensor)}.values()]
 
 
-def storage_of(x: torch.Tensor) -> int:
+def _storage_of(x: torch.Tensor) -> int:
     """Tells the storages of tensors that are alive apart."""
     return int(x.untyped_storage()._cdata)
 

@@ -87,15 +87,19 @@ def check_goal(model: nn.Module, made: Plan, goal: RuntimeGoal, form: str) -> No
     said = split_said(model, made, goal.program) if goal.fuses else None
     if said is not None:
         raise NotSupportedError(f"{goal.program} {said}")
-    if (lost := lost_experts(model, made, form, goal.program)) is not None:
+    if (lost := _lost_experts(model, made, form, goal.program)) is not None:
         raise NotSupportedError(f"{goal.program} {lost}")
-    if (unnamed := unnamed_scale(made, goal.cache_layers.get(form))) is not None:
+    # The last names of layers beside which the program finds the scale of a cache; None: of all.
+    known = goal.cache_layers.get(form)
+    outputs = [name for name, spec in made.layers.items() if spec.output is not None]
+    unnamed = [name for name in outputs if known is not None and name.rpartition(".")[2] not in known]
+    if unnamed:
         served = (
             f", and{goal.folder.serve_cache} when it is served, which takes 1.0 for each scale" if goal.folder else ""
         )
         raise NotSupportedError(
-            f"{goal.program} does not read the scale of {unnamed} from {form} folders. Possible: compressed-tensors, "
-            f"if it can store that scale; or no --kv-cache{served}."
+            f"{goal.program} does not read the scale of {unnamed[0]} from {form} folders. Possible: "
+            f"compressed-tensors, if it can store that scale; or no --kv-cache{served}."
         )
     heads = [] if goal.heads is None or form in goal.heads else sorted(output_head(model) & made.layers.keys())
     if heads:
@@ -106,18 +110,7 @@ def check_goal(model: nn.Module, made: Plan, goal: RuntimeGoal, form: str) -> No
         )
 
 
-def unnamed_scale(made: Plan, known: Collection[str] | None) -> str | None:
-    """A layer beside which a program does not find the scale of a cache; None where it finds all of them.
-
-    Args:
-        made: The plan.
-        known: Last names of the layers beside which it finds them; None: of all.
-    """
-    outputs = [name for name, spec in made.layers.items() if spec.output is not None]
-    return next((name for name in outputs if known is not None and name.rpartition(".")[2] not in known), None)
-
-
-def lost_experts(model: nn.Module, made: Plan, form: str, program: str) -> str | None:
+def _lost_experts(model: nn.Module, made: Plan, form: str, program: str) -> str | None:
     """What a server does with experts of a plan that it would not find in the folder; None where it finds all of them.
 
     Args:
@@ -152,7 +145,7 @@ def split_said(model: nn.Module, made: Plan, program: str) -> str | None:
         made: The plan.
         program: The server, as the table of facts names it.
     """
-    split = split_groups(model, made, program)
+    split = _split_groups(model, made, program)
     if not split:
         return None
     group, parts = split[0]
@@ -167,7 +160,7 @@ def split_said(model: nn.Module, made: Plan, program: str) -> str | None:
     )
 
 
-def split_groups(model: nn.Module, made: Plan, program: str) -> list[tuple[FusedGroup, dict[LayerSpec, list[str]]]]:
+def _split_groups(model: nn.Module, made: Plan, program: str) -> list[tuple[FusedGroup, dict[LayerSpec, list[str]]]]:
     """The groups of which a server makes one, and whose layers a plan gives different schemes.
 
     Args:

@@ -103,16 +103,16 @@ def quantized_bytes(
         from quark.torch.writers.gguf.format import GgufFormat  # with the tables of architectures
 
         measured_form = GgufFormat()
-    branches, beside = _branches(meta, made, config), carried_bytes(meta, folder, made, form)
+    branches, beside = _branches(meta, made, config), _carried_bytes(meta, folder, made, form)
     return predicted_bytes(meta, made, measured_form) + branches + beside
 
 
 def float_bytes(meta: Any, folder: OpenedFolder | None) -> int:
     """The bytes of all tensors of the float model of a folder, with what its class does not build."""
-    return predicted_bytes(meta, None) + carried_bytes(meta, folder)
+    return predicted_bytes(meta, None) + _carried_bytes(meta, folder)
 
 
-def carried_bytes(meta: Any, folder: OpenedFolder | None, made: Plan | None = None, form: str = "quark") -> int:
+def _carried_bytes(meta: Any, folder: OpenedFolder | None, made: Plan | None = None, form: str = "quark") -> int:
     """The bytes of what the folder of a model holds and its class does not build.
 
     Args:
@@ -133,7 +133,7 @@ def carried_bytes(meta: Any, folder: OpenedFolder | None, made: Plan | None = No
 def carried_said(plan: FolderPlan) -> str | None:
     """A line about what lies beside a model; None where nothing does."""
     meta, made, form = plan.meta, plan.layers, plan.form
-    size, layers = carried_bytes(meta, plan.folder), len(carried_beside(meta, plan.folder))
+    size, layers = _carried_bytes(meta, plan.folder), len(carried_beside(meta, plan.folder))
     if not size:
         return None
     lost = form == "onnx" or (form == "gguf" and not _further(meta, made).count)

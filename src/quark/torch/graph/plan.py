@@ -102,7 +102,7 @@ def make_graph_plan(config: QConfig, model: fx.GraphModule) -> GraphPlan:
         ConfigError: A pattern or type matches nothing, or nothing is left to quantize.
         ShapeError: A granularity does not fit a weight; names the layer.
     """
-    operators, reasons = find_operators(model), unsupported(model)
+    operators, reasons = _find_operators(model), _unsupported(model)
     inside = region(model.graph)
     for name, operator in operators.items():
         why = _stays_float(operator, inside)
@@ -163,7 +163,7 @@ def _nothing_to_quantize(operators: Mapping[str, QuantizableOperator], reasons: 
     )
 
 
-def find_operators(model: fx.GraphModule) -> dict[str, QuantizableOperator]:
+def _find_operators(model: fx.GraphModule) -> dict[str, QuantizableOperator]:
     """Everything that graph mode can quantize, in the order of the graph."""
     operators: dict[str, QuantizableOperator] = {}
     modules = {name for name, _ in model.named_modules()}
@@ -180,7 +180,7 @@ def find_operators(model: fx.GraphModule) -> dict[str, QuantizableOperator]:
     return operators
 
 
-def unsupported(model: fx.GraphModule) -> dict[str, str]:
+def _unsupported(model: fx.GraphModule) -> dict[str, str]:
     """Operators without a row that give float tensors: name -> what they are."""
     reasons = {}
     for node in model.graph.nodes:

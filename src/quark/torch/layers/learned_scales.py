@@ -59,7 +59,7 @@ class TrainableFakeQuantize(torch.autograd.Function):
         inside = slope = factor = None
         two_levels = spec.scale_spec is not None or spec.code_spec is not None
         if params is not None and not (spec.dynamic or spec.is_cast or spec.is_block or two_levels):
-            inside = within_range(x, params, spec)
+            inside = _within_range(x, params, spec)
             if learned is not None:
                 slope = (y.float() - x.float() * inside) / spec.split.to_elements(params.scale, tuple(x.shape))
                 factor = _factor(x, params.scale, spec)
@@ -76,7 +76,7 @@ class TrainableFakeQuantize(torch.autograd.Function):
         return of_x, ctx.split.sums(gradient.float() * slope) * factor, None, None
 
 
-def within_range(x: torch.Tensor, params: QParams, spec: TensorSpec) -> torch.Tensor:
+def _within_range(x: torch.Tensor, params: QParams, spec: TensorSpec) -> torch.Tensor:
     """Which values of x are not cut off; bool, the shape of x."""
     split, shape = spec.split, tuple(x.shape)
     margin = 0.0 if spec.dtype.is_float or spec.learning is Learning.lsq else 0.5

@@ -85,7 +85,7 @@ def find_residual(part: nn.Module, trace: Trace, start: int, end: int | None = N
     norms, readers = [], []
     for node in stream.readers:
         module = part.get_submodule(node.module) if node.module else None
-        if node.module and reads_linearly(module, trace.values[start].shape[-1]):
+        if node.module and _reads_linearly(module, trace.values[start].shape[-1]):
             readers.append(node.module)
         else:
             norms.append(_norm(part, trace, node))
@@ -103,7 +103,7 @@ def hidden_values(trace: Trace, name: str, shape: torch.Size) -> tuple[int, int]
     return hidden[0], hidden[1]
 
 
-def reads_linearly(module: nn.Module | None, width: int) -> bool:
+def _reads_linearly(module: nn.Module | None, width: int) -> bool:
     """Whether a module applies one weight (out, width) to its input: a linear layer, or a router."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or isinstance(module, nn.Embedding):
@@ -134,7 +134,7 @@ def _norm(part: nn.Module, trace: Trace, node: Node) -> StreamNorm:
     readers = []
     for reader in chain.readers:
         inner = part.get_submodule(reader.module) if reader.module else None
-        if reader.module is None or not reads_linearly(inner, trace.values[normed].shape[-1]):
+        if reader.module is None or not _reads_linearly(inner, trace.values[normed].shape[-1]):
             raise StructureError(f"{_what(reader)} reads the result of {node.module}; only linear layers may.")
         readers.append(reader.module)
     return StreamNorm(node.module, tuple(dict.fromkeys(readers)), *measured)

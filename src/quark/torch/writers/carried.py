@@ -63,7 +63,7 @@ def carried_beside_model(
     loaded = hasattr(model, "quant_format")
     # What is read as float is so beside a float model, too.
     as_float = not loaded and folder is not None and folder.method in READ
-    coded = None if as_float else carried_in_codes(model, folder)
+    coded = None if as_float else _carried_in_codes(model, folder)
     apart = list(quantized_layers(coded)) if coded is not None else []
     made: list[Entry] = []
     if coded is not None:
@@ -85,7 +85,7 @@ SCALE = "weight_scale"
 """Leaf, as quark folders have it, that only a layer in codes has."""
 
 
-def carried_in_codes(model: Any, folder: OpenedFolder | None) -> nn.Module | None:
+def _carried_in_codes(model: Any, folder: OpenedFolder | None) -> nn.Module | None:
     """The layers in codes beside a model in the folder that it was loaded from, under their full names.
 
     Args:

@@ -58,7 +58,7 @@ def write_config(model: Any, quantization: dict[str, Any], source: OpenedFolder 
     if has_code(config):
         save_code(config, folder)
     # Not by save_pretrained, which refuses fields that transformers itself has read (output_attentions, return_dict).
-    stored = as_written(config, source) or in_old_words(json.loads(config.to_json_string()))
+    stored = _as_written(config, source) or _in_old_words(json.loads(config.to_json_string()))
     for name in OF_OTHER_CODES:
         stored.pop(name, None)
     _write(stored | {"quantization_config": quantization}, folder)
@@ -78,7 +78,7 @@ def _quantized_ends(model: Any) -> bool:
     return any(end is not None and end in quantized for end in ends)
 
 
-def as_written(config: Any, source: OpenedFolder | None) -> dict[str, Any] | None:
+def _as_written(config: Any, source: OpenedFolder | None) -> dict[str, Any] | None:
     """The config.json of a source with what was changed since it was read, in the order of its fields.
 
     Args:
@@ -101,7 +101,7 @@ def as_written(config: Any, source: OpenedFolder | None) -> dict[str, Any] | Non
         stored["architectures"] = now["architectures"]
     if now.get("dtype") != stored.get("torch_dtype", stored.get("dtype")):
         stored["torch_dtype" if "torch_dtype" in stored else "dtype"] = now["dtype"]
-    stored = in_old_words(stored)
+    stored = _in_old_words(stored)
     again = _read_as(config, stored)
     return stored if again is not None and _model_fields(_fields(again)) == _model_fields(now) else None
 
@@ -137,11 +137,11 @@ def _follow(stored: dict[str, Any], then: Mapping[str, Any], now: Mapping[str, A
         stored[name] = value
 
 
-def in_old_words(stored: Mapping[str, Any]) -> dict[str, Any]:
+def _in_old_words(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A config that readers of transformers 4 read too: with `torch_dtype`, `rope_theta` and `rope_scaling`, in all of
     its parts.
     """
-    found = {name: in_old_words(part) if isinstance(part, dict) else part for name, part in stored.items()}
+    found = {name: _in_old_words(part) if isinstance(part, dict) else part for name, part in stored.items()}
     if isinstance(found.get("dtype"), str):
         found.setdefault("torch_dtype", found["dtype"])
     rope = found.get(ROPE)

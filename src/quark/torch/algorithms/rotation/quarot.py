@@ -76,7 +76,7 @@ class ModelRotation:
     """
 
     def __init__(self, model: nn.Module, config: RotationConfig) -> None:
-        check_supported(config)
+        _check_supported(config)
         self.model, self.config = model, config
         self.frame = find_frame(model, config)
         self.folded: Rotation | None = None
@@ -220,7 +220,7 @@ def _refuse_shared_tables(model: nn.Module, frame: Frame, residual: Residual) ->
             )
 
 
-def check_supported(config: RotationConfig) -> None:
+def _check_supported(config: RotationConfig) -> None:
     """Raise NotSupportedError for trained smoothing, ConfigError for options that exclude each other."""
     for name, value in (
         ("train_smooth", config.train_smooth),

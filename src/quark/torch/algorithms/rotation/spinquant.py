@@ -59,13 +59,13 @@ class Learned:
     def plan(self, block: str, plan: BlockPlan) -> BlockPlan:
         """What is still to be done to a block whose Hadamard rotations, of that plan, are done."""
         heads = tuple(
-            (path, rows, MatrixRotation(self.matrices[head_name(block, index)]))
+            (path, rows, MatrixRotation(self.matrices[_head_name(block, index)]))
             for index, (path, rows, _) in enumerate(plan.heads)
         )
         return BlockPlan(self.stream(), plan.residual, heads, {}, (False, None))
 
 
-def head_name(block: str, index: int) -> str:
+def _head_name(block: str, index: int) -> str:
     """The name of the R2 of a value path."""
     return f"{block}.{index}"
 
@@ -177,7 +177,7 @@ class _Turned:
                 self._add_stream(part, residual)
         for block, plan in self.plans.items():
             for index, (path, heads, rotation) in enumerate(plan.heads):
-                name = head_name(block, index)
+                name = _head_name(block, index)
                 self._add(name, rotation.size)  # type: ignore[attr-defined]
                 value: Any = self.model.get_submodule(f"{block}.{path.value}")
                 self._change(

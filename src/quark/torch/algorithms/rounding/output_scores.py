@@ -212,7 +212,7 @@ class ByScores(Algorithm):
         if self.config.fisher == "auto":
             specs = [layer.spec.weight for layer in layers.values() if layer.spec.weight]
             compiled = specs if self.needs_compiled else []
-            self.scores = scores_if_possible(model, self.blocks, compiled, data, weights, work)
+            self.scores = _scores_if_possible(model, self.blocks, compiled, data, weights, work)
         else:
             self.scores = OutputScores(model, self.blocks, data, weights, PassStore(work, {}))
 
@@ -231,7 +231,7 @@ def scores_bytes(model: nn.Module, blocks: Sequence[str], data: Sequence[Any]) -
     return (len(blocks) + 1) * tokens * hidden_width(model) * size + 3 * 4 * max(m.out_features for m in here) ** 2
 
 
-def scores_if_possible(
+def _scores_if_possible(
     model: nn.Module,
     blocks: Sequence[str],
     specs: Sequence[TensorSpec],

@@ -92,13 +92,15 @@ def _merged(model: Any, stored: list[str]) -> dict[str, Origin]:
         if (made := find(name)) is not None:
             parts.setdefault(made.first, []).append((name, made))
     return {
-        target: Origin(tuple(name for name, _ in pieces), merge=merge_of(model, target, [piece for _, piece in pieces]))
+        target: Origin(
+            tuple(name for name, _ in pieces), merge=_merge_of(model, target, [piece for _, piece in pieces])
+        )
         for pieces in parts.values()
         for target in pieces[0][1].targets
     }
 
 
-def merge_of(model: Any, target: str, parts: list[Converted]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+def _merge_of(model: Any, target: str, parts: list[Converted]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
     """The function from the parts of a tensor of the model, in the order of the file, to the tensor."""
     rule, first = parts[0].rule, parts[0].first
 
@@ -137,7 +139,7 @@ class Parts:
         for pieces in self._parts.values():
             pieces.sort(key=lambda piece: order_of_parts(piece[0]))
             for target in pieces[0][1].targets:
-                yield target, merge_of(self._model, target, [made for _, made, _ in pieces])([x for *_, x in pieces])
+                yield target, _merge_of(self._model, target, [made for _, made, _ in pieces])([x for *_, x in pieces])
 
 
 def part_of(block: UnfusedExperts, name: str) -> tuple[str, int, Callable[[torch.Tensor], torch.Tensor]]:

@@ -44,7 +44,7 @@ class QuantizerInserter:
         self.model, self.plan = model, plan
         self.activations: dict[str, FakeQuantize] = {}
         self.parameters: Parameters = {}
-        self._classes = equal_scales(model.graph, [plan.operators[name] for name in plan.layers])
+        self._classes = _equal_scales(model.graph, [plan.operators[name] for name in plan.layers])
         self._shared: dict[tuple[fx.Node, TensorSpec], str] = {}
         self._quantized: dict[fx.Node, str] = {}
         heads = [n for n in model.graph.nodes if n.op == "placeholder" or (n.op == "call_module" and not n.users)]
@@ -137,7 +137,7 @@ def shares(spec: TensorSpec) -> bool:
     return not spec.dynamic and isinstance(spec.granularity, PerTensor)
 
 
-def equal_scales(graph: fx.Graph, operators: list[QuantizableOperator]) -> dict[fx.Node, fx.Node]:
+def _equal_scales(graph: fx.Graph, operators: list[QuantizableOperator]) -> dict[fx.Node, fx.Node]:
     """Tensor -> the tensor that stands for all that have its scale."""
     parent: dict[fx.Node, fx.Node] = {}
 

@@ -57,14 +57,14 @@ def check_cache_config(config: QConfig) -> None:
                 f"{where} has a scale for each head, which what a layer gives has not. Possible: "
                 "kv_cache_post_rope=True, which quantizes what a cache stores; or one scale for the tensor."
             )
-        require_static(replace(spec, granularity=PerTensor()) if by_head else spec, where, ELEMENTS)
+        _require_static(replace(spec, granularity=PerTensor()) if by_head else spec, where, ELEMENTS)
     if config.softmax_quant_spec is not None:
         spec = lower_tensor(config.softmax_quant_spec)
         assert spec is not None
-        require_static(spec, "softmax_quant_spec", (*ELEMENTS, "uint8"))
+        _require_static(spec, "softmax_quant_spec", (*ELEMENTS, "uint8"))
 
 
-def require_static(spec: TensorSpec, where: str, elements: tuple[str, ...]) -> None:
+def _require_static(spec: TensorSpec, where: str, elements: tuple[str, ...]) -> None:
     """Raise NotSupportedError unless the tensor has one calibrated scale and one of the element types."""
     plain = isinstance(spec.granularity, PerTensor) and not spec.dynamic and spec.scale_spec is spec.code_spec is None
     if not plain or spec.dtype.name not in elements or not (spec.symmetric or where == "softmax_quant_spec"):

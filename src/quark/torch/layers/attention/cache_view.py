@@ -218,7 +218,7 @@ class GiveView:
             return _through(module, self.keys, keys), _through(module, self.values, values)
 
         given = kwargs.get(argument, args[place] if place < len(args) else None)
-        view = NoCache(stored, getattr(module, "config", None)) if given is None else view_of(given, stored)
+        view = NoCache(stored, getattr(module, "config", None)) if given is None else _view_of(given, stored)
         if place < len(args):
             return (*args[:place], view, *args[place + 1 :]), kwargs
         return args, {**kwargs, argument: view}
@@ -233,7 +233,7 @@ def _through(module: nn.Module, layers: Sequence[str], x: torch.Tensor) -> torch
     return x
 
 
-def view_of(cache: Any, stored: Stored) -> Any:
+def _view_of(cache: Any, stored: Stored) -> Any:
     """A view of a cache whose `update` stores what `stored` gives. Raises NotSupportedError for one without it."""
     if not hasattr(cache, "update") or not hasattr(cache, "__dict__"):
         raise NotSupportedError(
@@ -255,7 +255,7 @@ def _view_class(kind: Any, parts: tuple[str, ...]) -> Any:
         return kind.update(self, *self.stored(keys, values), *args, **kwargs)
 
     def part(name: str) -> property:
-        return property(lambda self: view_of(self.__dict__[name], self.stored))
+        return property(lambda self: _view_of(self.__dict__[name], self.stored))
 
     own = {"__slots__": ("stored",), "update": update, "__module__": __name__}
     return type(f"{kind.__name__}View", (kind,), {**own, **{name: part(name) for name in parts}})

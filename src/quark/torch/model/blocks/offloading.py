@@ -178,7 +178,7 @@ def _onload(model: nn.Module) -> dict[int, tuple[Any, Path | None]]:
     found: dict[int, tuple[Any, Path | None]] = {}
     _refuse_split_ties(model)
     all_values = [
-        (module, hook, {name: host_value(hook.weights_map, name) for name in names_brought(module, hook)})
+        (module, hook, {name: _host_value(hook.weights_map, name) for name in names_brought(module, hook)})
         for module in model.modules()
         for hook in offloading_hooks(module)
     ]
@@ -229,7 +229,7 @@ def _value(module: nn.Module | None, name: str) -> torch.Tensor | None:
         return None
     for hook in offloading_hooks(module):
         if name in names_brought(module, hook):
-            return host_value(hook.weights_map, name)[0]
+            return _host_value(hook.weights_map, name)[0]
     tensor = getattr(module, name, None)
     return tensor.detach().to(CPU) if isinstance(tensor, torch.Tensor) and not tensor.is_meta else None
 
@@ -266,9 +266,9 @@ def _offload(part: OffloadedPart) -> None:
     _take_forward_away(part)
     modules = [*part.modules()]
     hooks = [(module, hook) for module in modules for hook in hooks_of(module)]
-    done = {id(_owner(m, name)) for m, hook in hooks if hook_is_away(hook) for name in names_brought(m, hook)}
+    done = {id(_owner(m, name)) for m, hook in hooks if _hook_is_away(hook) for name in names_brought(m, hook)}
     for module, hook in hooks:
-        if hook_is_away(hook):
+        if _hook_is_away(hook):
             _hand_over(module, hook, part)
     for module in modules:
         if id(module) not in done and [*module.parameters(False)] and not isinstance(module, FakeQuantize):
@@ -300,7 +300,7 @@ def _place_small(module: nn.Module, device: torch.device) -> None:
                 table[name] = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
-def hook_is_away(hook: Any) -> bool:
+def _hook_is_away(hook: Any) -> bool:
     """Whether a hook would bring weights, were they not there."""
     return getattr(hook, "weights_map", None) is AWAY
 
@@ -322,7 +322,7 @@ def _hand_over(module: nn.Module, hook: Any, part: OffloadedPart) -> None:
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-def host_value(weights: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, Path | None]:
+def _host_value(weights: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, Path | None]:
     """What a map of accelerate holds, on the CPU, and the folder for what becomes of it: None where it is in memory."""
     if isinstance(weights, HostWeights):
         return weights[name], weights.folder

@@ -118,7 +118,7 @@ def _run_alone(model: nn.Module, names: Sequence[str], reached: Sequence[str], b
     """Whether blocks of one list hand on one hidden state; the others that are reached give stand-ins."""
     others = [name for name in reached if name not in names]
     with around([*names, *others]), giving_stand_ins(model, others):
-        return names != [WHOLE] and carry_one(model, names, batch)
+        return names != [WHOLE] and _carry_one(model, names, batch)
 
 
 def _nothing_around(names: Sequence[str]) -> AbstractContextManager[None]:
@@ -144,7 +144,7 @@ def _of_one_list(model: nn.Module, stacks: Sequence[str], batch: Any = None) -> 
     return [f"{largest}.{name}" for name, _ in model.get_submodule(largest).named_children()]
 
 
-def carry_one(model: nn.Module, names: Sequence[str], batch: Any) -> bool:
+def _carry_one(model: nn.Module, names: Sequence[str], batch: Any) -> bool:
     """Whether blocks hand on one hidden state, and nothing else that is computed from it; seen on a batch."""
     if names == [WHOLE]:
         return True
@@ -270,7 +270,7 @@ def record_calls(
         StructureError: Batches go different ways through the blocks.
     """
     data, first = with_first(data)
-    if first is None or carry_one(model, names, first):
+    if first is None or _carry_one(model, names, first):
         return _record_one(model, names, data, keep)
     return record_streams(model, names, data, keep)
 

@@ -3,8 +3,8 @@
     format              weight                          weight_scale                        value
     float8_e4m3fn       F8_E4M3 (O, I)                  F32 ()                              w * scale
     int8_tensorwise     I8 (O, I)                       F32 (O, 1)                          w * scale
-    mxfp8               F8_E4M3 (O, I), whole 32 x 32   U8, exponents + 127, swizzled       w * 2^(scale - 127)
-    nvfp4               U8 (O, I / 2), whole 16 x 16    F8_E4M3, swizzled; weight_scale_2   w * (scale * scale_2)
+    mxfp8               F8_E4M3 (O, I), whole 32 x 32   U8, exponents + 127, _swizzled       w * 2^(scale - 127)
+    nvfp4               U8 (O, I / 2), whole 16 x 16    F8_E4M3, _swizzled; weight_scale_2   w * (scale * scale_2)
     awq_w4a16           I8 (O, I / 2)                   (I / group, O); weight_zeros        (w - 8) * scale + zeros
 
 `comfy_quant` beside them is JSON in bytes: the format, the size of a group of awq_w4a16, and
@@ -187,11 +187,11 @@ def stored(
         return made | {"weight_scale": scales, "weight_zeros": torch.zeros_like(scales)}
     if form == MXFP8:
         scales = (exponent(params.scale) + 127).to(torch.uint8).reshape(x.shape[0], -1)
-        return made | {"weight_scale": swizzled(_filled(scales, codes.shape[0], scales.shape[1]))}
+        return made | {"weight_scale": _swizzled(_filled(scales, codes.shape[0], scales.shape[1]))}
     if form == NVFP4:
         assert params.second is not None
         scales = params.scale.to(torch.float8_e4m3fn).reshape(x.shape[0], -1)
-        return made | {"weight_scale": swizzled(scales), "weight_scale_2": params.second.scale.float().reshape(())}
+        return made | {"weight_scale": _swizzled(scales), "weight_scale_2": params.second.scale.float().reshape(())}
     by_row = spec.weight.granularity != PerTensor()
     return made | {"weight_scale": params.scale.float().reshape((-1, 1) if by_row else ())}
 
@@ -206,7 +206,7 @@ def _codes(codes: torch.Tensor, form: str) -> torch.Tensor:
     return bits[:, ::2] << 4 | bits[:, 1::2]
 
 
-def swizzled(scales: torch.Tensor) -> torch.Tensor:
+def _swizzled(scales: torch.Tensor) -> torch.Tensor:
     """Scales (O, I / group) as cuBLAS reads them, in whole tiles of 128 rows and 4 columns."""
     rows, columns = whole(scales.shape[0], ROWS), whole(scales.shape[1], COLUMNS)
     as_bytes = scales.contiguous().view(torch.uint8)
