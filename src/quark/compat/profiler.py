@@ -35,14 +35,9 @@ from quark.compat.profiled_steps import asked
 from quark.errors import OutputError
 
 __all__ = [
-    "BaseMetric",
-    "CheckpointMetric",
-    "GlobalProfiler",
-    "MetricContext",
-    "ProfileStep",
-    "SummaryMetric",
+    "BaseMetric", "CheckpointMetric", "GlobalProfiler", "MetricContext", "ProfileStep", "SummaryMetric",
     "profile_scope",
-]
+]  # fmt: skip
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -24,16 +24,6 @@ from quark.gguf.names import expert_of, import_gguf
 from quark.gguf.reader import open_gguf
 
 __all__ = [
-    "CHOSEN_TYPES",
-    "MIXES",
-    "Mix",
-    "Sums",
-    "WeightRole",
-    "check_imatrix_name",
-    "expert_of",
-    "import_gguf",
-    "open_gguf",
-    "read_imatrix",
-    "role_of",
-    "save_imatrix",
-]
+    "CHOSEN_TYPES", "MIXES", "Mix", "Sums", "WeightRole", "check_imatrix_name", "expert_of", "import_gguf",
+    "open_gguf", "read_imatrix", "role_of", "save_imatrix",
+]  # fmt: skip

@@ -6,16 +6,10 @@ import importlib.util
 from importlib import metadata
 
 __all__ = [
-    "is_accelerate_available",
-    "is_datasets_available",
-    "is_package_lower",
-    "is_package_lower_or_equal",
-    "is_safetensors_available",
-    "is_torch_available",
-    "is_transformers_available",
-    "is_transformers_version_higher_or_equal",
-    "is_transformers_version_lower",
-]
+    "is_accelerate_available", "is_datasets_available", "is_package_lower", "is_package_lower_or_equal",
+    "is_safetensors_available", "is_torch_available", "is_transformers_available",
+    "is_transformers_version_higher_or_equal", "is_transformers_version_lower",
+]  # fmt: skip
 
 
 def is_accelerate_available() -> bool:

@@ -5,10 +5,5 @@ from quark.compat.auto_search.auto_search_pro import AutoSearchPro
 from quark.compat.auto_search.search_space import SearchSpace, generate_all_configs, get_auto_search_config
 
 __all__ = [
-    "AutoSearch",
-    "AutoSearchConfig",
-    "AutoSearchPro",
-    "SearchSpace",
-    "generate_all_configs",
-    "get_auto_search_config",
-]
+    "AutoSearch", "AutoSearchConfig", "AutoSearchPro", "SearchSpace", "generate_all_configs", "get_auto_search_config",
+]  # fmt: skip

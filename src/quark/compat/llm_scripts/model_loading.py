@@ -24,17 +24,10 @@ from quark.torch.model.meta_model import fill_buffers
 from quark.torch.model.passes.unfuse_experts import unfuse_known
 
 __all__ = [
-    "check_compatibility_before_quantization",
-    "create_model_skeleton",
-    "get_model",
-    "get_tokenizer",
-    "move_model_to_device_if_it_fits",
-    "prepare_for_moe_quant",
-    "preprocess_for_quantization",
-    "revert_model_patching",
-    "save_model",
-    "set_seed",
-]
+    "check_compatibility_before_quantization", "create_model_skeleton", "get_model", "get_tokenizer",
+    "move_model_to_device_if_it_fits", "prepare_for_moe_quant", "preprocess_for_quantization", "revert_model_patching",
+    "save_model", "set_seed",
+]  # fmt: skip
 
 PLACEMENTS: dict[object, str | None] = {None: None, False: None, True: "auto", "auto": "auto", "balanced": "balanced"}
 """`multi_gpu` -> the `device_map` of transformers."""

@@ -19,16 +19,9 @@ from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.operators import LAYERS
 
 __all__ = [
-    "AdaQuantConfig",
-    "AdaRoundConfig",
-    "AlgoConfig",
-    "AutoMixprecisionConfig",
-    "BiasCorrectionConfig",
-    "CLEConfig",
-    "GPTQConfig",
-    "QuarotConfig",
-    "SmoothQuantConfig",
-]
+    "AdaQuantConfig", "AdaRoundConfig", "AlgoConfig", "AutoMixprecisionConfig", "BiasCorrectionConfig", "CLEConfig",
+    "GPTQConfig", "QuarotConfig", "SmoothQuantConfig",
+]  # fmt: skip
 
 
 A_ = TypeVar("A_", bound="AlgoConfig")

@@ -12,22 +12,10 @@ from quark.errors import ConfigError, did_you_mean
 from quark.onnx_ops.element_types import code_type
 
 __all__ = [
-    "CalibMethod",
-    "CalibrationMethod",
-    "ExtendedCalibrationMethod",
-    "ExtendedQuantFormat",
-    "ExtendedQuantType",
-    "Int16Method",
-    "LayerWiseMethod",
-    "PowerOfTwoMethod",
-    "QuantFormat",
-    "QuantGranularity",
-    "QuantType",
-    "QuantizationMode",
-    "ScaleType",
-    "VitisQuantFormat",
-    "VitisQuantType",
-]
+    "CalibMethod", "CalibrationMethod", "ExtendedCalibrationMethod", "ExtendedQuantFormat", "ExtendedQuantType",
+    "Int16Method", "LayerWiseMethod", "PowerOfTwoMethod", "QuantFormat", "QuantGranularity", "QuantType",
+    "QuantizationMode", "ScaleType", "VitisQuantFormat", "VitisQuantType",
+]  # fmt: skip
 
 
 class CalibMethod(Enum):

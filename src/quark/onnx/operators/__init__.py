@@ -132,28 +132,7 @@ FUSE_ACTIVATIONS = (*LAYERS, "Add", "MaxPool", "AveragePool", "GlobalAveragePool
 """Op types into which runtimes fuse an activation: no scale stands between the two."""
 
 __all__ = [
-    "ACTIVATIONS",
-    "ALIGN_GROUPS",
-    "BIASED",
-    "CLAMPS",
-    "CONVOLUTIONS",
-    "FUSED_LAYERS",
-    "FUSE_ACTIVATIONS",
-    "HOLDERS",
-    "HOMOGENEOUS",
-    "LAYERS",
-    "NEVER",
-    "ON_REQUEST",
-    "PRODUCTS",
-    "QDQ",
-    "RECURRENT",
-    "RULES",
-    "SIMULATED",
-    "STORES",
-    "Rule",
-    "data_axis",
-    "input_axis",
-    "output_axis",
-    "result_axis",
-    "rule_of",
-]
+    "ACTIVATIONS", "ALIGN_GROUPS", "BIASED", "CLAMPS", "CONVOLUTIONS", "FUSED_LAYERS", "FUSE_ACTIVATIONS", "HOLDERS",
+    "HOMOGENEOUS", "LAYERS", "NEVER", "ON_REQUEST", "PRODUCTS", "QDQ", "RECURRENT", "RULES", "SIMULATED", "STORES",
+    "Rule", "data_axis", "input_axis", "output_axis", "result_axis", "rule_of",
+]  # fmt: skip

@@ -14,23 +14,10 @@ from quark.base.checked import checked_dataclass
 from quark.errors import ConfigError
 
 __all__ = [
-    "AWQConfig",
-    "AlgoConfig",
-    "AutoRoundConfig",
-    "AutoSmoothQuantConfig",
-    "DistillationConfig",
-    "GPTAQConfig",
-    "GPTQConfig",
-    "ImatrixConfig",
-    "ImportanceScaleConfig",
-    "OnlineRotationConfig",
-    "PreQuantOptConfig",
-    "QronosConfig",
-    "QuaRotConfig",
-    "RotationConfig",
-    "SVDQuantConfig",
-    "SmoothQuantConfig",
-]
+    "AWQConfig", "AlgoConfig", "AutoRoundConfig", "AutoSmoothQuantConfig", "DistillationConfig", "GPTAQConfig",
+    "GPTQConfig", "ImatrixConfig", "ImportanceScaleConfig", "OnlineRotationConfig", "PreQuantOptConfig",
+    "QronosConfig", "QuaRotConfig", "RotationConfig", "SVDQuantConfig", "SmoothQuantConfig",
+]  # fmt: skip
 
 Layers = list[dict[str, Any]]
 Modules = list[str]

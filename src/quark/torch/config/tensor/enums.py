@@ -14,16 +14,9 @@ from quark.core.spec import ScaleType
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 
 __all__ = [
-    "DeviceType",
-    "Dtype",
-    "QSchemeType",
-    "QuantFlow",
-    "QuantizationMode",
-    "RoundType",
-    "ScaleType",
-    "TQTThresholdInitMeth",
-    "ZeroPointType",
-]
+    "DeviceType", "Dtype", "QSchemeType", "QuantFlow", "QuantizationMode", "RoundType", "ScaleType",
+    "TQTThresholdInitMeth", "ZeroPointType",
+]  # fmt: skip
 
 
 NAME_OF_ROW = {"fp4_e2m1": "fp4", "mxint8": "mx"}

@@ -26,34 +26,15 @@ from quark.errors import ConfigError
 from quark.torch.config.tensor.enums import QSchemeType
 
 __all__ = [
-    "LSQObserver",
-    "ObserverBase",
-    "PerBlock2DMinMaxObserver",
-    "PerBlockBFPObserver",
-    "PerBlockMXBufferReuseObserver",
-    "PerBlockMXDiffsObserver",
-    "PerBlockMXObserver",
-    "PerChannelMinMaxObserver",
-    "PerChannelPowOf2MinMSEObserver",
-    "PerChannelPowOf2MinMaxObserver",
-    "PerChannelPowOf2NonOverflowObserver",
-    "PerGroupMinMaxObserver",
-    "PerTensorDistributionObserver",
-    "PerTensorEntropyObserver",
-    "PerTensorHistogramObserver",
-    "PerTensorHistogramObserverPro",
-    "PerTensorLayerwisePercentileObserver",
-    "PerTensorMSEObserver",
-    "PerTensorMinMaxObserver",
-    "PerTensorMovingAverageMinMaxObserver",
-    "PerTensorPercentileObserver",
-    "PerTensorPowOf2MinMSEObserver",
-    "PerTensorPowOf2MinMaxObserver",
-    "PerTensorPowOf2NonOverflowObserver",
-    "PlaceholderObserver",
-    "TQTObserver",
-    "UniformScalingObserver",
-]
+    "LSQObserver", "ObserverBase", "PerBlock2DMinMaxObserver", "PerBlockBFPObserver", "PerBlockMXBufferReuseObserver",
+    "PerBlockMXDiffsObserver", "PerBlockMXObserver", "PerChannelMinMaxObserver", "PerChannelPowOf2MinMSEObserver",
+    "PerChannelPowOf2MinMaxObserver", "PerChannelPowOf2NonOverflowObserver", "PerGroupMinMaxObserver",
+    "PerTensorDistributionObserver", "PerTensorEntropyObserver", "PerTensorHistogramObserver",
+    "PerTensorHistogramObserverPro", "PerTensorLayerwisePercentileObserver", "PerTensorMSEObserver",
+    "PerTensorMinMaxObserver", "PerTensorMovingAverageMinMaxObserver", "PerTensorPercentileObserver",
+    "PerTensorPowOf2MinMSEObserver", "PerTensorPowOf2MinMaxObserver", "PerTensorPowOf2NonOverflowObserver",
+    "PlaceholderObserver", "TQTObserver", "UniformScalingObserver",
+]  # fmt: skip
 
 OBSERVER_CLASSES: Registry[type[ObserverBase]] = Registry("observer class")
 """Class name, as JSON stores it, -> class. Subclasses enter when they are defined."""

@@ -13,17 +13,6 @@ from quark.torch.model.blocks.recording import WHOLE, BlockOutput, find_blocks, 
 from quark.torch.model.blocks.unchanged import Unchanged
 
 __all__ = [
-    "WHOLE",
-    "BlockOutput",
-    "Call",
-    "JoinedCalls",
-    "Unchanged",
-    "find_blocks",
-    "joined_call",
-    "passing_through",
-    "record_calls",
-    "short_call",
-    "short_calls",
-    "short_runs",
-    "takes_joined",
-]
+    "WHOLE", "BlockOutput", "Call", "JoinedCalls", "Unchanged", "find_blocks", "joined_call", "passing_through",
+    "record_calls", "short_call", "short_calls", "short_runs", "takes_joined",
+]  # fmt: skip

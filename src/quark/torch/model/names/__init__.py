@@ -32,22 +32,7 @@ from quark.torch.model.names.published import layers_published, published_names
 from quark.torch.model.names.reader import found_by
 
 __all__ = [
-    "Converted",
-    "OtherForm",
-    "converted_as",
-    "dropped_names",
-    "expert_leaves",
-    "found_by",
-    "layers_in_model",
-    "layers_published",
-    "loaded_as",
-    "loaded_into",
-    "merged_names",
-    "models_of_other_classes",
-    "names_elsewhere",
-    "names_in",
-    "names_of_files",
-    "other_forms",
-    "published_names",
-    "source_names",
-]
+    "Converted", "OtherForm", "converted_as", "dropped_names", "expert_leaves", "found_by", "layers_in_model",
+    "layers_published", "loaded_as", "loaded_into", "merged_names", "models_of_other_classes", "names_elsewhere",
+    "names_in", "names_of_files", "other_forms", "published_names", "source_names",
+]  # fmt: skip
