@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.compat.auto_search import *
     from quark.compat.onnx_names.dump import *
     from quark.compat.onnx_names.not_supported import *
+    from quark.compat.onnx_names.quantize_static import *
     from quark.compat.onnx_names.runtime_names import *
     from quark.onnx.calibration.data.path_reader import *
     from quark.onnx.calibration.data.random_reader import *
@@ -45,6 +46,7 @@ HOMES = (
     "quark.onnx.calibration.data.path_reader",
     "quark.onnx.calibration.data.random_reader",
     "quark.onnx.quantizer",
+    "quark.compat.onnx_names.quantize_static",
     "quark.onnx.evaluation.ort_fusion",
     "quark.compat.auto_search",
     "quark.compat.onnx_names.dump",

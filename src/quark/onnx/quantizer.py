@@ -22,7 +22,7 @@ from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.padding import without_padding
 from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.calibration.data.samples import Samples
-from quark.onnx.config.config import Config, QConfig, QuantizationConfig
+from quark.onnx.config.config import Config, QConfig
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.preset_rows import QROWS
 from quark.onnx.config.presets import get_default_config
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from quark.onnx.search.lost_outputs.verdict import Damage
     from quark.onnx.search.recovery.search import Recovery
 
-__all__ = ["ModelQuantizer", "quantize_dynamic", "quantize_static"]
+__all__ = ["ModelQuantizer"]
 
 
 Model = str | os.PathLike[str] | onnx.ModelProto
@@ -351,42 +351,3 @@ def _check_outputs(source: Any, output: Any, settings: Settings, reader: Any) ->
         check_apart(ranges, statistics)
     if profile:
         check_apart(profile, statistics, ranges)
-
-
-def quantize_static(
-    model_input: Model,
-    model_output: str | os.PathLike[str] | None = None,
-    calibration_data_reader: Any = None,
-    calibration_data_path: str | None = None,
-    **fields: Any,
-) -> onnx.ModelProto | None:
-    """Quantize with calibration data.
-
-    Args:
-        model_input, model_output, calibration_data_reader, calibration_data_path: As for
-            `ModelQuantizer.quantize_model`.
-        **fields: Fields of QuantizationConfig (calibrate_method, activation_type, per_channel, extra_options ...).
-
-    Returns:
-        The quantized model if `model_output` is None.
-    """
-    config = Config(QuantizationConfig(**fields))
-    return ModelQuantizer(config).quantize_model(
-        model_input, model_output, calibration_data_reader, calibration_data_path
-    )
-
-
-def quantize_dynamic(
-    model_input: Model, model_output: str | os.PathLike[str] | None = None, **fields: Any
-) -> onnx.ModelProto | None:
-    """Quantize weights now and activations as they come; no data is needed.
-
-    Args:
-        model_input, model_output: As for `ModelQuantizer.quantize_model`.
-        **fields: Fields of QuantizationConfig (weight_type, per_channel, nodes_to_exclude, extra_options ...).
-
-    Returns:
-        The quantized model if `model_output` is None.
-    """
-    config = Config(QuantizationConfig(use_dynamic_quant=True, **fields))
-    return ModelQuantizer(config).quantize_model(model_input, model_output)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.compat.torch_names.export_config import *
     from quark.compat.torch_names.model_exporter import ModelExporter as ModelExporter
     from quark.compat.torch_names.model_exporter import ModelImporter as ModelImporter
+    from quark.compat.torch_names.native_inference import RuntimeOptions as RuntimeOptions
+    from quark.compat.torch_names.native_inference import disable_native_inference as disable_native_inference
+    from quark.compat.torch_names.native_inference import enable_native_inference as enable_native_inference
     from quark.compat.torch_names.not_supported import ModelPruner as ModelPruner
     from quark.compat.torch_names.shorthand_specs import *
     from quark.torch.calibration.distributed import processes as processes
@@ -33,10 +36,7 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.torch.config.tensor.tensor_config import *
     from quark.torch.flows.denoiser_costs import compare_denoisers as compare_denoisers
     from quark.torch.flows.on_load.config import QuantizeOnLoad as QuantizeOnLoad
-    from quark.torch.kernels import RuntimeOptions as RuntimeOptions
     from quark.torch.kernels import accelerate as accelerate
-    from quark.torch.kernels import disable_native_inference as disable_native_inference
-    from quark.torch.kernels import enable_native_inference as enable_native_inference
     from quark.torch.model.calibration_data.recorded_steps import record_steps as record_steps
     from quark.torch.model.calibration_data.stored_batches import stored_batches as stored_batches
     from quark.torch.quantizer import ModelQuantizer as ModelQuantizer
@@ -56,9 +56,10 @@ HOMES: dict[str, tuple[str, ...]] = {
     "quark.compat.torch_names.not_supported": ("ModelPruner",),
     "quark.torch.flows.denoiser_costs": ("compare_denoisers",),
     "quark.torch.flows.on_load.config": ("QuantizeOnLoad",),
-    "quark.torch.kernels": (
-        "RuntimeOptions", "accelerate", "disable_native_inference", "enable_native_inference",
+    "quark.compat.torch_names.native_inference": (
+        "RuntimeOptions", "disable_native_inference", "enable_native_inference",
     ),
+    "quark.torch.kernels": ("accelerate",),
     "quark.torch.model.calibration_data.recorded_steps": ("record_steps",),
     "quark.torch.model.calibration_data.stored_batches": ("stored_batches",),
     "quark.torch.quantizer": ("ModelQuantizer",),

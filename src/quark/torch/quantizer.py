@@ -42,7 +42,7 @@ from quark.torch.writers.folder import FolderTarget
 
 if TYPE_CHECKING:
     from quark.torch.algorithms import Algorithm
-    from quark.torch.kernels.native import RuntimeOptions
+    from quark.torch.kernels.kernel import KernelOptions
 
 
 class ModelQuantizer:
@@ -195,7 +195,7 @@ class ModelQuantizer:
     @staticmethod
     @step("Freeze Model")
     def freeze(
-        model: nn.Module, quantize: bool | None = None, runtime_options: RuntimeOptions | None = None
+        model: nn.Module, quantize: bool | None = None, runtime_options: KernelOptions | None = None
     ) -> nn.Module:
         """Write the quantized values into the weights and biases, so that a forward no longer quantizes them.
 
@@ -213,9 +213,9 @@ class ModelQuantizer:
             NotSupportedError: `runtime_options` are given for a graph.
         """
         if runtime_options is not None:
-            from quark.torch.kernels.native import check_runtime_options
-
-            check_runtime_options(runtime_options)
+            if not hasattr(runtime_options, "kernels"):
+                raise ConfigError(f"runtime_options takes RuntimeOptions(), got {runtime_options!r:.60}.")
+            kernels = runtime_options.kernels()
             if isinstance(model, fx.GraphModule):
                 raise NotSupportedError("freeze(runtime_options=...) takes no graph: kernels replace layers. Leave it.")
         if isinstance(model, fx.GraphModule):
@@ -241,9 +241,9 @@ class ModelQuantizer:
                     for role in ("weight", "bias"):
                         _freeze(layer, role, shared)
         if runtime_options is not None:
-            from quark.torch.kernels.native import enable_native_inference
+            from quark.torch.kernels.accelerate import accelerate
 
-            enable_native_inference(model, runtime_options=runtime_options)
+            accelerate(model, kernels=kernels)
         return model
 
     @step("File-to-File Quantization")

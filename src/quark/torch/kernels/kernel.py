@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -105,3 +105,10 @@ def input_codes(x: torch.Tensor, quantizer: FakeQuantize) -> tuple[torch.Tensor,
     """Codes of a layer's input as `quantizer` makes them, as floats, and their scales."""
     params = quantizer.params_for(x) or compute_qparams(x, quantizer.spec)
     return quantize(x, params, quantizer.spec), params
+
+
+class KernelOptions(Protocol):
+    """An option that says which kernels a model may use: RuntimeOptions."""
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels. Raises for options that cannot be obeyed."""

@@ -8,8 +8,9 @@ from torch import nn
 
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.kernels.accelerate import KERNELS, accelerate, count_packed, undo_acceleration
+from quark.torch.kernels.kernel import Kernel
 
-MODES = {"auto": tuple(kernel.name for kernel in KERNELS), "fp8_per_tensor": ("scaled_mm",)}
+MODES = {"auto": tuple(KERNELS), "fp8_per_tensor": tuple(k for k in KERNELS if k.name == "scaled_mm")}
 """`native_linear_mode` -> the kernels that it allows."""
 
 DOCUMENTED_MODES = (*MODES, "mxfp4", "flydsl_a8w4", "flydsl_svdquant")
@@ -30,19 +31,26 @@ class RuntimeOptions:
     use_preshuffle: bool = False
     svdquant_overlap_streams: bool = False
 
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels that are allowed.
 
-def check_runtime_options(options: RuntimeOptions) -> None:
-    """Raise for options that cannot be obeyed."""
-    if not isinstance(options, RuntimeOptions):
-        raise ConfigError(f"runtime_options takes RuntimeOptions(), got {options!r:.60}.")
-    mode = options.native_linear_mode
-    if mode not in DOCUMENTED_MODES:
-        raise ConfigError(f"native_linear_mode={mode!r}; possible: {', '.join(map(repr, MODES))}.")
-    if mode not in MODES:
-        raise NotSupportedError(f"native_linear_mode={mode!r}: kernels of AMD's aiter. Possible: {', '.join(MODES)}.")
-    for name in ("use_preshuffle", "svdquant_overlap_streams"):
-        if getattr(options, name):
-            raise NotSupportedError(f"{name}=True is an option of kernels that are not called here; leave it False.")
+        Raises:
+            ConfigError: There is no such mode.
+            NotSupportedError: An option is one of kernels that are not called here.
+        """
+        mode = self.native_linear_mode
+        if mode not in DOCUMENTED_MODES:
+            raise ConfigError(f"native_linear_mode={mode!r}; possible: {', '.join(map(repr, MODES))}.")
+        if mode not in MODES:
+            raise NotSupportedError(
+                f"native_linear_mode={mode!r}: kernels of AMD's aiter. Possible: {', '.join(MODES)}."
+            )
+        for name in ("use_preshuffle", "svdquant_overlap_streams"):
+            if getattr(self, name):
+                raise NotSupportedError(
+                    f"{name}=True is an option of kernels that are not called here; leave it False."
+                )
+        return MODES[mode]
 
 
 def enable_native_inference(model: nn.Module, *, runtime_options: RuntimeOptions | None = None) -> int:
@@ -59,11 +67,8 @@ def enable_native_inference(model: nn.Module, *, runtime_options: RuntimeOptions
         ConfigError: The model has no quantized layer, or an option does not exist.
         NotSupportedError: An option names a kernel of another package.
     """
-    options = runtime_options or RuntimeOptions()
-    check_runtime_options(options)
-    allowed = MODES[options.native_linear_mode]
-    before = count_packed(model)
-    accelerate(model, kernels=tuple(kernel for kernel in KERNELS if kernel.name in allowed))
+    kernels, before = (runtime_options or RuntimeOptions()).kernels(), count_packed(model)
+    accelerate(model, kernels=kernels)
     return count_packed(model) - before
 
 
