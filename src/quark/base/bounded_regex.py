@@ -28,7 +28,7 @@ FAST = 20.0
 LONGEST = 10_000
 """Characters of a pattern."""
 REPEATS, ASSERTIONS = ("MAX_REPEAT", "MIN_REPEAT"), ("ASSERT", "ASSERT_NOT")
-CATEGORIES: dict[str, Callable[[str], bool]] = {
+_CATEGORIES: dict[str, Callable[[str], bool]] = {
     "DIGIT": lambda letter: letter.isdecimal(),
     "SPACE": lambda letter: letter.isspace(),
     "WORD": lambda letter: letter.isalnum() or letter == "_",
@@ -153,7 +153,7 @@ class _Positions:
         if name in ("AT_END", "AT_END_STRING"):
             return start == last or (name == "AT_END" and start == last - 1 and text[start] == "\n")
         if name in ("AT_BOUNDARY", "AT_NON_BOUNDARY"):
-            word = CATEGORIES["WORD"]
+            word = _CATEGORIES["WORD"]
             sides = [place for place in (start - 1, start) if 0 <= place < last and word(text[place])]
             return (len(sides) == 1) == (name == "AT_BOUNDARY")
         raise self._unknown(name)
@@ -173,7 +173,7 @@ class _Positions:
             return bool(value[0] <= ord(letter) <= value[1])
         if kind == "CATEGORY":
             category = str(value).removeprefix("CATEGORY_")
-            return CATEGORIES[category.removeprefix("NOT_")](letter) != category.startswith("NOT_")
+            return _CATEGORIES[category.removeprefix("NOT_")](letter) != category.startswith("NOT_")
         raise self._unknown(kind)
 
     def _unknown(self, name: str) -> ConfigError:

@@ -35,7 +35,7 @@ from quark.errors import INTERRUPTED, USAGE, QuarkError, UsageError, is_interrup
 DEBUG, DEBUG_VARIABLE = "--debug", "QUARK_DEBUG"
 JSON, QUIET, VERBOSE = "--json", "--quiet", "--verbose"
 ANYWHERE = (DEBUG, JSON, QUIET, VERBOSE)
-QUIET_LIBRARIES = {
+_QUIET_LIBRARIES = {
     "TRANSFORMERS_VERBOSITY": "error",
     "DIFFUSERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -113,7 +113,7 @@ def _value(cell: Any) -> Any:
     return value if type(value) in (int, float) and abs(value) < float("inf") else text
 
 
-NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
+_NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 """What a system says of a path that is none, whoever looks whether it is there; only the user can have given it."""
 
 
@@ -158,7 +158,7 @@ def _said_as_asked(words: Sequence[str]) -> Iterator[None]:
     """Within: logs have the level, and results the form, that the words of a command line ask for."""
     level = logger.level
     quiet = (
-        {} if VERBOSE in words else {name: value for name, value in QUIET_LIBRARIES.items() if name not in os.environ}
+        {} if VERBOSE in words else {name: value for name, value in _QUIET_LIBRARIES.items() if name not in os.environ}
     )
     os.environ.update(quiet)
     if not _is_first("RANK"):
@@ -212,7 +212,7 @@ def _unexpected(error: Exception, debug: bool) -> str:
         return f"This needs the package {package}, which is not installed: pip install {_bringing(package)}."
     if isinstance(error, MemoryError):
         return f"Out of memory {place}{f': {error}' if str(error) else ''}."
-    if isinstance(error, OSError) and error.errno in NO_PATH and error.filename is not None:
+    if isinstance(error, OSError) and error.errno in _NO_PATH and error.filename is not None:
         return f"{str(error.filename)[:60]} ... is no path of this system: {error.strerror}."
     message = f"Unexpected {type(error).__name__} {place}: {error}".rstrip(".")
     return f"{message}. {'Please' if debug else f'Run again with {DEBUG} for the traceback, and please'} report it."

@@ -38,7 +38,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-TEMPORARY = re.compile(r"\.quark-[0-9a-f]{8}\.tmp")
+_TEMPORARY = re.compile(r"\.quark-[0-9a-f]{8}\.tmp")
 """Names of temporary folders."""
 OLD, GONE = ".quark-old", ".quark-gone"
 PIECE = 1 << 25
@@ -199,12 +199,12 @@ def flush(path: Path) -> None:
 
 def is_temporary(path: Path) -> bool:
     """Whether a folder is one of those that runs work in, by its name."""
-    return TEMPORARY.fullmatch(path.name) is not None
+    return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def final_place(path: str | os.PathLike[str]) -> Path:
     """Where something in a temporary folder of an output is to be: what messages call it."""
-    return Path(*(part for part in Path(path).parts if TEMPORARY.fullmatch(part) is None))
+    return Path(*(part for part in Path(path).parts if _TEMPORARY.fullmatch(part) is None))
 
 
 def hold(folder: Path) -> int | None:
@@ -335,12 +335,12 @@ def check_folder(path: str | os.PathLike[str], overwrite: bool) -> Path:
     return target
 
 
-MODEL_FILES = ("config.json", "model_index.json", "modules.json")
+_MODEL_FILES = ("config.json", "model_index.json", "modules.json")
 """Of a model, of a pipeline of diffusers, and of a list of modules: a folder with one holds a model."""
 
 
 def _is_of_model(path: Path) -> bool:
-    return path.name in MODEL_FILES or path.suffix.lower() in (".safetensors", ".gguf", ".onnx")
+    return path.name in _MODEL_FILES or path.suffix.lower() in (".safetensors", ".gguf", ".onnx")
 
 
 def check_place(path: str | os.PathLike[str], overwrite: bool) -> Path:
@@ -529,7 +529,7 @@ def require_regular(path: Path) -> None:
         raise FormatError(f"{path} is not a file but a folder, pipe or device.")
 
 
-PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
+_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 """Endings of files that torch and pickle write; what reads them can be made to run anything."""
 
 
@@ -562,7 +562,7 @@ def refuse_pickle(path: Path, inside: bool = True) -> None:
     except (OSError, ValueError):  # a name too long, or with a NUL
         return
     suffixes = [file.suffix.lower() for file in files]
-    pickled = next((file for file, suffix in zip(files, suffixes, strict=True) if suffix in PICKLES), None)
+    pickled = next((file for file, suffix in zip(files, suffixes, strict=True) if suffix in _PICKLES), None)
     if pickled is not None and ".safetensors" not in suffixes:
         raise FormatError(
             f"{pickled} is a pickle, whose reader would run what it contains, and is never read as a model. Possible: "

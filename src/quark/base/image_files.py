@@ -56,7 +56,7 @@ def _in_8_bits(image: Any) -> Any:
     return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
 
 
-GREY = 114
+_GREY = 114
 """What `pad` puts beside an image, of 0 to 255: the usual value of detectors."""
 WAYS = {
     "stretch": "both sides are scaled to the size of the input",
@@ -100,6 +100,6 @@ class Resizing:
         size = max(1, round(image.width * ratio)), max(1, round(image.height * ratio))
         scaled = image.resize(size, Image.Resampling.BILINEAR)
         left, top = (width - scaled.width) // 2, (height - scaled.height) // 2
-        full = Image.new(image.mode, (width, height), (GREY,) * len(image.getbands()))
+        full = Image.new(image.mode, (width, height), (_GREY,) * len(image.getbands()))
         full.paste(scaled, (left, top))
         return full

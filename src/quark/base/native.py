@@ -32,8 +32,8 @@ from quark.errors import MissingDependencyError, OutputError, QuarkError
 
 SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 # Every operation is rounded on its own: a contracted a * b + c would change bits.
-GNU_FLAGS = ("-std=c++17", "-O3", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-trapping-math")
-MSVC_FLAGS = ("/nologo", "/std:c++17", "/O2", "/EHsc", "/LD", "/fp:precise")
+_GNU_FLAGS = ("-std=c++17", "-O3", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-trapping-math")
+_MSVC_FLAGS = ("/nologo", "/std:c++17", "/O2", "/EHsc", "/LD", "/fp:precise")
 SHARED = Path(__file__).parent
 """Where headers lie that sources of several folders include."""
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
@@ -144,13 +144,13 @@ def _command(purpose: str, without: str) -> list[str]:
             f"none of {', '.join(names)} is there; the environment variable CXX can name one.{hint} {without}"
         )
     if Path(compiler).stem.lower() in ("cl", "clang-cl"):
-        return [compiler, *chosen[1:], *MSVC_FLAGS]
+        return [compiler, *chosen[1:], *_MSVC_FLAGS]
     flags = ("-static",) if sys.platform == "win32" else ("-fPIC",)
-    return [compiler, *chosen[1:], *GNU_FLAGS, *flags]
+    return [compiler, *chosen[1:], *_GNU_FLAGS, *flags]
 
 
 def _build(command: list[str], source: Path, path: Path, without: str) -> None:
-    msvc = MSVC_FLAGS[0] in command
+    msvc = _MSVC_FLAGS[0] in command
     try:
         with atomic_file(path) as temporary, tempfile.TemporaryDirectory() as scratch:
             out = [f"/I{SHARED}", f"/Fe:{temporary}"] if msvc else ["-I", str(SHARED), "-o", str(temporary)]

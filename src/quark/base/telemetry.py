@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import sys
 
-SWITCHES = ("ORT_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK")
+_SWITCHES = ("ORT_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK")
 """Environment variables. What a user has set stays."""
 
 _was_early = "onnxruntime" not in sys.modules
 """Whether ONNX Runtime was not there yet when this module was imported, as the first one of quark."""
-_said = os.environ.get(SWITCHES[0])
+_said = os.environ.get(_SWITCHES[0])
 
 
 def switch_off() -> None:
     """Set the variables that are not set. Processes that are started later have them, too."""
-    for name in SWITCHES:
+    for name in _SWITCHES:
         os.environ.setdefault(name, "1")
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from quark.core.array import Array, namespace, on_cpu
 from quark.errors import QuarkError
 
-Failure = QuarkError | Callable[[], QuarkError | None]
+_Failure = QuarkError | Callable[[], QuarkError | None]
 """An error, or what makes it; None where a closer look finds nothing wrong."""
 
 
@@ -46,7 +46,7 @@ _gathered: ContextVar[_Gathered | None] = ContextVar("gathered", default=None)
 _names: ContextVar[tuple[str, ...]] = ContextVar("names", default=())
 
 
-def check(holds: Array, failure: Failure) -> None:
+def check(holds: Array, failure: _Failure) -> None:
     """Raise unless `holds`, now or when the device is read next.
 
     Args:

@@ -35,10 +35,10 @@ Key = TypeVar("Key")
 UNITS = {"sqnr": "dB", "psnr": "dB", "cosine": "", "l2": ""}
 """Properties of `Comparison` that are metrics, and the unit of each."""
 
-SUM = 0.01
+_SUM = 0.01
 """How far from 1 the sum of a distribution may be: in float16 that of a thousand classes is."""
 
-CERTAIN = 2.0**-24
+_CERTAIN = 2.0**-24
 """What probabilities are told from 0 and from 1 by: half of the step of float32 below 1."""
 
 CODE = 2.0**-8
@@ -117,7 +117,7 @@ def is_distribution(x: NumpyArray) -> bool:
     """Whether every row (the last axis) of an array is at least 0 and sums to 1, to 1 %."""
     if not x.ndim or x.shape[-1] < 2 or not x.size or x.dtype.kind != "f" or not np.isfinite(x).all() or x.min() < 0:
         return False
-    return bool(np.abs(x.sum(-1, dtype=np.float64) - 1).max() < SUM)
+    return bool(np.abs(x.sum(-1, dtype=np.float64) - 1).max() < _SUM)
 
 
 def scores_of(p: NumpyArray, q: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
@@ -133,7 +133,7 @@ def scores_of(p: NumpyArray, q: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
 def _floor(q: NumpyArray) -> float:
     """What probabilities are at least: half a code of those that are rounded to 0. Zeros alone tell no step."""
     above = q[q > 0]
-    return max(CERTAIN, min(CODE, float(above.min())) / 2) if 0 < above.size < q.size else CERTAIN
+    return max(_CERTAIN, min(CODE, float(above.min())) / 2) if 0 < above.size < q.size else _CERTAIN
 
 
 def logits_of(p: NumpyArray, q: NumpyArray) -> tuple[NumpyArray, NumpyArray]:

@@ -22,7 +22,7 @@ from quark.gguf.hyperparameters import shortest, with_scaled_rope
 from quark.gguf.names import import_gguf
 from quark.gguf.reader import hyperparameters
 
-EPSILONS = ("layer_norm_epsilon", "norm_epsilon", "layer_norm_eps", "norm_eps", "rms_norm_eps")
+_EPSILONS = ("layer_norm_epsilon", "norm_epsilon", "layer_norm_eps", "norm_eps", "rms_norm_eps")
 FIELDS = {
     "context_length": ("max_position_embeddings", "max_seq_len", "seq_length"),
     "embedding_length": ("hidden_size",),
@@ -31,8 +31,8 @@ FIELDS = {
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
     "attention.key_length": ("head_dim",),
     "attention.value_length": ("v_head_dim",),
-    "attention.layer_norm_epsilon": EPSILONS,
-    "attention.layer_norm_rms_epsilon": EPSILONS,
+    "attention.layer_norm_epsilon": _EPSILONS,
+    "attention.layer_norm_rms_epsilon": _EPSILONS,
     "attention.sliding_window": ("sliding_window",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
@@ -50,7 +50,7 @@ BIASES = {
     "use_bias": (*ATTENTION_BIASES, *INNER_BIASES),
 }
 """Field of a config -> the tensors of a block of which one is there where it is set."""
-LLAMA3_LENGTHS = tuple(1 << power for power in range(3, 21))
+_LLAMA3_LENGTHS = tuple(1 << power for power in range(3, 21))
 """Context lengths before scaling of type llama3; of a file nothing but the factors is known."""
 
 
@@ -247,7 +247,7 @@ def _scalings(facts: FileFacts, config: Any) -> Iterator[dict[str, Any]]:
             "original_max_position_embeddings": original,
             "factor": config.max_position_embeddings / max(1, original),
         } | ({} if attention is None else {"attention_factor": attention})
-    for original in LLAMA3_LENGTHS if every is not None and len(every) and every.max() > 1 else ():
+    for original in _LLAMA3_LENGTHS if every is not None and len(every) and every.max() > 1 else ():
         assert every is not None
         yield {
             "rope_type": "llama3",

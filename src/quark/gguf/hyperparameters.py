@@ -15,11 +15,11 @@ from quark.gguf.architectures.table import architecture_of
 from quark.gguf.names import import_gguf
 from quark.gguf.reader import hyperparameters
 
-DESCRIBES = ("context_length", "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "nextn_predict_layers")
+_DESCRIBES = ("context_length", "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "nextn_predict_layers")
 """Keys that say nothing of what is computed; sizes are those of the tensors."""
 DEFAULTS = {"rope.freq_base": 10000.0, "rope.scaling.type": "none"}
 """What readers take where a file has no such key."""
-NEUTRAL = ("", "none", 0, False)
+_NEUTRAL = ("", "none", 0, False)
 """Values with which a key that is not known here changes nothing."""
 ROPE = {
     "rope.scaling.factor": "factor",
@@ -28,7 +28,7 @@ ROPE = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 """Key of a file -> field of rope_parameters."""
-SCALINGS = ("linear", "yarn")
+_SCALINGS = ("linear", "yarn")
 """Types of scaling that are in the metadata alone, and in no tensor."""
 
 
@@ -53,7 +53,7 @@ def _differences(reader: Any, config: Any) -> Iterator[tuple[str, Any, Any]]:
     stored, made = dict(hyperparameters(reader)), {key: entry.value for key, entry in writer.kv_data[0].items()}
     for key in sorted({*stored, *made}):
         name = key.removeprefix(f"{architecture.arch}.")
-        if name in DESCRIBES or not key.startswith(f"{architecture.arch}."):
+        if name in _DESCRIBES or not key.startswith(f"{architecture.arch}."):
             continue
         found = stored.get(key, DEFAULTS.get(name))
         if name == "block_count" and isinstance(
@@ -71,7 +71,7 @@ def _differences(reader: Any, config: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _changes_nothing(name: str, found: Any) -> bool:
     values = found if isinstance(found, list) else [found]
-    return all(value in NEUTRAL or (name.endswith(("scale", "factor")) and value == 1) for value in values)
+    return all(value in _NEUTRAL or (name.endswith(("scale", "factor")) and value == 1) for value in values)
 
 
 def with_scaled_rope(reader: Any, config: Any) -> None:
@@ -82,7 +82,7 @@ def with_scaled_rope(reader: Any, config: Any) -> None:
     arch, stored = architecture_of(config).arch, dict(hyperparameters(reader))
     kind, whole = stored.get(f"{arch}.rope.scaling.type"), getattr(config, "rope_parameters", None) or {}
     rope = whole.get("full_attention", whole)  # of layers with a sliding window nothing is scaled
-    if kind not in SCALINGS or not rope or "rope_theta" not in rope:
+    if kind not in _SCALINGS or not rope or "rope_theta" not in rope:
         return
     scaled = {field: shortest(stored[f"{arch}.{key}"]) for key, field in ROPE.items() if f"{arch}.{key}" in stored}
     factor, attention = scaled.get("factor"), stored.get(f"{arch}.rope.scaling.attn_factor")

@@ -12,15 +12,15 @@ from typing import Any
 from quark.errors import require_packages
 
 EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
-IN_BLOCK = re.compile(r"(?<=\d\.)\w+(?=\.experts\.)")
+_IN_BLOCK = re.compile(r"(?<=\d\.)\w+(?=\.experts\.)")
 """The part of a block that holds experts: mlp.experts.0, block_sparse_moe.experts.0."""
 IN_LAYERS = re.compile(r"\.(\d+)\.")
 """The number of a block."""
-IN_FILE = re.compile(r"blk\.([0-9]{1,9})\.")
+_IN_FILE = re.compile(r"blk\.([0-9]{1,9})\.")
 """The number of a block at the front of a name in a file."""
-BARE = (".A_log", ".D")
+_BARE = (".A_log", ".D")
 """Ends of the names of tensors that have no suffix in files."""
-LEAF_BIAS = re.compile(r"_bias$")
+_LEAF_BIAS = re.compile(r"_bias$")
 
 
 def import_gguf() -> Any:
@@ -58,7 +58,7 @@ def tensor_names(
         # The tables know some models by the names of their published checkpoints alone, or by those of the model
         # inside, and experts in fewer places than there are.
         for known in (name, publish(name)):
-            for place in (known, known.removeprefix(prefix), IN_BLOCK.sub("mlp", known)):
+            for place in (known, known.removeprefix(prefix), _IN_BLOCK.sub("mlp", known)):
                 for form in _as_in_tables(place):
                     found: str | None = table.get_name(form, try_suffixes=(".weight", ".bias"))
                     if found is not None:
@@ -70,7 +70,7 @@ def tensor_names(
 
 def block_of(stored: str) -> int | None:
     """Number of the block that a tensor of a file belongs to."""
-    found = IN_FILE.match(stored)
+    found = _IN_FILE.match(stored)
     return int(found[1]) if found else None
 
 
@@ -86,11 +86,11 @@ def _as_in_tables(name: str) -> Iterator[str]:
     name = EXPERT.sub("", name)
     if name.endswith((".weight", ".bias")):
         yield name
-    elif LEAF_BIAS.search(name):
+    elif _LEAF_BIAS.search(name):
         # A bias that is no layer's: expert_bias, sinks_bias, or dt_bias of a projection that is part of another one.
-        yield from (LEAF_BIAS.sub(".bias", name), f"{name}.bias", LEAF_BIAS.sub("_proj.bias", name))
+        yield from (_LEAF_BIAS.sub(".bias", name), f"{name}.bias", _LEAF_BIAS.sub("_proj.bias", name))
     else:
-        yield name if name.endswith(BARE) else f"{name}.weight"
+        yield name if name.endswith(_BARE) else f"{name}.weight"
 
 
 def expert_of(name: str) -> int | None:

@@ -32,9 +32,9 @@ OTHER_NAMES = {
     "deepseek-v3": ("hunyuan-dense",),
 }
 """Name in `PRE_TOKENIZERS` -> other names by which llama.cpp splits the same way."""
-BEGIN = ("llama-bpe", "tekken")
+_BEGIN = ("llama-bpe", "tekken")
 """Rules under which texts begin with a token where a file does not say whether."""
-FILLED = re.compile(r"\[PAD\d+\]")
+_FILLED = re.compile(r"\[PAD\d+\]")
 """Tokens that fill up a vocabulary, and stand in no text."""
 
 
@@ -59,10 +59,10 @@ class StoredVocabulary:
         ids = {
             token: index
             for index, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
-            if not (kind == UNUSED and FILLED.fullmatch(token))
+            if not (kind == UNUSED and _FILLED.fullmatch(token))
         }
         left = sum(
-            kind == UNUSED and bool(FILLED.fullmatch(t)) for t, kind in zip(self.tokens, self.kinds, strict=True)
+            kind == UNUSED and bool(_FILLED.fullmatch(t)) for t, kind in zip(self.tokens, self.kinds, strict=True)
         )
         if len(ids) + left != len(self.tokens):
             raise FormatError("It lists a token twice.")
@@ -222,7 +222,7 @@ def _byte_level(vocabulary: StoredVocabulary) -> dict[str, Any]:
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else steps[0],
         "decoder": last | {"add_prefix_space": True, "use_regex": True},
-        "begins": rule.name in BEGIN,
+        "begins": rule.name in _BEGIN,
     }
 
 

@@ -25,7 +25,7 @@ from quark.gguf.mixes import MIXES, Mix, role_of
 from quark.gguf.names import block_of, import_gguf
 from quark.gguf.tokenizer import write_tokenizer
 
-OTHER_FILE_TYPES = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
+_OTHER_FILE_TYPES = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
 """Type of most values in the matrices of the blocks -> general.file_type, where it is not MOSTLY_ and the type."""
 
 
@@ -175,8 +175,8 @@ def _file_type(tensors: Sequence[GgufTensor], config: Any) -> str:
         if len(tensor.shape) > 1 and tensor.name.startswith("blk."):
             counts[tensor.kind] += int(np.prod(tensor.shape))
     main = max(counts, key=lambda kind: counts[kind])  # of most values in the matrices of the blocks
-    if main in OTHER_FILE_TYPES:
-        return OTHER_FILE_TYPES[main]
+    if main in _OTHER_FILE_TYPES:
+        return _OTHER_FILE_TYPES[main]
     # Mixes of one base differ in what they make wider; the file has the name of the one that it is nearest to.
     mixes = [mix for mix in MIXES.values() if mix.base.upper() == main]
     matrices = [tensor for tensor in tensors if len(tensor.shape) == 2]

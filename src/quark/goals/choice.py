@@ -16,7 +16,7 @@ from quark.goals.goal import GOALS, GoalDefaults, RuntimeGoal
 MIX = "mix"
 """In place of a scheme, where layers differ."""
 
-ONNX_EFFORTS = {
+_ONNX_EFFORTS = {
     "fast": "ranges alone: no algorithms",
     "balanced": "the quick steps of recovery, for at most a minute",
     "best": "all steps of recovery, for at most ten minutes; what helps on held-out samples is kept",
@@ -191,7 +191,7 @@ def choose(asked: GoalRequest) -> GoalChoice:
     if asked.algorithms is not None:
         reasons["algorithms"] = "asked for"
     elif asked.onnx:
-        reasons["effort"] = ONNX_EFFORTS[effort]
+        reasons["effort"] = _ONNX_EFFORTS[effort]
     else:
         steps = steps_for(scheme, effort)
         reasons["algorithms"], algorithms, distills = steps.why, steps.algorithms, steps.distills

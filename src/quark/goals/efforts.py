@@ -39,14 +39,14 @@ DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")
 
 QRONOS = "qronos:fisher=auto"
 """Qronos by Fisher information of outputs, where the model has logits and there is room for their scores."""
-ON_THE_WAY = f"{QRONOS},desc_act=false,static_groups=false,group_aware_order=true"
+_ON_THE_WAY = f"{QRONOS},desc_act=false,static_groups=false,group_aware_order=true"
 """Qronos that finds the scales of a group when its columns are reached: for integers in groups."""
 DISTILLATION = "distillation"
 TEXTS, FEWEST_TEXTS = 512, 64
 """Samples that a language model writes itself for the best, and the fewest that are worth their time."""
 MOST_SECONDS = 3600.0
 """What the best may take by estimate with them; where they would take more, there are fewer, or none."""
-WHY_FISHER = "Qronos by Fisher information: 3.1 millinats of uint4, alone 4.5, to nearest 12.1"
+_WHY_FISHER = "Qronos by Fisher information: 3.1 millinats of uint4, alone 4.5, to nearest 12.1"
 """Of weights alone."""
 
 
@@ -99,10 +99,10 @@ def steps_for(scheme: str, effort: str) -> Steps:
     return balanced if effort == BALANCED else best
 
 
-BALANCED_SOLVER = Steps(("qronos",), "Qronos: loses less than GPTQ, in less than twice its time")
+_BALANCED_SOLVER = Steps(("qronos",), "Qronos: loses less than GPTQ, in less than twice its time")
 SMOOTH = Steps(("smooth",), "SmoothQuant: outliers of inputs move to weights where that helps")
-FISHER = Steps((QRONOS,), WHY_FISHER, distills=True)
-FISHER_IN_GROUPS = Steps((ON_THE_WAY,), WHY_FISHER, distills=True)
+FISHER = Steps((QRONOS,), _WHY_FISHER, distills=True)
+_FISHER_IN_GROUPS = Steps((_ON_THE_WAY,), _WHY_FISHER, distills=True)
 
 
 def _nearest(why: str) -> tuple[Steps, Steps]:
@@ -114,7 +114,7 @@ def _steps(scheme: str) -> tuple[Steps, Steps]:
     if scheme in MIXES:
         nearest = Steps((), "8 bits to nearest lose 0.1 millinats")
         best = Steps(("qronos",), "Qronos: 3.1 millinats of Q4_K_M where to nearest has 6.1", distills=True)
-        return (nearest, nearest) if scheme == "q8_0" else (BALANCED_SOLVER, best)
+        return (nearest, nearest) if scheme == "q8_0" else (_BALANCED_SOLVER, best)
     layer = SCHEMES[scheme]
     weight = layer.weight
     if weight is None or weight.is_cast or (weight.dtype.bits >= 8 and layer.input is None):
@@ -127,7 +127,7 @@ def _steps(scheme: str) -> tuple[Steps, Steps]:
         return _nearest("for this type no algorithm was measured")
     if layer.input is None:
         in_groups = not weight.dtype.is_float and "per_channel" not in scheme
-        return BALANCED_SOLVER, FISHER_IN_GROUPS if in_groups else FISHER
-    return BALANCED_SOLVER, Steps(
+        return _BALANCED_SOLVER, _FISHER_IN_GROUPS if in_groups else FISHER
+    return _BALANCED_SOLVER, Steps(
         (QRONOS,), "Qronos by Fisher information: 43.3 millinats of MXFP4, GPTQ 47.8", distills=True
     )

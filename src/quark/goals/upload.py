@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quark.base.log import logger
 
-REPOSITORY = "USER/NAME"
+_REPOSITORY = "USER/NAME"
 """Stands for the repository, whose name is the user's to choose."""
 EXTERNAL = (".data", "_data")
 """Ends of the names of files beside an ONNX file that hold its weights."""
@@ -22,6 +22,6 @@ def say_upload(made: Path) -> None:
 def upload_command(made: Path) -> str:
     """The command that uploads a folder with all that it holds, or a file, with the external data of an ONNX file."""
     if made.is_dir() or not any(made.with_name(made.name + end).is_file() for end in EXTERNAL):
-        return f"hf upload {REPOSITORY} {shlex.quote(str(made))}"
+        return f"hf upload {_REPOSITORY} {shlex.quote(str(made))}"
     pattern = shlex.quote(f"{glob.escape(made.name)}*")
-    return f"hf upload {REPOSITORY} {shlex.quote(str(made.parent))} . --include {pattern}"
+    return f"hf upload {_REPOSITORY} {shlex.quote(str(made.parent))} . --include {pattern}"

@@ -29,7 +29,7 @@ TAKEN = frozenset({
     "export_format", "device", "dtype", "calib", "samples", "algorithm",
 })  # fmt: skip
 """What may be said of a denoiser."""
-WITHOUT_PLACE = {"svdquant": "low-rank branches", "quarot": "rotations of inputs", "rotation": "rotations of inputs"}
+_WITHOUT_PLACE = {"svdquant": "low-rank branches", "quarot": "rotations of inputs", "rotation": "rotations of inputs"}
 """Algorithm -> what of it a file for ComfyUI cannot say."""
 SUFFIXES = {COMFYUI: ".safetensors", GGUF: ".gguf"}
 
@@ -172,9 +172,9 @@ def _algorithms(job: FolderJob) -> list[Any]:
     if asked is None and job.form == GGUF and job.request.calib is not None:
         asked = (MIX_ALGORITHM,)
     for word in asked or ():
-        if (name := split_algorithm(word)[0]) in WITHOUT_PLACE:
+        if (name := split_algorithm(word)[0]) in _WITHOUT_PLACE:
             raise NotSupportedError(
-                f"--algorithm {name}: a file for ComfyUI has no place for {WITHOUT_PLACE[name]}. Possible: gptq, awq, "
+                f"--algorithm {name}: a file for ComfyUI has no place for {_WITHOUT_PLACE[name]}. Possible: gptq, awq, "
                 "smooth, autoround ...; or a folder for diffusers (--for diffusers)."
             )
     return [algo_config_by_name(each) if isinstance(each, str) else each for each in torch_algorithms(asked)]

@@ -243,7 +243,7 @@ class FileRequest(JobRequest):
     allow_wider: bool = option(False, "With --recover: allow more bits than the configuration has.", "--allow-wider")
 
 
-WITH_A_GOAL = ("scheme", "bits")
+_WITH_A_GOAL = ("scheme", "bits")
 """Fields that are of an ONNX file only beside a goal."""
 A = TypeVar("A", bound=ModelRequest)
 B = TypeVar("B", bound=ModelRequest)
@@ -289,7 +289,7 @@ def options_of(*kinds: type[ModelRequest]) -> dict[str, Field[Any]]:
 def panel_of(name: str, kinds: Kinds[Any, Any] = QUANTIZE) -> str | None:
     """To which kind of model an option belongs; None: to both."""
     of_folders, of_files = (name in options_of(kind) for kind in kinds)
-    if of_folders and of_files and name not in WITH_A_GOAL:
+    if of_folders and of_files and name not in _WITH_A_GOAL:
         return None
     return FOR_FOLDERS if of_folders else FOR_FILES
 
@@ -314,7 +314,7 @@ def request_for(kinds: Kinds[A, B], model: str | os.PathLike[str], given: Mappin
         if name not in known:
             raise ConfigError(f"There is no option {name!r}. {did_you_mean(name, known)}")
     said = {name: _as_field(known[name], value) for name, value in given.items() if value is not None}
-    allowed = own.keys() - ({*WITH_A_GOAL} if kind is FileRequest and "goal" not in said else {})
+    allowed = own.keys() - ({*_WITH_A_GOAL} if kind is FileRequest and "goal" not in said else {})
     for name in known:
         if name in said and name not in allowed:
             raise _does_not_apply(kinds, name, path)

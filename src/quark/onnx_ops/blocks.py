@@ -63,7 +63,7 @@ UNVIEW = """
   cut = Slice (y3, zero, length, one)
   y = Reshape <allowzero = 1> (cut, shape)
 """
-PAIR_VIEW = """
+_PAIR_VIEW = """
   pair = Constant <value_ints: ints = [2]> ()
   in_block = Div (block, pair)
   pair_rows = Mul (rows, in_block)
@@ -72,7 +72,7 @@ PAIR_VIEW = """
   step_view = Concat <axis = 0> (pair_rows, one, inner)
 """
 # Where nothing lies behind the axis, blocks are the last axis: ONNX Runtime sums along it seventy times faster.
-ALIGNED_VIEW = """
+_ALIGNED_VIEW = """
   view = Constant <value_ints: ints = [{block}]> ()
   v = Reshape (x, view)
 """
@@ -80,14 +80,14 @@ ALIGNED_UNVIEW = """
   shape = Shape (x)
   y = Reshape <allowzero = 1> (fake, shape)
 """
-ALIGNED_PAIR_VIEW = """
+_ALIGNED_PAIR_VIEW = """
   pair_view = Constant <value_ints: ints = [{pair}]> ()
   block_view = Constant <value_ints: ints = [{pairs}]> ()
   step_view = Constant <value_ints: ints = [{single}]> ()
 """
 # How x becomes blocks, and pairs; how they become y; the sum of a block.
-ALIGNED = (ALIGNED_VIEW, ALIGNED_PAIR_VIEW, ALIGNED_UNVIEW, "ReduceSum (magnitude, reduced)")
-ANY_SHAPE = (VIEW, PAIR_VIEW, UNVIEW, "{ReduceSumSquare} (v{axes})")
+ALIGNED = (_ALIGNED_VIEW, _ALIGNED_PAIR_VIEW, ALIGNED_UNVIEW, "ReduceSum (magnitude, reduced)")
+_ANY_SHAPE = (VIEW, _PAIR_VIEW, UNVIEW, "{ReduceSumSquare} (v{axes})")
 # `base` is the step of the block, as a float64, before what bfp16 and pairs add to it.
 BASE = """
   one = Constant <value_ints: ints = [1]> ()
@@ -122,11 +122,11 @@ RULES = {
   chosen_unit = Min (higher, top)
 """,
 }
-OCP_STEP = """
+_OCP_STEP = """
   step32 = Cast <to = 1> (base)
   step = Where (bad, total, step32)
 """
-BFP_STEP = """
+_BFP_STEP = """
   doubled = Mul (base, two)
   high = {ReduceMax} (v{axes})
   high64 = Cast <to = 11> (high)
@@ -139,7 +139,7 @@ BFP_STEP = """
   step = Where (bad, total, step32)
 """
 # A pair of subnormals is not below a block of subnormals: both have the smallest exponent.
-PAIR_STEP = """
+_PAIR_STEP = """
 {pair_view}
   p = Mul (base, upward)
   normal = Greater (base, least)
@@ -212,8 +212,8 @@ def block_body(
         rule: Of an E8M0 scale.
     """
     micro, aligned = dtype.name in MICRO_EXPONENT, inner is not None
-    step = PAIR_STEP if micro else BFP_STEP if dtype.name == "bfp16" else OCP_STEP
-    view, pair_view, unview, total = ALIGNED if aligned else ANY_SHAPE
+    step = _PAIR_STEP if micro else _BFP_STEP if dtype.name == "bfp16" else _OCP_STEP
+    view, pair_view, unview, total = ALIGNED if aligned else _ANY_SHAPE
     body = BASE + step + (FLOAT if dtype.is_float else INTEGER) + unview
     shape = "1, -1, {}" if inner == 1 else f"-1, {{}}, {inner}"
     reduction, axes = ("", ", reduced") if opset >= 18 else (" <axes = [{axis}]>", "")

@@ -15,14 +15,14 @@ import onnx_ir as ir
 from quark.onnx_ops.graph_writer import add_constant, free_name
 from quark.onnx_ops.saving import SMALL, message_without_weights
 
-LARGEST_COMPUTED = 2**20
+_LARGEST_COMPUTED = 2**20
 """Bytes of a constant that is still computed to be compared: larger ones are weights, shared where their source is."""
-INFERRED_BY_RUNTIME = ("QuantizeLinear", "DequantizeLinear")
+_INFERRED_BY_RUNTIME = ("QuantizeLinear", "DequantizeLinear")
 """Operators of com.microsoft of which the runtime infers what ONNX does of those of its own of these names."""
 ROUNDS = 4
 """How often what inference misses is told it, bit by bit; after these, all of it stays."""
 
-Infos = dict[str, onnx.ValueInfoProto]
+_Infos = dict[str, onnx.ValueInfoProto]
 
 
 def share_constants(model: ir.Model) -> int:
@@ -76,7 +76,7 @@ def _may_be_shared(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     # An input with a default may get another value; what is an output has a name that is asked for.
     if value.is_graph_input() or value.is_graph_output() or tensor.dtype is ir.DataType.STRING:
         return False
-    return tensor.nbytes <= LARGEST_COMPUTED or not isinstance(tensor, ir.LazyTensor)
+    return tensor.nbytes <= _LARGEST_COMPUTED or not isinstance(tensor, ir.LazyTensor)
 
 
 def _read_instead(values: list[ir.Value], kept: ir.Value) -> int:
@@ -112,7 +112,7 @@ def drop_inferable(model: ir.Model) -> int:
 def _not_inferred(proto: onnx.ModelProto) -> list[set[str]]:
     """The tensors of each graph of a model whose types and shapes do not follow; the message is changed."""
     for node in (node for graph in _graphs(proto.graph) for node in graph.node):
-        if node.domain == "com.microsoft" and node.op_type in INFERRED_BY_RUNTIME:
+        if node.domain == "com.microsoft" and node.op_type in _INFERRED_BY_RUNTIME:
             node.domain = ""
     declared = [_declared(graph) for graph in _graphs(proto.graph)]
     kept: list[set[str]] = [set() for _ in declared]
@@ -129,13 +129,13 @@ def _not_inferred(proto: onnx.ModelProto) -> list[set[str]]:
     return [stays | names for stays, names in zip(kept, _missing(proto, declared, kept), strict=True)]
 
 
-def _declared(graph: onnx.GraphProto) -> Infos:
+def _declared(graph: onnx.GraphProto) -> _Infos:
     """What a graph says of its tensors, constants apart."""
     constants = {tensor.name for tensor in graph.initializer}
     return {info.name: info for info in graph.value_info if info.name not in constants}
 
 
-def _missing(proto: onnx.ModelProto, declared: list[Infos], kept: list[set[str]]) -> list[set[str]]:
+def _missing(proto: onnx.ModelProto, declared: list[_Infos], kept: list[set[str]]) -> list[set[str]]:
     """The names in each graph of which inference, told those that are kept, does not say what was declared."""
     for graph, infos, names in zip(_graphs(proto.graph), declared, kept, strict=True):
         del graph.value_info[:]

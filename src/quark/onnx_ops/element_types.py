@@ -30,9 +30,9 @@ FIRST_OPSET = {
     "UINT16": 21,
 }
 """ONNX type -> the first opset whose DequantizeLinear has it, and, INT32 apart, whose QuantizeLinear."""
-CAST_TYPES = ("FLOAT16", "BFLOAT16")
+_CAST_TYPES = ("FLOAT16", "BFLOAT16")
 """ONNX types of which Q/DQ is a pair of Cast."""
-INTEGER_BITS = (4, 8, 16, 32)
+_INTEGER_BITS = (4, 8, 16, 32)
 
 
 def code_type(dtype: Dtype, least_bits: int = 4) -> str:
@@ -45,12 +45,12 @@ def code_type(dtype: Dtype, least_bits: int = 4) -> str:
     Raises:
         NotSupportedError: Integers of more than 32 bits.
     """
-    is_known = dtype.onnx in FIRST_OPSET or dtype.onnx in CAST_TYPES
+    is_known = dtype.onnx in FIRST_OPSET or dtype.onnx in _CAST_TYPES
     if is_known and (dtype.is_float or dtype.bits >= least_bits):
         return dtype.onnx
     steps = 2 if dtype.name in MICRO_EXPONENT else 1
     low, high = (0, (1 << dtype.bits) - 1) if dtype.is_float else (steps * dtype.min, steps * dtype.max)
-    for bits in INTEGER_BITS:
+    for bits in _INTEGER_BITS:
         largest = (1 << (bits - 1)) - 1 if low < 0 else (1 << bits) - 1
         if bits >= least_bits and high <= largest and low >= -largest - 1:
             return f"{'INT' if low < 0 else 'UINT'}{bits}"

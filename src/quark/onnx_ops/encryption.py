@@ -31,7 +31,7 @@ HEADER = struct.Struct(">8sBI7s")
 VERSION = 1
 CHUNK = 1 << 20
 TAG = 16
-KEY_BYTES = 32
+_KEY_BYTES = 32
 KEY_VARIABLE = "QUARK_ENCRYPTION_KEY"
 """The environment variable that holds the key where none is passed: 64 hexadecimal digits."""
 
@@ -98,8 +98,8 @@ def environment_key() -> bytes | None:
         key = bytes.fromhex(text)
     except ValueError:
         key = b""
-    if len(key) != KEY_BYTES:
-        raise ConfigError(f"{KEY_VARIABLE} is no key: expected {2 * KEY_BYTES} hexadecimal digits.")
+    if len(key) != _KEY_BYTES:
+        raise ConfigError(f"{KEY_VARIABLE} is no key: expected {2 * _KEY_BYTES} hexadecimal digits.")
     return key
 
 
@@ -107,9 +107,9 @@ def _cipher(key: bytes | None) -> AESGCM:
     if key is None:
         key = environment_key()
     if key is None:
-        raise ConfigError(f"There is no key. Possible: {KEY_VARIABLE}=<{2 * KEY_BYTES} hexadecimal digits>.")
-    if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-        raise ConfigError(f"A key of AES-256 is {KEY_BYTES} bytes; this one is not.")
+        raise ConfigError(f"There is no key. Possible: {KEY_VARIABLE}=<{2 * _KEY_BYTES} hexadecimal digits>.")
+    if not isinstance(key, bytes) or len(key) != _KEY_BYTES:
+        raise ConfigError(f"A key of AES-256 is {_KEY_BYTES} bytes; this one is not.")
     require_packages("Encryption of models", "crypto", "cryptography")
     # Late: nothing else needs it.
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

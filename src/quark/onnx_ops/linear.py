@@ -18,7 +18,7 @@ from onnx import TensorProto
 from quark.core.dtypes import Dtype
 from quark.onnx_ops.element_types import code_type
 
-AXIS = """
+_AXIS = """
   axis = Constant <value_int: int = @axis> ()
   one = Constant <value_ints: ints = [1]> ()
   rest = Constant <value_ints: ints = [-1]> ()
@@ -33,15 +33,15 @@ AXIS = """
   s = Reshape (scale, column)
   z = Reshape (flat_zero, column)
 """
-QUANTIZE_FLOAT = """
+_QUANTIZE_FLOAT = """
   scaled = Div (x, s)
   y = Cast <to = {to}> (scaled)
 """
-DEQUANTIZE_FLOAT = """
+_DEQUANTIZE_FLOAT = """
   code = Cast <to = 1> (x)
   y = Mul (code, s)
 """
-QUANTIZE_INTEGER = """
+_QUANTIZE_INTEGER = """
   minus = Constant <value = {type} {-1}> ()
   low = Constant <value = {type} {{min}}> ()
   high = Constant <value = {type} {{max}}> ()
@@ -55,7 +55,7 @@ QUANTIZE_INTEGER = """
   code = Clip (known, low, high)
   y = Cast <to = {to}> (code)
 """
-DEQUANTIZE_INTEGER = """
+_DEQUANTIZE_INTEGER = """
   code = Cast <to = {work}> (x)
   moved = Sub (code, z)
   {y} = Mul (moved, s)
@@ -67,7 +67,7 @@ def linear_body(dtype: Dtype, kind: str, quantizes: bool) -> str:
     to, wide = TensorProto.DataType.Value(code_type(dtype)), dtype.bits > 16
     if kind == "cast":
         return f"  y = Cast <to = {to if quantizes else 1}> (x)\n"
-    body = (QUANTIZE_FLOAT, DEQUANTIZE_FLOAT) if dtype.is_float else (QUANTIZE_INTEGER, DEQUANTIZE_INTEGER)
+    body = (_QUANTIZE_FLOAT, _DEQUANTIZE_FLOAT) if dtype.is_float else (_QUANTIZE_INTEGER, _DEQUANTIZE_INTEGER)
     text = _operands(kind, wide) + body[0 if quantizes else 1]
     # ONNX Runtime trips over a Cast from float to float, so that there is none.
     if wide:
@@ -90,5 +90,5 @@ def _operands(kind: str, wide: bool) -> str:
         return scale + "  z = Cast <to = {work}> (zero_point)\n"
     zero = "  flat_zero = Cast <to = {work}> (zero_point)\n"
     if not wide:
-        return zero + AXIS
-    return zero + "  wide_scale = Cast <to = 11> (scale)\n" + AXIS.replace("(scale,", "(wide_scale,")
+        return zero + _AXIS
+    return zero + "  wide_scale = Cast <to = 11> (scale)\n" + _AXIS.replace("(scale,", "(wide_scale,")

@@ -49,7 +49,7 @@ INTEGER = """
   code = Sub (held, offset)
   fake = Mul (code, step)
 """
-FLOAT_ZERO_POINT = """
+_FLOAT_ZERO_POINT = """
   negative = Div (minus_one, step)
   inverse = Neg (negative)
   units = Mul (v, inverse)
@@ -241,7 +241,7 @@ def _rounded_scale(spec: TensorSpec, name: str) -> str:
 
 def _quantized(spec: TensorSpec) -> str:
     """Lines from v and its step to the fake-quantized v."""
-    body = FLOAT if spec.dtype.is_float else FLOAT_ZERO_POINT if spec.float_zero_point else INTEGER
+    body = FLOAT if spec.dtype.is_float else _FLOAT_ZERO_POINT if spec.float_zero_point else INTEGER
     if spec.dtype.is_float and spec.scale_spec is None and _small_scale(spec) is not None:
         # The scale of a group of small values may be 0: they become 0, divided by anything.
         body = body.replace("({v}, step)", "({v}, safe)")

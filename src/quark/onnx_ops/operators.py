@@ -66,7 +66,7 @@ MX_ELEMENTS = {
 }
 """Element type -> its element_dtype."""
 
-ROUNDING_MODES = {RoundType.round: 0, RoundType.half_even: 2}
+_ROUNDING_MODES = {RoundType.round: 0, RoundType.half_even: 2}
 """Those of the documented operators."""
 
 
@@ -117,10 +117,10 @@ def block(spec: TensorSpec, opset: int, shape: Sequence[object] | None = None) -
     is_bfp = dtype.name in BFP_FORMATS
     rule = ScaleRule.floor if is_bfp else spec.scale_rule
     body = block_body(dtype, spec.rounding, opset, size, inner, rule)
-    if rule is not ScaleRule.floor or spec.rounding not in ROUNDING_MODES:
+    if rule is not ScaleRule.floor or spec.rounding not in _ROUNDING_MODES:
         # The documented operators know neither: a registered library must not take such a node.
         return Operator(ANY, f"{dtype}_{rule.value}_{spec.rounding.name}{view}", body, split)
-    mode = ROUNDING_MODES[spec.rounding]
+    mode = _ROUNDING_MODES[spec.rounding]
     attributes = {**split, "rounding_mode": mode}
     if is_bfp:
         method, bits = BFP_FORMATS[dtype.name]

@@ -28,9 +28,9 @@ SMALL = 1024
 PROTOBUF_LIMIT = 2**31 - 2**20
 IR_VERSION = b"\x08"
 """The first byte of a model: the tag of its first field."""
-ANY_FILE = 2**20
+_ANY_FILE = 2**20
 """Bytes of a file that may name weights whatever it begins with: a model as text, or one of another order."""
-LONGEST_STEM = 255 - len(".0123456789ab.data")
+_LONGEST_STEM = 255 - len(".0123456789ab.data")
 """Bytes of a model's name that the names of its weights begin with."""
 
 
@@ -132,7 +132,7 @@ def model_files(source: Any) -> list[Path]:
 
 
 def _stem(target: Path) -> str:
-    return os.fsencode(target.name)[:LONGEST_STEM].decode(errors="ignore")
+    return os.fsencode(target.name)[:_LONGEST_STEM].decode(errors="ignore")
 
 
 class _Before:
@@ -197,7 +197,7 @@ def _names_within(file: Path, names: Iterable[bytes]) -> list[bytes]:
         size = file.stat().st_size
         with file.open("rb") as opened:
             begins = opened.read(1) == IR_VERSION
-            if not size or not (size <= ANY_FILE or (begins and size < 2**31)):
+            if not size or not (size <= _ANY_FILE or (begins and size < 2**31)):
                 return []
             with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return [name for name in names if content.find(name) >= 0]

@@ -17,7 +17,7 @@ from quark.base.files import atomic_file, check_apart, check_file
 from quark.errors import require_packages
 
 TEMPLATE = "page.html"
-LONGEST_TABLE = 2000
+_LONGEST_TABLE = 2000
 """PageTable that are shown: a browser takes long for more. A page says what it leaves out."""
 
 
@@ -61,7 +61,7 @@ class PageTable:
     @property
     def shown(self) -> Sequence[Sequence[str]]:
         """The rows that a page holds."""
-        return self.rows[:LONGEST_TABLE]
+        return self.rows[:_LONGEST_TABLE]
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,13 @@ from quark.torch.model.passes.unfuse_experts import fused_blocks, layer_names
 if TYPE_CHECKING:
     from rich.table import Table
 
-UNFIT_SHARE = 0.1
+_UNFIT_SHARE = 0.1
 """Share of the weights of linear layers that may stay in float because groups do not divide them; above it that is an
 error.
 """
-WORTH_SAYING = 0.01
+_WORTH_SAYING = 0.01
 """Share of all weights from which on it is said that they have no quantized form."""
-MOST_IN_FLOAT = 0.5
+_MOST_IN_FLOAT = 0.5
 """Share of all weights that may stay in float because of that, as convolutions do, before it is a warning."""
 
 
@@ -129,7 +129,7 @@ class Plan:
         return ", ".join(
             f"{kind} ({each[0]}{more[kind]}, {weights[kind] / total:.0%} of the weights)"
             for kind, each in names.items()
-            if weights[kind] >= WORTH_SAYING * total
+            if weights[kind] >= _WORTH_SAYING * total
         )
 
     def float_label(self, name: str) -> str:
@@ -265,7 +265,7 @@ def _own_weights(module: nn.Module) -> int:
 
 def _without_form(model: nn.Module, candidates: Collection[str]) -> tuple[str, ...]:
     """Modules whose weights have no quantized form: derived from a layer, or with a share of the weights."""
-    worth = WORTH_SAYING * sum(parameter.numel() for parameter in model.parameters())
+    worth = _WORTH_SAYING * sum(parameter.numel() for parameter in model.parameters())
     return tuple(
         name
         for name, module in model.named_modules()
@@ -375,7 +375,7 @@ def _say_lost(config: QConfig, choice: Choice, candidates: Collection[str]) -> N
 def _unfit(model: nn.Module, layers: Collection[str], errors: Mapping[str, ShapeError]) -> frozenset[str]:
     """The layers that stay in float as groups do not divide them: convolutions, and a few small linear layers.
 
-    Raises the first error where that leaves no layer, or where linear layers among them hold more than UNFIT_SHARE of
+    Raises the first error where that leaves no layer, or where linear layers among them hold more than _UNFIT_SHARE of
     the weights of all linear layers: then the scheme does not suit the model.
     """
     if not errors:
@@ -387,13 +387,13 @@ def _unfit(model: nn.Module, layers: Collection[str], errors: Mapping[str, Shape
 
     linear = [name for name, weight in weights.items() if weight.ndim == 2]
     few = [name for name in linear if name in errors]
-    if not layers or size(few) > UNFIT_SHARE * size(linear):
+    if not layers or size(few) > _UNFIT_SHARE * size(linear):
         raise errors[next(iter(few or errors))]
     share = size(errors) / size(weights)
     counts = Counter(type(model.get_submodule(name)).__name__ for name in errors)
     kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
     logger.log(
-        logging.WARNING if share > MOST_IN_FLOAT else logging.INFO,
+        logging.WARNING if share > _MOST_IN_FLOAT else logging.INFO,
         "%d of %d layers, with %.0f %% of the weights, stay in float, as the scheme does not fit them: %s. %s",
         len(errors), len(weights), 100 * share, kinds, next(iter(errors.values())),
     )  # fmt: skip

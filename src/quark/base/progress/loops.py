@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 QUIET_SECONDS = 10.0
 """How long steps without names run before they say how far they are, and again."""
-SHOWN_SECONDS = 1.0
+_SHOWN_SECONDS = 1.0
 """How long a bar shows the same status, where that takes time to make."""
-NOTABLE_SECONDS = 0.5
+_NOTABLE_SECONDS = 0.5
 """A step with a name that takes less, and tells no error, is no line of the log: sixty of them hide the rest."""
 OUTPUT_ERROR = "share of the output lost"
 """The measure ||X (W - Q)||^2 / ||X W||^2 of a layer that reads X, whose weight W became Q."""
@@ -105,7 +105,7 @@ def status(text: str | Callable[[], str]) -> None:
 
     Args:
         text: Or what makes it when it is said, where that takes time: a device is waited for, whose value is read. A
-            bar asks for it `SHOWN_SECONDS` after it did so before, at the soonest.
+            bar asks for it `_SHOWN_SECONDS` after it did so before, at the soonest.
     """
     if _running():
         _running()[-1].note(text)
@@ -187,7 +187,7 @@ class _Loop:
         if isinstance(self.status, str):
             return self.status
         now = seconds_and_peak.seconds_now()
-        if now - self.made >= SHOWN_SECONDS:
+        if now - self.made >= _SHOWN_SECONDS:
             self.said, self.made = self.status(), now
         return self.said
 
@@ -211,7 +211,7 @@ class _Loop:
         if error and len(self.layers) > 1:
             error += f" (mean of {len(self.layers)})"
         self.line = f"{self.step}: {', '.join(filter(None, (error, seconds_text(seconds))))}{peak_text()}"
-        if error or seconds >= NOTABLE_SECONDS or now - self.spoke >= QUIET_SECONDS:
+        if error or seconds >= _NOTABLE_SECONDS or now - self.spoke >= QUIET_SECONDS:
             self.spoke = now
             if not drawing():
                 logger.info("%s %s, %s%s.", self.name, self.count, self.line, self._left_text())

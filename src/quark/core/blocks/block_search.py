@@ -27,11 +27,11 @@ CHUNK = 1 << 20
 PASSES = 3
 """Rounds of step 3. A fourth gains less than 0.1 % of the error."""
 
-FINE_ENDS = (
+_FINE_ENDS = (
     (0.0, 1.0), (0.01, 0.99), (0.0, 0.98), (0.02, 1.0), (-0.01, 1.01), (0.03, 0.97), (0.0, 0.94), (0.06, 1.0),
     (0.06, 0.94),
 )  # fmt: skip
-COARSE_ENDS = (
+_COARSE_ENDS = (
     (0.0, 1.0), (-0.04, 1.04), (0.03, 0.97), (0.06, 0.94), (0.1, 0.9), (0.15, 0.85), (0.2, 0.8), (0.0, 0.94),
     (0.06, 1.0), (0.0, 0.88), (0.12, 1.0), (0.0, 0.8), (0.2, 1.0),
 )  # fmt: skip
@@ -118,7 +118,7 @@ class _Search:
         if dtype.has_minimum:
             if not self.signed:
                 low = xp.clip(low, None, 0.0)
-            for first, last in FINE_ENDS if fine else COARSE_ENDS:
+            for first, last in _FINE_ENDS if fine else _COARSE_ENDS:
                 trial = (high - low) * (last - first)
                 yield trial / dtype.max, -(low + (high - low) * first)
             return

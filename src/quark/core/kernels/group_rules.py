@@ -18,7 +18,7 @@ WIDEST = 1 << 14
 """Values of a group that a program holds at once."""
 RANGE, SHARED, PAIRS, WIDE = range(4)
 """How a live scale is found: from the range, as the exponent of a block, as that of pairs, as that of BFP16."""
-MANTISSA_BITS = {"": 23, "float16": 10, "bfloat16": 7}
+_MANTISSA_BITS = {"": 23, "float16": 10, "bfloat16": 7}
 """Of the types that a scale is rounded to by a shift; "": float32, so that it stays."""
 
 
@@ -112,8 +112,8 @@ def live_scale(spec: TensorSpec, dtype: str) -> dict[str, Any] | None:
         return None
     reach = float(element.max if element.is_float else (element.max - element.min) / 2)
     rounded = narrow_scale(spec, dtype)
-    if rounded in MANTISSA_BITS:
-        return _arguments(RANGE, reach=reach, narrow=MANTISSA_BITS[rounded])
+    if rounded in _MANTISSA_BITS:
+        return _arguments(RANGE, reach=reach, narrow=_MANTISSA_BITS[rounded])
     if not element.is_float:
         return None
     narrow = DTYPES[rounded]

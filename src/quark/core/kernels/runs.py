@@ -27,7 +27,7 @@ from quark.core.rounding import RoundType
 from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import ShapeError
 
-COMPILED = ("bfloat16", "float32")
+_COMPILED = ("bfloat16", "float32")
 """dtypes with compiled passes."""
 WORTH_COMPILING = 1 << 20
 """Values of a tensor that comes from a real model, which is worth a second of compiling, once on a machine."""
@@ -204,7 +204,7 @@ def _is_plain(spec: TensorSpec) -> bool:
 
 
 def _is_compiled(x: Array) -> bool:
-    if not is_torch(x) or x.device.type != "cpu" or dtype_name(x) not in COMPILED or not x.is_contiguous():
+    if not is_torch(x) or x.device.type != "cpu" or dtype_name(x) not in _COMPILED or not x.is_contiguous():
         return False
     if math.prod(x.shape) < WORTH_COMPILING and not _library.cache_info().currsize:
         return False
@@ -251,7 +251,7 @@ def _library() -> Any:
         "live_codes": [pointer, count, count, ctypes.c_float, rule, pointer, pointer, pointer],
     }
     for name, types in arguments.items():
-        for dtype in COMPILED:
+        for dtype in _COMPILED:
             function = getattr(found, f"{name}_{dtype}")
             function.argtypes, function.restype = types, None
     return found

@@ -16,7 +16,7 @@ from quark.core.scales import QParams, qparams_from_range
 from quark.core.spec import ScaleRule, TensorSpec
 from quark.errors import CalibrationError
 
-NO_STATE = "mx_diffs keeps the values themselves: it has no state to save or to restore. Possible: block."
+_NO_STATE = "mx_diffs keeps the values themselves: it has no state to save or to restore. Possible: block."
 
 
 class BlockObserver(Observer):
@@ -43,10 +43,10 @@ class MXDiffsObserver(Observer):
             self.seen.extend(other.seen)
 
     def state(self) -> dict[str, Array]:
-        raise CalibrationError(NO_STATE)
+        raise CalibrationError(_NO_STATE)
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        raise CalibrationError(NO_STATE)
+        raise CalibrationError(_NO_STATE)
 
     def qparams(self) -> QParams:
         """The scale of the lower error for each block."""

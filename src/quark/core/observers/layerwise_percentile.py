@@ -15,7 +15,7 @@ from quark.core.observers.percentile import percentile_range
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 
-POWERS = {"mae": 1, "mse": 2}
+_POWERS = {"mae": 1, "mse": 2}
 
 
 class LayerwisePercentileObserver(HistogramBasedObserver):
@@ -29,14 +29,14 @@ class LayerwisePercentileObserver(HistogramBasedObserver):
         symmetric_range: bool | None = None,
     ) -> None:
         super().__init__(spec)
-        if metric not in POWERS:
-            raise ConfigError(f"metric must be one of {', '.join(POWERS)}, got {metric!r}.")
+        if metric not in _POWERS:
+            raise ConfigError(f"metric must be one of {', '.join(_POWERS)}, got {metric!r}.")
         if not candidates or not all(50 < candidate <= 100 for candidate in candidates):
             raise ConfigError(f"candidates must be percentiles in (50, 100], got {list(candidates)}.")
         self.candidates, self.metric, self.symmetric_range = tuple(candidates), metric, symmetric_range
 
     def solve(self, bins: Bins, low: float, high: float) -> tuple[float, float]:
         ranges = np.array([percentile_range(bins, share, self.spec, self.symmetric_range) for share in self.candidates])
-        errors = quantization_error(bins, ranges[:, 0], ranges[:, 1], self.spec, POWERS[self.metric])
+        errors = quantization_error(bins, ranges[:, 0], ranges[:, 1], self.spec, _POWERS[self.metric])
         best = ranges[int(np.argmin(errors))]
         return float(best[0]), float(best[1])

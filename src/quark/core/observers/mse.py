@@ -12,8 +12,8 @@ from quark.core.observers.histograms.base import HistogramBasedObserver, squared
 from quark.core.observers.histograms.bit_histogram import Bins, Floats, quantile
 from quark.core.spec import TensorSpec
 
-PERCENTILES = (99.9999, 99.999, 99.99, 99.9)
-CUTS = 256
+_PERCENTILES = (99.9999, 99.999, 99.99, 99.9)
+_CUTS = 256
 """Ranges that CentersMSEObserver tries: steps of a thousandth of the width."""
 
 
@@ -27,10 +27,10 @@ class MSEObserver(HistogramBasedObserver):
 
 
 class PercentileMSEObserver(HistogramBasedObserver):
-    """Least squared error over the ranges that keep one of `PERCENTILES` of the values; per tensor."""
+    """Least squared error over the ranges that keep one of `_PERCENTILES` of the values; per tensor."""
 
     def solve(self, bins: Bins, low: float, high: float) -> tuple[float, float]:
-        tails = [(1 - percentile / 100) / 2 for percentile in PERCENTILES]
+        tails = [(1 - percentile / 100) / 2 for percentile in _PERCENTILES]
         lows, highs = (np.array([quantile(bins, q) for q in side]) for side in (tails, [1 - q for q in tails]))
         return _best(bins, lows, highs, self.spec)
 
@@ -39,7 +39,7 @@ class CentersMSEObserver(HistogramBasedObserver):
     """Least squared error over ranges with the same width cut off on both sides; per tensor."""
 
     def solve(self, bins: Bins, low: float, high: float) -> tuple[float, float]:
-        cut = np.arange(CUTS) / (4 * CUTS) * (high - low)
+        cut = np.arange(_CUTS) / (4 * _CUTS) * (high - low)
         return _best(bins, low + cut, high - cut, self.spec)
 
 

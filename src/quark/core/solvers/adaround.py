@@ -26,14 +26,14 @@ from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 
 GAMMA, ZETA = -0.1, 1.1
-STRETCH = ZETA - GAMMA
-EDGE = 0.5 / STRETCH
+_STRETCH = ZETA - GAMMA
+_EDGE = 0.5 / _STRETCH
 """The size of sigmoid(a) - 1/2 from which on h is clipped."""
 
-SETTLED = 20.0
+_SETTLED = 20.0
 """The size of `a` of a weight with one code to go to, where h is 0 and stays so."""
 
-FARTHEST = 3.2
+_FARTHEST = 3.2
 """Rates that a step of Adam moves a parameter at most: (1 - beta1) / sqrt(1 - beta2), a little more than 3.16."""
 
 LOOK, WORTH = 20, 0.75
@@ -97,9 +97,9 @@ class AdaRound:
         span = dequantize(xp.clip(codes + 1, spec.dtype.min, spec.dtype.max), params, spec) - low
         share = xp.clip((weight - low) / xp.where(span > 0, span, 1.0), 0.0, 1.0)
         self.value = low + span * share
-        self.alpha = -xp.log(STRETCH / (share - GAMMA) - 1).view(-1)
-        self.alpha[span.view(-1) <= 0] = -SETTLED
-        self.middle, self.span = low.add_(span, alpha=0.5).view(-1), span.mul_(STRETCH).view(-1)
+        self.alpha = -xp.log(_STRETCH / (share - GAMMA) - 1).view(-1)
+        self.alpha[span.view(-1) <= 0] = -_SETTLED
+        self.middle, self.span = low.add_(span, alpha=0.5).view(-1), span.mul_(_STRETCH).view(-1)
         self.adam, self.steps, self.undecided = Adam(self.alpha), 0, self.alpha.numel()
         self.chosen: Array | None = None
         self._cut()
@@ -117,7 +117,7 @@ class AdaRound:
         if beta is not None and regular:
             # 1.2 times 2 reg beta |2.4 c|^(beta - 1), from the logarithm of c^2: cheaper than a power.
             power = (beta - 1) / 2
-            factor = math.log2(2 * STRETCH * self.reg * beta) + (beta - 1) * math.log2(2 * STRETCH)
+            factor = math.log2(2 * _STRETCH * self.reg * beta) + (beta - 1) * math.log2(2 * _STRETCH)
         for part, (alpha, span, _, c, slope, pull) in zip(_parts(push), self.parts, strict=True):
             xp.sigmoid(alpha, out=c).sub_(0.5)
             xp.mul(c, c, out=slope)
@@ -125,11 +125,11 @@ class AdaRound:
             if regular:
                 part.sub_(xp.log2(slope, out=pull).mul_(power).add_(factor).exp2_().copysign_(c))
             # 0 where h is clipped.
-            part.mul_(xp.threshold_(slope.neg_().add_(0.25), 0.25 - EDGE**2, 0.0))
+            part.mul_(xp.threshold_(slope.neg_().add_(0.25), 0.25 - _EDGE**2, 0.0))
         self.adam.step(rate, push)
         value = self.value.view(-1) if self.chosen is None else push
         for part, (alpha, span, middle, c, _, _) in zip(_parts(value), self.parts, strict=True):
-            xp.addcmul(middle, span, xp.sigmoid(alpha, out=c).sub_(0.5).clamp_(-EDGE, EDGE), out=part)
+            xp.addcmul(middle, span, xp.sigmoid(alpha, out=c).sub_(0.5).clamp_(-_EDGE, _EDGE), out=part)
         if self.chosen is not None:
             self.value.view(-1).index_copy_(0, self.chosen, value)
         self.steps += 1
@@ -138,7 +138,7 @@ class AdaRound:
 
     def _leave_the_decided(self) -> None:
         """Go on with those only whose h is not clipped, once they are fewer: the others have no gradient."""
-        left = (self.alpha.sigmoid().sub_(0.5).abs_() < EDGE).nonzero().view(-1)
+        left = (self.alpha.sigmoid().sub_(0.5).abs_() < _EDGE).nonzero().view(-1)
         self.undecided = len(left)
         if not 0 < self.undecided < WORTH * len(self.alpha):
             return
@@ -157,12 +157,12 @@ class AdaRound:
         """The regularizer, if there is one: 0 where every weight has decided."""
         if not self.reg:
             return None
-        distance = self.alpha.sigmoid().sub_(0.5).abs_().clamp_(max=EDGE).div_(EDGE)
+        distance = self.alpha.sigmoid().sub_(0.5).abs_().clamp_(max=_EDGE).div_(_EDGE)
         return self.reg * float((1 - distance**beta).sum())
 
     def rounded(self) -> Array:
         """The weight with every element on its grid."""
-        side = namespace(self.alpha).where(self.alpha >= 0, EDGE, -EDGE)
+        side = namespace(self.alpha).where(self.alpha >= 0, _EDGE, -_EDGE)
         decided = side.mul_(self.span).add_(self.middle)
         if self.chosen is None:
             weight = decided.view(self.value.shape)
@@ -204,7 +204,7 @@ class AdaQuant:
         """Learn from dL/dW~, which is overwritten."""
         if self.ends is not None and self.room <= 0:
             self.room = self._stop_beyond(gradient)
-        self.room -= FARTHEST * rate
+        self.room -= _FARTHEST * rate
         self.adam.step(rate, gradient)
         self.fake_quantize(self.weight, self.value)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from quark.core.array import Array, namespace
 from quark.errors import CalibrationError
 
-ERRORS = 2.0
+_ERRORS = 2.0
 """Standard errors below which a mean is noise."""
 LEAST, LEAST_OF_WEIGHTS = 16, 4
 """Fewer examples have errors of their own that others do not share: correcting those was measured to hurt. What weights
@@ -46,4 +46,4 @@ def certain_mean(differences: Array, least: int = LEAST) -> Array:
     mean = differences.mean(0)
     variance = ((differences - mean) ** 2).sum(0) / (count - 1) / count
     power = mean**2
-    return mean * xp.clip(1 - ERRORS**2 * variance / xp.where(power > 0, power, 1.0), 0.0, None)
+    return mean * xp.clip(1 - _ERRORS**2 * variance / xp.where(power > 0, power, 1.0), 0.0, None)

@@ -33,7 +33,7 @@ ROWS = 64
 """Rows of W that are solved together."""
 ELEMENTS = 1 << 12
 """Elements that are worth compiling: one by one they take a second."""
-RIDGE = 1e-6
+_RIDGE = 1e-6
 """Share of the mean of its diagonal that M gets, whose groups may be all 0."""
 
 Fit = Callable[[int, Array], Array]
@@ -204,7 +204,7 @@ class _Rows:
         xp, values = namespace(self.result), self.result[here]
         pushed = self.hessian[here, here] @ values
         form = self.scores * (values.T @ pushed)
-        ridge = RIDGE * xp.diagonal(form).mean() + like([1e-30], form)[0]
+        ridge = _RIDGE * xp.diagonal(form).mean() + like([1e-30], form)[0]
         places = range(len(form))
         form[places, places] += ridge
         push = (values * self.gradient[here]).sum(0)

@@ -40,10 +40,10 @@ from quark.errors import CalibrationError
 Rounder = Callable[[int, Array], Array]
 """(i, work) -> the quantized values of column i, given the columns as they are now, shape (..., columns, rows)."""
 
-Damping = float | Sequence[float] | Array
+_Damping = float | Sequence[float] | Array
 """Share of the mean of the diagonal: one number, or one for each matrix; an array stays on its device."""
 
-LADDER = (1.0, 10.0, 100.0)
+_LADDER = (1.0, 10.0, 100.0)
 """Factors on the damping that are tried in turn when the Hessian is not positive definite."""
 
 ROWS = 64
@@ -52,10 +52,10 @@ ROWS = 64
 FACTOR_BLOCK = 512
 """Columns of a triangle that is factored at once."""
 
-GRADIENT_BLOCK = 64
+_GRADIENT_BLOCK = 64
 """Columns whose gradient is found at once where products are rounded; elsewhere FACTOR_BLOCK: fewer launches."""
 
-ROUNDED_PRODUCT = 2 * 2.0**-16 / 3 * 0.541
+_ROUNDED_PRODUCT = 2 * 2.0**-16 / 3 * 0.541
 """Mean square of the relative error of a product of two numbers that are rounded to bfloat16: a rounding is off by up
 to 2^-8 of 1, evenly, of a significand m; the mean of 1 / m^2 is 0.541."""
 
@@ -71,7 +71,7 @@ PROBES, SLIGHT = 8, 0.01
 of a problem whose damping is that much another one."""
 
 
-def damped(hessian: Array, damp: Damping, dtype: str = "float64", order: Array | None = None) -> Array:
+def damped(hessian: Array, damp: _Damping, dtype: str = "float64", order: Array | None = None) -> Array:
     """A copy of H with `damp` times the mean of its diagonal added; a channel that was always 0 counts as 1.
 
     Args:
@@ -126,7 +126,7 @@ def damping_at_least(given: float | Array, diagonal: Array, tokens: int) -> floa
     return namespace(diagonal).clip(_least_damping(diagonal, tokens), given, None)
 
 
-def _times_mean(damp: Damping, diagonal: Array) -> Array:
+def _times_mean(damp: _Damping, diagonal: Array) -> Array:
     """Damp times the mean of each diagonal, shape (..., 1). A number is not copied to a device, which would wait."""
     mean = diagonal.mean(-1, keepdims=True)
     return (
@@ -145,7 +145,7 @@ def _ordered(matrix: Array, order: Array, dtype: str) -> Array:
     return result
 
 
-def factor(hessian: Array, damp: Damping, order: Array | None = None) -> tuple[Array, Array, Damping]:
+def factor(hessian: Array, damp: _Damping, order: Array | None = None) -> tuple[Array, Array, _Damping]:
     """F, d and the damping that it took: H + damping = F diag(d) F^T, F upper triangular with ones on its diagonal.
 
     d_j is the importance of column j: what a unit of error in it costs when the columns after it make up for it.
@@ -174,7 +174,7 @@ def factor(hessian: Array, damp: Damping, order: Array | None = None) -> tuple[A
     if not bool(xp.isfinite(low).all() & xp.isfinite(high).all()):
         raise CalibrationError("The second moments of the inputs hold NaN or Inf.")
     logger.debug("A factor of %d channels needs float64.", hessian.shape[-1])
-    ladder = LADDER if hessian.ndim == 2 else LADDER[:1]
+    ladder = _LADDER if hessian.ndim == 2 else _LADDER[:1]
     for share in ladder:
         tried = damp if share == 1 else share * _largest(damp)
         found = _factor_in(hessian, tried, "float64", order)
@@ -186,11 +186,11 @@ def factor(hessian: Array, damp: Damping, order: Array | None = None) -> tuple[A
     )
 
 
-def _largest(damp: Damping) -> float:
+def _largest(damp: _Damping) -> float:
     return float(like(damp, np.empty(0)).max()) if isinstance(damp, (float, Sequence)) else float(damp.max())
 
 
-def _factor_in(hessian: Array, damp: Damping, dtype: str, order: Array | None) -> Array:
+def _factor_in(hessian: Array, damp: _Damping, dtype: str, order: Array | None) -> Array:
     """R; NaN on its diagonal where the damped matrix is not positive definite in that precision."""
     matrix = damped(hessian, damp, dtype, order)
     _factor_in_place(matrix)
@@ -228,7 +228,7 @@ def _factor_in_place(matrix: Array) -> None:
     _factor_in_place(matrix[..., first, first])
 
 
-def _is_exact(factor: Array, hessian: Array, damp: Damping, order: Array | None) -> Array:
+def _is_exact(factor: Array, hessian: Array, damp: _Damping, order: Array | None) -> Array:
     """Whether R R^T differs from H + damping by less than SLIGHT of the damping, on vectors of random signs; one bool
     where the arrays are.
     """
@@ -356,7 +356,7 @@ def growth_if_rounded(feedback: Array, importance: Array) -> Array:
         rows = feedback[..., start : start + FACTOR_BLOCK, :]
         diagonal = ((rows * rows) @ importance[..., None])[..., 0]
         lost += (diagonal * errors[..., start : start + FACTOR_BLOCK]).sum(-1)
-    return ROUNDED_PRODUCT * lost / importance.sum(-1)
+    return _ROUNDED_PRODUCT * lost / importance.sum(-1)
 
 
 def solve(
@@ -450,7 +450,7 @@ def gradient_of(residual: Array, feedback: Array, importance: Array, rounded: bo
         left, right = slice(start, middle), slice(middle, stop)
         add_product(residual[..., left, :], feedback[..., left, right], residual[..., right, :], 1, rounded)
 
-    in_halves(0, residual.shape[-2], step, carry, most=GRADIENT_BLOCK if rounded else FACTOR_BLOCK)
+    in_halves(0, residual.shape[-2], step, carry, most=_GRADIENT_BLOCK if rounded else FACTOR_BLOCK)
     return residual
 
 

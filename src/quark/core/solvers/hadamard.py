@@ -28,7 +28,7 @@ import numpy as np
 from quark.core.array import Array, astype, dtype_name, is_torch, like
 from quark.errors import ConfigError
 
-MAX_CORE = 1024
+_MAX_CORE = 1024
 """Largest Paley matrix: a product with it costs that many operations for each value."""
 STEP = 64
 """Powers of two are applied in factors of at most this size: two short matrix products beat twelve butterflies."""
@@ -161,7 +161,7 @@ def _cores(power: int, odd: int) -> list[tuple[int, ...]]:
 def _paley_orders(power: int, odd: int) -> list[int]:
     """Orders of Paley matrices that are `odd` times 4, 8, ... up to `power`; ascending."""
     orders = [odd << shift for shift in range(2, power.bit_length())]
-    return [order for order in orders if order <= MAX_CORE and _paley_field(order)]
+    return [order for order in orders if order <= _MAX_CORE and _paley_field(order)]
 
 
 def _paley_field(order: int) -> tuple[int, int] | None:

@@ -27,13 +27,13 @@ from quark.core.scales import SCALE_DTYPES, QParams, qparams_from_range
 from quark.core.solvers.columns.columns import compiles, part_errors
 from quark.core.spec import ScaleType, TensorSpec
 
-COARSE = (0.9, 0.8, 0.7, 0.6, 0.5)
+_COARSE = (0.9, 0.8, 0.7, 0.6, 0.5)
 """Shares of the range that are tried first, beside 1, the same for both ends."""
-FINE = 0.05
+_FINE = 0.05
 """Step of the second round, around the best of the first; each end of an asymmetric range moves by twice as much."""
-BINADES = (0.5, 2.0)
+_BINADES = (0.5, 2.0)
 """Factors on an E8M0 scale, the neighbours of which are its half and its double."""
-NEIGHBOURS = tuple(share / 32 for share in (*range(16, 32), *range(34, 53, 2)))
+_NEIGHBOURS = tuple(share / 32 for share in (*range(16, 32), *range(34, 53, 2)))
 """Factors on a scale with a mantissa of 3 bits, which hold each of its neighbours between the first and the last: steps
 of a scale are a sixteenth of it at least."""
 SMALL = 1 << 22
@@ -70,14 +70,14 @@ class _Search:
         a = b = xp.ones_like(self.low)
         best = self._error(a, b)
         neighbours = _neighbours(self.spec)
-        shares = neighbours or COARSE
+        shares = neighbours or _COARSE
         for share, error in zip(shares, self._errors(shares), strict=True):
             both = xp.full_like(a, share)
             a, b, best = self._chosen(both, both, error, a, b, best)
-        for by in () if neighbours else (-FINE, FINE):
+        for by in () if neighbours else (-_FINE, _FINE):
             a, b, best = self._better(a + by, b + by, a, b, best)
         if not self.one_sided:
-            for by in (-2 * FINE, 2 * FINE):
+            for by in (-2 * _FINE, 2 * _FINE):
                 a, b, best = self._better(a + by, b, a, b, best)
                 a, b, best = self._better(a, b + by, a, b, best)
         return self._params(a, b)
@@ -150,9 +150,9 @@ def _neighbours(spec: TensorSpec) -> tuple[float, ...]:
     if not spec.dtype.is_float:
         return ()
     if spec.scale_type is ScaleType.float8_e8m0fnu:
-        return BINADES
+        return _BINADES
     named = SCALE_DTYPES.get(spec.scale_type) if spec.scale_spec is None else spec.scale_spec.dtype.name
-    return NEIGHBOURS if named in ("fp8_e4m3", "fp8_e5m3") else ()
+    return _NEIGHBOURS if named in ("fp8_e4m3", "fp8_e5m3") else ()
 
 
 def _runs(spec: TensorSpec, shape: tuple[int, ...]) -> int | None:

@@ -15,15 +15,15 @@ from typing import Any
 from quark.gguf.architectures.architecture import Architecture, Change
 
 BIAS = ("attention_bias",)
-DECAY = Change(lambda x, config: -x.exp(), lambda x: (-x).log(), exact=False)
-DECAYS = Change(lambda x, config: -x.exp().unsqueeze(-1), lambda x: (-x).log(), exact=False)
+_DECAY = Change(lambda x, config: -x.exp(), lambda x: (-x).log(), exact=False)
+_DECAYS = Change(lambda x, config: -x.exp().unsqueeze(-1), lambda x: (-x).log(), exact=False)
 COLUMN = Change(lambda x, config: x.unsqueeze(-1))
 CHANNELS = Change(lambda x, config: x.squeeze(1))
 
 
 def _mamba2(mixer: str, groups: str) -> dict[str, Change]:
     return {
-        ".A_log": DECAYS,
+        ".A_log": _DECAYS,
         ".D": COLUMN,
         ".conv1d.weight": CHANNELS,
         f"{mixer}norm.weight": Change(lambda x, config: x.reshape(getattr(config, groups), -1)),
@@ -135,13 +135,13 @@ def _without_attention(config: Any) -> list[bool]:
 DELTA: dict[str, Any] = {
     "unit_norms": True,
     "plain_norms": ("linear_attn.norm.weight",),
-    "changes": {".A_log": DECAY, ".conv1d.weight": CHANNELS},
+    "changes": {".A_log": _DECAY, ".conv1d.weight": CHANNELS},
     "without": BIAS,
 }
-MROPE = (11, 11, 10)
+_MROPE = (11, 11, 10)
 """The sections of rotary positions that transformers takes where a config says nothing."""
 SHORT = {".conv.conv.weight": CHANNELS}
-GRANITE = {
+_GRANITE = {
     "attention_multiplier": "add_attention_scale",
     "embedding_multiplier": "add_embedding_scale",
     "residual_multiplier": "add_residual_scale",
@@ -164,7 +164,7 @@ RECURRENT = {
         pairs=True,
         mixture=True,
         without=BIAS,
-        details=GRANITE | {"shared_intermediate_size": "add_expert_shared_feed_forward_length"},
+        details=_GRANITE | {"shared_intermediate_size": "add_expert_shared_feed_forward_length"},
         derived=lambda c: {
             "rope_scaling_finetuned": c.position_embedding_type == "rope",
             "ssm_conv_kernel": c.mamba_d_conv,
@@ -183,7 +183,7 @@ RECURRENT = {
         "granitemoe",
         pairs=True,
         mixture=True,
-        details=GRANITE | {"shared_intermediate_size": "add_expert_shared_feed_forward_length"},
+        details=_GRANITE | {"shared_intermediate_size": "add_expert_shared_feed_forward_length"},
         splits=_split_shared,
     ),
     "lfm2": Architecture(
@@ -210,14 +210,14 @@ RECURRENT = {
     "mamba": Architecture(
         "mamba",
         derived=_mamba_sizes,
-        changes={".A_log": DECAY, ".conv1d.weight": CHANNELS},
+        changes={".A_log": _DECAY, ".conv1d.weight": CHANNELS},
         attention=_without_attention,
         refuse=_mamba,
     ),
     "falcon_mamba": Architecture(
         "mamba",
         derived=_mamba_sizes,
-        changes={".A_log": DECAY, ".conv1d.weight": CHANNELS},
+        changes={".A_log": _DECAY, ".conv1d.weight": CHANNELS},
         attention=_without_attention,
         refuse=_mamba,
     ),
@@ -243,7 +243,7 @@ RECURRENT = {
             "ssm_state_size": c.mamba_d_state,
             "ssm_time_step_rank": c.mamba_dt_rank,
         },
-        changes={".A_log": DECAY, ".conv1d.weight": CHANNELS},
+        changes={".A_log": _DECAY, ".conv1d.weight": CHANNELS},
         attention=_attends,
         refuse=_jamba,
     ),
@@ -251,7 +251,7 @@ RECURRENT = {
         "qwen35",
         # Of texts all sections have the same positions.
         derived=lambda c: (
-            _delta_sizes(c) | {"rope_dimension_sections": [*c.rope_parameters.get("mrope_section", MROPE), 0]}
+            _delta_sizes(c) | {"rope_dimension_sections": [*c.rope_parameters.get("mrope_section", _MROPE), 0]}
         ),
         refuse=_qwen3_5,
         **DELTA,

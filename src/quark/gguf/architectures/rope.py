@@ -26,9 +26,9 @@ TENSORS = {"llama3": ("ROPE_FREQS",), "longrope": ("ROPE_FACTORS_SHORT", "ROPE_F
 """Type of scaling -> the tensors, in gguf.MODEL_TENSOR, that a file of it has."""
 READERS = {"llama3": ("llama", "llama4", "arcee", "exaone4"), "longrope": ("phi3",)}
 """Type of scaling -> the architectures whose readers take those tensors; the others refuse to load the file."""
-TWO_BASES = ("gemma3",)
+_TWO_BASES = ("gemma3",)
 """Architectures whose readers take another base in layers with a sliding window."""
-YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 """What a reader takes where a file has no such key."""
 
 
@@ -39,7 +39,7 @@ def refuse_rope(architecture: Architecture, config: Any) -> str | None:
     for other in others:
         if _kind(other) != "default":
             return f"rotary scaling of type {_kind(other)} in layers with a sliding window"
-        if other["rope_theta"] != full["rope_theta"] and architecture.arch not in TWO_BASES:
+        if other["rope_theta"] != full["rope_theta"] and architecture.arch not in _TWO_BASES:
             return "another rope_theta in layers with a sliding window"
     possible = architecture.arch in READERS[kind] if kind in READERS else kind in ("default", "linear", "yarn")
     if not possible:
@@ -79,7 +79,7 @@ def write_rope(writer: Any, config: Any) -> None:
     else:
         # A reader multiplies by this factor of the paper itself.
         writer.add_rope_scaling_attn_factors(attention / (1 + math.log(factor) / 10))
-    for name, usual in YARN_BETAS.items():
+    for name, usual in _YARN_BETAS.items():
         if (full.get(name) or usual) != usual:
             getattr(writer, f"add_rope_scaling_yarn_{name}")(full[name])
 

@@ -24,17 +24,17 @@ from quark.gguf.architectures.rope import refuse_rope
 
 BIAS = ("attention_bias",)
 BIASES = (*BIAS, "mlp_bias")
-TIED = "tie_word_embeddings"
-EXPERT_SIZE = {"moe_intermediate_size": "add_expert_feed_forward_length"}
-PARALLEL = {"use_parallel_residual": "add_parallel_residual"}
-SPARSE = EXPERT_SIZE | {
+_TIED = "tie_word_embeddings"
+_EXPERT_SIZE = {"moe_intermediate_size": "add_expert_feed_forward_length"}
+_PARALLEL = {"use_parallel_residual": "add_parallel_residual"}
+SPARSE = _EXPERT_SIZE | {
     "n_shared_experts": "add_expert_shared_count",
     "first_k_dense_replace": "add_leading_dense_block_count",
     "routed_scaling_factor": "add_expert_weights_scale",
     "norm_topk_prob": "add_expert_weights_norm",
 }
-RANKS = {"kv_lora_rank": "add_kv_lora_rank", "q_lora_rank": "add_q_lora_rank"}
-LATENT = SPARSE | RANKS
+_RANKS = {"kv_lora_rank": "add_kv_lora_rank", "q_lora_rank": "add_q_lora_rank"}
+LATENT = SPARSE | _RANKS
 GROUPS = {"n_group": "add_expert_group_count", "topk_group": "add_expert_group_used_count"}
 SCALES = {
     "attention_multiplier": "add_attention_scale",
@@ -197,8 +197,8 @@ for _type, _row in {
         without=(*BIAS, "clip_qkv"),
         derived=lambda c: {"layer_norm_eps": 1e-5},
     ),
-    "olmo2": Architecture("olmo2", without=(*BIAS, TIED)),
-    "olmo3": Architecture("olmo2", window_period=4, without=(*BIAS, TIED)),
+    "olmo2": Architecture("olmo2", without=(*BIAS, _TIED)),
+    "olmo3": Architecture("olmo2", window_period=4, without=(*BIAS, _TIED)),
     "cohere": Architecture(
         "command-r",
         layer_norm=True,
@@ -232,7 +232,7 @@ for _type, _row in {
     ),
     "mpt": Architecture("mpt", "gelu", layer_norm=True, derived=lambda c: {"max_alibi_bias": 8.0}, refuse=_mpt),
     "gpt_bigcode": Architecture("starcoder", "gelu", layer_norm=True, refuse=_bigcode),
-    "nemotron": Architecture("nemotron", "relu2", layer_norm=True, unit_norms=True, without=(TIED,), whole_heads=True),
+    "nemotron": Architecture("nemotron", "relu2", layer_norm=True, unit_norms=True, without=(_TIED,), whole_heads=True),
     "arcee": Architecture("arcee", "relu2", pairs=True, without=BIASES),
     "seed_oss": Architecture("seed_oss", without=("attention_out_bias", "mlp_bias")),
     "ernie4_5": Architecture("ernie4_5", without=("use_bias",)),
@@ -246,15 +246,15 @@ for _type, _row in {
     "helium": Architecture("llama", without=("mlp_bias",)),
     "internlm3": Architecture("llama", pairs=True, without=("mlp_bias",)),
     "ministral": Architecture("llama", pairs=True),
-    "stablelm": Architecture("stablelm", layer_norm=True, without=("qk_layernorm", TIED), details=PARALLEL),
-    "phi": Architecture("phi2", "gelu", layer_norm=True, without=("qk_layernorm", TIED)),
+    "stablelm": Architecture("stablelm", layer_norm=True, without=("qk_layernorm", _TIED), details=_PARALLEL),
+    "phi": Architecture("phi2", "gelu", layer_norm=True, without=("qk_layernorm", _TIED)),
     "gpt_neox": Architecture(
         "gptneox",
         "gelu",
         layer_norm=True,
         fused_heads="query_key_value",
-        without=(TIED,),
-        details=PARALLEL,
+        without=(_TIED,),
+        details=_PARALLEL,
         refuse=lambda c: None if c.attention_bias else "attention without biases",
     ),
     "granite": Architecture("granite", pairs=True, without=("mlp_bias",), details=SCALES),
@@ -262,18 +262,18 @@ for _type, _row in {
     "qwen2_moe": Architecture(
         "qwen2moe",
         mixture=True,
-        without=(TIED,),
-        details=EXPERT_SIZE | {"shared_expert_intermediate_size": "add_expert_shared_feed_forward_length"},
+        without=(_TIED,),
+        details=_EXPERT_SIZE | {"shared_expert_intermediate_size": "add_expert_shared_feed_forward_length"},
         refuse=_qwen2_moe,
     ),
-    "qwen3_moe": Architecture("qwen3moe", mixture=True, without=BIAS, details=EXPERT_SIZE, refuse=_qwen3_moe),
+    "qwen3_moe": Architecture("qwen3moe", mixture=True, without=BIAS, details=_EXPERT_SIZE, refuse=_qwen3_moe),
     "olmoe": Architecture(
-        "olmoe", mixture=True, without=(*BIAS, TIED, "norm_topk_prob", "clip_qkv"), refuse=_shared_heads
+        "olmoe", mixture=True, without=(*BIAS, _TIED, "norm_topk_prob", "clip_qkv"), refuse=_shared_heads
     ),
     "granitemoe": Architecture("granitemoe", pairs=True, mixture=True, details=SCALES),
     "glm4_moe": Architecture("glm4moe", mixture=True, details=SPARSE | GROUPS, gating="SIGMOID"),
     "dots1": Architecture(
-        "dots1", mixture=True, without=(*BIAS, TIED), details=SPARSE | GROUPS, gating="SIGMOID", refuse=_shared_heads
+        "dots1", mixture=True, without=(*BIAS, _TIED), details=SPARSE | GROUPS, gating="SIGMOID", refuse=_shared_heads
     ),
     "deepseek_v2": Architecture(
         "deepseek2",
@@ -298,7 +298,7 @@ for _type, _row in {
     "minimax_m2": Architecture(
         "minimax-m2",
         mixture=True,
-        without=(TIED,),
+        without=(_TIED,),
         details={"intermediate_size": "add_expert_feed_forward_length"},
         gating="SIGMOID",
     ),
@@ -306,7 +306,7 @@ for _type, _row in {
         "ernie4_5-moe",
         mixture=True,
         without=("use_bias",),
-        details=EXPERT_SIZE
+        details=_EXPERT_SIZE
         | {
             "moe_num_shared_experts": "add_expert_shared_count",
             "moe_layer_interval": "add_interleave_moe_layer_step",
@@ -324,7 +324,7 @@ for _type, _row in {
     "gpt_oss": Architecture(
         "gpt-oss",
         mixture=True,
-        without=(TIED,),
+        without=(_TIED,),
         refuse=_gpt_oss,
         window_period=2,
         details={"intermediate_size": "add_expert_feed_forward_length"},
@@ -361,8 +361,8 @@ for _type, _row in {
         "exaone-moe",
         mixture=True,
         window_period=4,
-        without=(TIED,),
-        details=EXPERT_SIZE
+        without=(_TIED,),
+        details=_EXPERT_SIZE
         | GROUPS
         | {
             "num_shared_experts": "add_expert_shared_count",
@@ -374,7 +374,7 @@ for _type, _row in {
         refuse=_exaone_moe,
     ),
     "youtu": Architecture(
-        "deepseek2", without=BIAS, details=RANKS, derived=_youtu_derived, gating="SIGMOID", refuse=_latent
+        "deepseek2", without=BIAS, details=_RANKS, derived=_youtu_derived, gating="SIGMOID", refuse=_latent
     ),
     "gpt2": Architecture("gpt2", "gelu", layer_norm=True, refuse=_gpt2_scale),
 }.items():

@@ -14,13 +14,13 @@ from quark.gguf.vocabularies.description import Vocabulary
 
 SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS = rf"{SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
-SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LOWER, UPPER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}", r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
-CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]*[{LOWER}]+", rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]+[{LOWER}]*")
-CASED_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-ASCII_SIGNS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+_CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]*[{LOWER}]+", rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]+[{LOWER}]*")
+_CASED_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_ASCII_SIGNS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 
 
 @dataclass(frozen=True)
@@ -35,24 +35,24 @@ class PreTokenizer:
 PRE_TOKENIZERS = (
     PreTokenizer("gpt-2", (GPT2,)),
     PreTokenizer("starcoder", (r"\p{N}", GPT2)),
-    PreTokenizer("llama-bpe", (rf"{WORDS}|\p{{N}}{{1,3}}|{SIGNS}|{SPACES}",), ignore_merges=True),
-    PreTokenizer("dbrx", (rf"{WORDS}|\p{{N}}{{1,3}}|{SIGNS}|{SPACES}",)),
-    PreTokenizer("qwen2", (rf"{WORDS}|\p{{N}}|{SIGNS}|{SPACES}",)),
+    PreTokenizer("llama-bpe", (rf"{WORDS}|\p{{N}}{{1,3}}|{_SIGNS}|{SPACES}",), ignore_merges=True),
+    PreTokenizer("dbrx", (rf"{WORDS}|\p{{N}}{{1,3}}|{_SIGNS}|{SPACES}",)),
+    PreTokenizer("qwen2", (rf"{WORDS}|\p{{N}}|{_SIGNS}|{SPACES}",)),
     PreTokenizer(
         "qwen35",
         (rf"{SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{SPACES}",),
     ),
-    PreTokenizer("tekken", (rf"{CASED[0]}|{CASED[1]}|\p{{N}}|{CASED_SIGNS}|{SPACES}",), ignore_merges=True),
+    PreTokenizer("tekken", (rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_CASED_SIGNS}|{SPACES}",), ignore_merges=True),
     PreTokenizer(
         "gpt-4o",
-        (rf"{CASED[0]}{SUFFIXES}?|{CASED[1]}{SUFFIXES}?|\p{{N}}{{1,3}}|{CASED_SIGNS}|{SPACES}",),
+        (rf"{_CASED[0]}{SUFFIXES}?|{_CASED[1]}{SUFFIXES}?|\p{{N}}{{1,3}}|{_CASED_SIGNS}|{SPACES}",),
     ),
     PreTokenizer(
         "deepseek-v3",
         (
             r"\p{N}{1,3}",
             "[一-龥\u3040-ゟ\u30a0-ヿ]+",
-            rf"{ASCII_SIGNS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+            rf"{_ASCII_SIGNS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
             rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{SPACES}",
         ),
     ),
@@ -74,7 +74,7 @@ SPELLINGS = (
     (r"\p{N}{1}|", r"\p{N}|"),
 )
 """Other spellings of parts of an expression that match the same text."""
-COMPLETE = SPACES.rpartition("|")[2]
+_COMPLETE = SPACES.rpartition("|")[2]
 """How an expression ends that leaves nothing between its matches."""
 
 
@@ -143,7 +143,7 @@ def _expression(step: dict[str, Any], vocabulary: Vocabulary) -> str:
         expression = str(step["pattern"]["Regex"])
         cuts = step["behavior"] == "Isolated" and not step["invert"]
         # Only matches are kept, but there is nothing else.
-        keeps = step["behavior"] == "Removed" and step["invert"] and expression.endswith(COMPLETE)
+        keeps = step["behavior"] == "Removed" and step["invert"] and expression.endswith(_COMPLETE)
         if cuts or keeps:
             return expression
     raise vocabulary.refusal(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quark.torch.checkpoint.opened import OpenedFolder
     from quark.torch.flows.effort_costs import StepCosts
 
-OWN_TEXTS = "texts of the model's own"
+_OWN_TEXTS = "texts of the model's own"
 SHARE = 0.9
 """Of the free memory, so much at most: what is counted is the least that a job takes."""
 
@@ -68,11 +68,11 @@ def completed_for(
     if not writes_text(model):
         why = f"{type(model).__name__} writes no text"
     if why is not None:
-        return choice.completed(0, (), {f"{OWN_TEXTS}, {DISTILLATION}": why})
+        return choice.completed(0, (), {f"{_OWN_TEXTS}, {DISTILLATION}": why})
     costs = _Costs(model, choice, tokens, length, named_device(device))
     count, why = (asked, "") if asked is not None else costs.texts()
     if not count:
-        return choice.completed(0, (), {f"{OWN_TEXTS}, {DISTILLATION}": why})
+        return choice.completed(0, (), {f"{_OWN_TEXTS}, {DISTILLATION}": why})
     refused = costs.why_not_distilled(count)
     left_out = {} if refused is None else {DISTILLATION: refused}
     if asked is None and count < TEXTS:

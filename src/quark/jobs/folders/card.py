@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from quark.jobs.folders.measure import MeasuredFolders
     from quark.torch.writers.model_card import Figures
 
-OF_PACKAGE = "text of the package openquark"
+_OF_PACKAGE = "text of the package openquark"
 """The name of DEFAULT_TEXT in a card."""
 KINDS = {".json": "json", ".jsonl": "json", ".npz": "numpy"}
 """Suffix of data -> their type in a model-index; of others "text", and of folders "folder"."""
-WRITES_TEXT = "text-generation"
+_WRITES_TEXT = "text-generation"
 """The task of a model that is measured by what it says of a next token."""
 
 
@@ -68,10 +68,10 @@ def figures_of(measured: MeasuredFolders, data: Path, length: int) -> Figures:
         lines[f"SQNR of {name}"] = f"{output.sqnr:.2f} dB"
     text = comparison.perplexity is not None
     return Figures(
-        OF_PACKAGE if data == DEFAULT_TEXT else data.name,
+        _OF_PACKAGE if data == DEFAULT_TEXT else data.name,
         KINDS.get(data.suffix, "folder" if data.is_dir() else "text"),
         {"samples": len(measured.batches), **({"tokens": length} if text else {})},
-        WRITES_TEXT if text else None,
+        _WRITES_TEXT if text else None,
         [(kind, name, float(f"{value:.6g}")) for kind, name, value in metrics if math.isfinite(value)],
         lines,
     )

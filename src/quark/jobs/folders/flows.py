@@ -21,7 +21,7 @@ from quark.jobs.words import ONNX, algorithms_in
 if TYPE_CHECKING:
     from quark.torch.flows.predicted_size import FolderPlan
 
-STORED_FLOAT = "fake_quantized"
+_STORED_FLOAT = "fake_quantized"
 """The weight format that is as large as the float model."""
 
 
@@ -180,7 +180,7 @@ def _preflight_data(job: FolderJob, plan: FolderPlan, export: Export) -> Sequenc
 
     config, meta = job.config, plan.meta
     data = job.calibration.read(inputs_of(job.request.model, meta))
-    output = predicted_bytes(meta, None) if export.weight_format == STORED_FLOAT else plan.after
+    output = predicted_bytes(meta, None) if export.weight_format == _STORED_FLOAT else plan.after
     undecoded = check_plan(meta, config, plan.layers, job.form, job.reader, plan.folder)
     if undecoded is not None:
         logger.warning("%s", undecoded)

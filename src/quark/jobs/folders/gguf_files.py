@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from quark.torch.writers.gguf.folder_of_file import FolderOfFile
 
-ROUNDED = "values of its blocks are rounded to it (--dtype float32 keeps them)"
+_ROUNDED = "values of its blocks are rounded to it (--dtype float32 keeps them)"
 
 
 def dtype_named(name: str) -> torch.dtype | None:
@@ -73,5 +73,5 @@ def fill(made: FolderOfFile) -> None:
     """Write the tensors of a folder, and say what becomes of them."""
     dtype = str(made.dtype).removeprefix("torch.")
     exact = made.tensors.holds_all()
-    logger.info("Reading %s as %s: %s.", made.file, dtype, "its values as they are" if exact else ROUNDED)
+    logger.info("Reading %s as %s: %s.", made.file, dtype, "its values as they are" if exact else _ROUNDED)
     made.fill()

@@ -19,14 +19,14 @@ from quark.errors import ConfigError, FormatError, did_you_mean
 from quark.jobs.request import PIPELINE, FolderRequest
 from quark.jobs.words import check_words
 
-OF_ONE = ("save_imatrix", "imatrix", "sensitivity", "size")
+_OF_ONE = ("save_imatrix", "imatrix", "sensitivity", "size")
 """Options that say something of one model."""
-OF_DENOISERS = frozenset({
+_OF_DENOISERS = frozenset({
     "goal", "effort", "calib", "samples", "exclude", "algorithm", "length", "packing", "seed", "synthetic", "bits",
     "candidates", "layer", "kv_cache", "attention", "calibrate_all_experts", "stream",
 })  # fmt: skip
 """Options that a component with a scheme of its own does not get."""
-OF_DATA = frozenset({"calib", "samples", "algorithm"})
+_OF_DATA = frozenset({"calib", "samples", "algorithm"})
 """Of these, those that it gets where its own data are."""
 BESIDE = 64 << 20
 """Most bytes of a file beside model_index.json that is copied: whole models in one file are not read from there."""
@@ -91,8 +91,8 @@ def _with_own_scheme(part: FolderRequest, name: str, scheme: str) -> FolderReque
 
     data = _own_data(part.calib, name)
     if data is None or not (part.algorithm or scheme_of(scheme).needs_data):
-        return replace(_without(part, OF_DENOISERS), scheme=scheme)
-    return replace(_without(part, OF_DENOISERS - OF_DATA), scheme=scheme, calib=data)
+        return replace(_without(part, _OF_DENOISERS), scheme=scheme)
+    return replace(_without(part, _OF_DENOISERS - _OF_DATA), scheme=scheme, calib=data)
 
 
 def _check_classes(folder: Path, classes: Mapping[str, tuple[str, str]]) -> None:
@@ -119,7 +119,7 @@ def _check_classes(folder: Path, classes: Mapping[str, tuple[str, str]]) -> None
 
 def _refuse_of_one(request: FolderRequest) -> None:
     """Raise ConfigError for an option that is of one model."""
-    for name in OF_ONE:
+    for name in _OF_ONE:
         if name in request.said:
             raise ConfigError(
                 f"--{name.replace('_', '-')} applies to a single model, and {request.model} is a pipeline. "

@@ -22,8 +22,8 @@ from quark.jobs.options import key_of, option_of
 from quark.jobs.recipes.recipe import FORMAT
 from quark.jobs.request import QUANTIZE, Kinds, options_of
 
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-NUMBERS_TOO = ("mean", "std")
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_NUMBERS_TOO = ("mean", "std")
 """Texts of the command line that look like numbers in YAML."""
 SECTIONS = {
     "data": "Calibration data, and how samples are taken.",
@@ -52,9 +52,9 @@ def recipe_model() -> type[BaseModel]:
     top |= fields[""]
     top["model"] = (str, Field(description="Folder of a Hugging Face model, or an ONNX file."))
     for section, text in SECTIONS.items():
-        inner = create_model(section.title().replace("_", ""), __config__=STRICT, **fields[section])
+        inner = create_model(section.title().replace("_", ""), __config__=_STRICT, **fields[section])
         top[section] = (inner | None, Field(None, description=text))
-    return create_model("Recipe", __config__=STRICT, **top)
+    return create_model("Recipe", __config__=_STRICT, **top)
 
 
 def _places(kinds: Kinds[Any, Any]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _in_yaml(name: str, kind: Any) -> Any:
         return list[str | one]
     if typing.get_origin(kind) in (types.UnionType, Union):
         kind = next(part for part in typing.get_args(kind) if part is not type(None))
-    text: Any = str | int | float if name in NUMBERS_TOO else str
+    text: Any = str | int | float if name in _NUMBERS_TOO else str
     if typing.get_origin(kind) in (list, tuple):
         return list[text]
     return text if kind in (str, Path) else kind

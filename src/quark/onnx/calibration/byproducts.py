@@ -26,7 +26,7 @@ from quark.onnx_ops.graph_writer import add_constant
 
 AT_ONCE = 16
 """Samples whose means a linear layer computes at once."""
-AXES_ARE_INPUTS = 18
+_AXES_ARE_INPUTS = 18
 """The opset from which on ReduceMean reads its axes."""
 
 
@@ -382,7 +382,7 @@ def _add_mean(value: ir.Value, axis: int) -> str | None:
         return None
     name, axes = f"{value.name}_quark_mean", [each for each in range(1, rank) if each != axis % rank]
     opset = node.graph.opset_imports.get("") or 0
-    if opset < AXES_ARE_INPUTS:
+    if opset < _AXES_ARE_INPUTS:
         mean = ir.node("ReduceMean", [value], {"axes": axes, "keepdims": 0})
     else:
         mean = ir.node("ReduceMean", [value, add_constant(node.graph, f"{name}_axes", np.array(axes))], {"keepdims": 0})

@@ -33,10 +33,10 @@ from quark.onnx.placement.place import place
 
 SAMPLES = 2
 """Samples on which ranges of parts are compared: these differ by hundreds where they differ in kind."""
-FEWEST_CODES = 64
+_FEWEST_CODES = 64
 """Codes that a part needs of those of the joined tensor: with 6 bits of 8 it loses 12 dB."""
-PASSES_ON = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Concat")
-TAKES_PARTS = ("Slice", "Split", "Gather")
+_PASSES_ON = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Concat")
+_TAKES_PARTS = ("Slice", "Split", "Gather")
 """Chosen among op types that move data: those that keep every value, and those that exporters part outputs with."""
 
 
@@ -114,10 +114,10 @@ def _after(node: ir.Node, quantized: frozenset[ir.Node]) -> set[ir.Node]:
         for value in waiting.pop().outputs:
             ends = ends or value.is_graph_output()
             for reader in (use.node for use in value.uses()):
-                if is_op(reader, *TAKES_PARTS):
+                if is_op(reader, *_TAKES_PARTS):
                     ends = True
                     found.add(reader)
-                elif is_op(reader, *PASSES_ON):
+                elif is_op(reader, *_PASSES_ON):
                     if reader not in found:
                         found.add(reader)
                         waiting.append(reader)
@@ -155,4 +155,4 @@ def _costs_a_part(end: _JoinedEnd, ranges: Mapping[str, tuple[float, float]]) ->
     parts = [ranges[source_name(value)] for value in end.node.inputs if value is not None]
     step = (max(high for _, high in parts) - min(low for low, _ in parts)) / end.codes
     live = [ranges[source_name(value)] for value in live_inputs(end.node)]
-    return any(0 < high - low < FEWEST_CODES * step for low, high in live)
+    return any(0 < high - low < _FEWEST_CODES * step for low, high in live)

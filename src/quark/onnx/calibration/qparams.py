@@ -35,7 +35,7 @@ from quark.onnx.graph.model_file import constant
 from quark.onnx.placement.placement import Placement
 
 CHUNK_BYTES = 1 << 22
-LEAST_LIFTED = 2.0**-100
+_LEAST_LIFTED = 2.0**-100
 """A weight of smaller values would have scales near the smallest normal float32."""
 CAST = QParams(np.ones((), np.float32))
 """Of a plain cast, and in the place of what a block format finds for each block."""
@@ -134,7 +134,7 @@ def _lift(array: NumpyArray, spec: TensorSpec) -> np.float32:
     """
     amax = float(abs(array).max(initial=0))
     enough = EPS * (spec.dtype.max - spec.dtype.min)
-    if spec.scale_type not in (ScaleType.float, ScaleType.float32) or not LEAST_LIFTED < amax < enough:
+    if spec.scale_type not in (ScaleType.float, ScaleType.float32) or not _LEAST_LIFTED < amax < enough:
         return np.float32(1)
     return np.float32(2.0 ** math.ceil(math.log2(enough / amax)))
 

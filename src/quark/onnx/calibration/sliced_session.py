@@ -31,7 +31,7 @@ MOST_SLICES = 16
 
 BLOCKED = ("BatchNormalization", "AveragePool", "GlobalAveragePool", "Resize", "Upsample")
 """Operators whose rounding depends on whether they read blocks of channels."""
-PASSED_ON = (
+_PASSED_ON = (
     *("Add", "Sum", "Mul", "Concat", "Clip", "Relu", "LeakyRelu", "Sigmoid", "Tanh", "HardSigmoid", "HardSwish"),
     *("Gelu", "MaxPool", *BLOCKED),
 )
@@ -179,7 +179,7 @@ def _last_reads(nodes: Sequence[ir.Node], crossing: Set[ir.Value]) -> dict[ir.Va
     """Until where a tensor may not be cut off from what reads it: the last node that reads it."""
     last_read: dict[ir.Value, int] = {}
     for position, node in reversed(list(enumerate(nodes))):
-        passed_on = node.op_type in PASSED_ON and any(value in last_read for value in node.outputs)
+        passed_on = node.op_type in _PASSED_ON and any(value in last_read for value in node.outputs)
         tied = passed_on or _rounds_by_layout(node, crossing)
         for value in reads_of(node):
             if tied or value not in crossing:

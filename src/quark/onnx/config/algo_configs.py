@@ -27,7 +27,7 @@ __all__ = [
 A_ = TypeVar("A_", bound="AlgoConfig")
 
 ALGO_CONFIGS: Registry[type[AlgoConfig]] = Registry("algorithm")
-ACRONYMS = {"cle": "CLE", "gds": "GDS", "lr": "LR", "mse": "MSE", "qdq": "QDQ"}
+_ACRONYMS = {"cle": "CLE", "gds": "GDS", "lr": "LR", "mse": "MSE", "qdq": "QDQ"}
 TUNED = [*LAYERS, "InstanceNormalization", "LayerNormalization"]
 
 
@@ -122,7 +122,7 @@ def _algorithm(cls: type[A_]) -> type[A_]:
     config = checked(dataclass(cls))
     if "keys" not in vars(config):
         names = [entry.name for entry in dataclasses.fields(config)]
-        words = {name: [ACRONYMS.get(word, word.capitalize()) for word in name.split("_")] for name in names}
+        words = {name: [_ACRONYMS.get(word, word.capitalize()) for word in name.split("_")] for name in names}
         config.keys = {name: "".join(parts) for name, parts in words.items()}
     ALGO_CONFIGS.register(config.name, config)
     return config

@@ -32,7 +32,7 @@ ANY: Kind = (object,)
 KINDS: Mapping[type, Kind] = {bool: BOOL, int: INT, str: TEXT, list: LIST}
 
 
-PREFERENCES = ("accuracy", "speed", "resource_efficiency")
+_PREFERENCES = ("accuracy", "speed", "resource_efficiency")
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ _obeyed(
     None,
     "changes AdaRound and AdaQuant. accuracy: no early stop, biases learn too, outputs are quantized. speed: early "
     "stop, all in memory. resource_efficiency: little memory",
-    PREFERENCES,
+    _PREFERENCES,
 )
 
 # Bias and scales.

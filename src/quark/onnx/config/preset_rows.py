@@ -51,7 +51,7 @@ ASYMMETRIC: Options = {"ActivationSymmetric": False, "WeightSymmetric": False, *
 ALIGNED: Options = {"AlignSlice": False, "FoldRelu": True, "AlignConcat": True}
 A16W8: Options = {**FORCE, **ALIGNED, "AlignEltwiseQuantType": True}
 OUTLIERS: Options = {"Percentile": 99.9999}
-MOVING_AVERAGE: Options = {"CalibMovingAverage": True}
+_MOVING_AVERAGE: Options = {"CalibMovingAverage": True}
 TRANSFORMER: Options = {"enable_npu_transformer": True}
 ADAROUND: Options = {
     "DataSize": 1000,
@@ -82,14 +82,14 @@ VINT8: Options = {
     "DedicatedQDQPair": True,
     "QuantizeAllOpTypes": True,
 }
-MIXED_BF16: Options = {
+_MIXED_BF16: Options = {
     "ActivationSymmetric": True,
     "QuantizeBias": False,
     "DedicateDQNode": True,
     "CalibDataSize": 1,
     "AutoMixprecision": {"DualQuantNodes": True},
 }
-MIXED_INT16: Options = {
+_MIXED_INT16: Options = {
     **OUTLIERS,
     **FORCE,
     "Int32Bias": False,
@@ -98,7 +98,7 @@ MIXED_INT16: Options = {
     "ActivationSymmetric": False,
 }
 CPU: Options = {"Target": "ort_x64", "StoreFloat16": True}
-NBITS: Options = {"GroupSize": 128, "Symmetric": True, "Bits": 4, "AccuracyLevel": 1}
+_NBITS: Options = {"GroupSize": 128, "Symmetric": True, "Bits": 4, "AccuracyLevel": 1}
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _mixed(row: Row, target: type[QTensorConfig]) -> Row:
     return replace(row, fields={**row.fields, "include_auto_mp": True}, target=target)
 
 
-LEGACY: dict[str, Row] = {
+_LEGACY: dict[str, Row] = {
     "UINT8_DYNAMIC_QUANT": _onnx("QInt8", "QUInt8", {}, use_dynamic_quant=True),
     "XINT8": _onnx("QUInt8", "QInt8", SYMMETRIC, MIN_MSE, enable_npu_cnn=True),
     "VINT8": _onnx("QInt8", "QInt8", {"ActivationSymmetric": True, **VINT8}, MIN_MSE, optimize_model=False),
@@ -205,18 +205,18 @@ LEGACY: dict[str, Row] = {
     "MXFP6E2M3": _extended("QMX", "QMX", _mx("fp6_e2m3")),
     "MXFP4E2M1": _extended("QMX", "QMX", _mx("fp4_e2m1")),
     "MXINT8": _extended("QMX", "QMX", _mx("int8")),
-    "S16S16_MIXED_S8S8": _mixed(_extended("QInt16", "QInt16", MIXED_INT16, PERCENTILE), Int8Spec),
-    "BF16_MIXED_BFP16": _mixed(_extended("QBFloat16", "QBFloat16", MIXED_BF16), BFP16Spec),
-    "BF16_MIXED_MXINT8": _mixed(_extended("QBFloat16", "QBFloat16", MIXED_BF16), MXInt8Spec),
+    "S16S16_MIXED_S8S8": _mixed(_extended("QInt16", "QInt16", _MIXED_INT16, PERCENTILE), Int8Spec),
+    "BF16_MIXED_BFP16": _mixed(_extended("QBFloat16", "QBFloat16", _MIXED_BF16), BFP16Spec),
+    "BF16_MIXED_MXINT8": _mixed(_extended("QBFloat16", "QBFloat16", _MIXED_BF16), MXInt8Spec),
     "BF16_BFP16": _extended("QBFloat16", "QBFP", _bfp("bfp16")),
     "BF16_MXINT8": _extended("QBFloat16", "QMX", _mx("int8")),
     "MX9_INT8": _extended("QBFP", "QInt8", _bfp("mx9")),
     "INT8_CNN_DEFAULT": _onnx("QUInt8", "QInt8", FORCE),
-    "INT8_TRANSFORMER_DEFAULT": _onnx("QUInt8", "QInt8", MOVING_AVERAGE, **TRANSFORMER),
+    "INT8_TRANSFORMER_DEFAULT": _onnx("QUInt8", "QInt8", _MOVING_AVERAGE, **TRANSFORMER),
     "INT8_CNN_ACCURATE": _onnx("QUInt8", "QInt8", {**OUTLIERS, **FORCE}, PERCENTILE).learned(ADAROUND),
     "INT8_TRANSFORMER_ACCURATE": _onnx("QUInt8", "QInt8", OUTLIERS, PERCENTILE, **TRANSFORMER).learned(ADAROUND),
     "INT16_CNN_DEFAULT": _extended("QUInt16", "QInt16", FORCE),
-    "INT16_TRANSFORMER_DEFAULT": _extended("QUInt16", "QInt16", MOVING_AVERAGE, **TRANSFORMER),
+    "INT16_TRANSFORMER_DEFAULT": _extended("QUInt16", "QInt16", _MOVING_AVERAGE, **TRANSFORMER),
     "INT16_CNN_ACCURATE": _extended("QUInt16", "QInt16", {**OUTLIERS, **FORCE}, PERCENTILE).learned(ADAROUND),
     "INT16_TRANSFORMER_ACCURATE": _extended("QUInt16", "QInt16", OUTLIERS, PERCENTILE, **TRANSFORMER).learned(ADAROUND),
     "INT8_CPU": _onnx("QUInt8", "QInt8", CPU, PERCENTILE, per_channel=True),
@@ -226,12 +226,12 @@ LEGACY: dict[str, Row] = {
     "INT8_CPU_WEIGHTS": _onnx("QUInt8", "QInt8", {**CPU, "WeightsOnly": True}, per_channel=True),
     # Unsigned: int8 beside uint8 saturates on processors without VNNI.
     "INT8_CPU_DYNAMIC": _onnx("QUInt8", "QUInt8", CPU, per_channel=True, use_dynamic_quant=True),
-    "MATMUL_NBITS": _onnx("QInt8", "QInt8", {"UseMatMulNBits": True, "MatMulNBitsParams": NBITS}),
+    "MATMUL_NBITS": _onnx("QInt8", "QInt8", {"UseMatMulNBits": True, "MatMulNBitsParams": _NBITS}),
 }
-WITH_ADAROUND = ("XINT8", "S8S8_AAWS", "U8S8_AAWS", "S16S8_ASWS", "U16S8_AAWS", "A8W8", "A16W8")
+_WITH_ADAROUND = ("XINT8", "S8S8_AAWS", "U8S8_AAWS", "S16S8_ASWS", "U16S8_AAWS", "A8W8", "A16W8")
 """Rows that have an `_ADAROUND`."""
-WITH_ADAQUANT = (
-    *WITH_ADAROUND,
+_WITH_ADAQUANT = (
+    *_WITH_ADAROUND,
     *("FP16", "BF16", "BFP16", "MX4", "MX6", "MX9"),
     *("MXFP8E5M2", "MXFP8E4M3", "MXFP6E3M2", "MXFP6E2M3", "MXFP4E2M1", "MXINT8"),
     *("BF16_MIXED_BFP16", "BF16_MIXED_MXINT8"),
@@ -239,11 +239,11 @@ WITH_ADAQUANT = (
 """Rows that have an `_ADAQUANT`."""
 
 ROWS: Registry[Row] = Registry("configuration")
-for _name, _row in LEGACY.items():
+for _name, _row in _LEGACY.items():
     ROWS.register(_name, _row)
-    if _name in WITH_ADAROUND:
+    if _name in _WITH_ADAROUND:
         ROWS.register(f"{_name}_ADAROUND", _row.learned(ADAROUND))
-    if _name in WITH_ADAQUANT:
+    if _name in _WITH_ADAQUANT:
         ROWS.register(f"{_name}_ADAQUANT", _row.learned(ADAQUANT))
 
 QROWS: dict[str, QRow] = {

@@ -36,7 +36,7 @@ OUTPUT = "_QuantizeLinear_Input"
 """After the name of an output: what its pair reads."""
 PAIR = ("_QuantizeLinear", "_DequantizeLinear")
 LATENCY_RUNS, LATENCY_SECONDS = 5, 1.0
-LOSSLESS = 50.0
+_LOSSLESS = 50.0
 """dB from which on it does not matter how much was lost."""
 RESCALED = 6.0
 """dB that factors of the channels must gain to be taken for rescaled ones."""
@@ -207,8 +207,8 @@ def damaged_layers(
     lost = []
     for name, layer in known.items():
         if reads[name] and reads[name] <= known.keys() | given:
-            before = min((known[read].sqnr for read in reads[name] - given), default=LOSSLESS)
-            lost.append((layer, min(before, LOSSLESS)))
+            before = min((known[read].sqnr for read in reads[name] - given), default=_LOSSLESS)
+            lost.append((layer, min(before, _LOSSLESS)))
     worst: dict[str, tuple[ComparedLayer, float]] = {}
     for layer, before in sorted(lost, key=lambda each: each[0].sqnr - each[1]):
         # Of several outputs of a node the one that loses most.

@@ -63,7 +63,7 @@ def _stays(node: ir.Node) -> bool:
 # Layers that are left in float ----------------------------------------------------------------------------------------
 
 
-ABSORBED = ("Conv", "Gemm")
+_ABSORBED = ("Conv", "Gemm")
 
 
 def in_integers_unasked(model: ir.Model, settings: Settings) -> str | None:
@@ -94,7 +94,7 @@ def _runs_elsewhere(settings: Settings) -> bool:
 
 
 def _is_absorbed(node: ir.Node) -> bool:
-    if node.op_type not in ABSORBED or node.domain or len(node.inputs) < 2:
+    if node.op_type not in _ABSORBED or node.domain or len(node.inputs) < 2:
         return False
     data, weight = node.inputs[0], node.inputs[1]
     decoded = data is not None and data.producer() is not None and _is(data.producer(), "DequantizeLinear")

@@ -26,7 +26,7 @@ from quark.report.figures import ClippedHistogram
 
 FOLDED = "BatchNormalization"
 """What goes into the weight of the layer before it."""
-TURNS = 4
+_TURNS = 4
 """Of fitting factors along two axes: noiseless factors are found to 1e-6 and better."""
 
 
@@ -94,7 +94,7 @@ def _fitted_both_ways(x: NumpyArray, y: NumpyArray) -> float:
     """SQNR in dB where y has a factor along its first axis and one along its second, fitted in turns."""
     if x.ndim < 2:
         return -math.inf
-    for axis in (1, 0) * TURNS:
+    for axis in (1, 0) * _TURNS:
         shape = [-1 if i == axis else 1 for i in range(x.ndim)]
         fit = ChannelFit(axis).update(x, y)
         if fit.noise_to_signal == math.inf:
@@ -119,7 +119,7 @@ def _decoding(model: onnx.ModelProto, folder: Path, decoders: dict[str, onnx.Nod
 
 BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT8: 8, TensorProto.UINT8: 8,
                         TensorProto.INT16: 16, TensorProto.UINT16: 16}  # fmt: skip
-SIGNED = frozenset({TensorProto.INT4, TensorProto.INT8, TensorProto.INT16})
+_SIGNED = frozenset({TensorProto.INT4, TensorProto.INT8, TensorProto.INT16})
 
 
 def value_ranges(
@@ -168,6 +168,6 @@ def _range(name: str, graph: QuantizedGraph) -> tuple[float, float] | None:
     zero = graph.array(encoder.input[2]) if len(encoder.input) > 2 and encoder.input[2] else np.zeros((), np.int64)
     if scale is None or zero is None or scale.size != 1 or kind not in BITS:
         return None
-    low = -(1 << BITS[kind] - 1) if kind in SIGNED else 0
+    low = -(1 << BITS[kind] - 1) if kind in _SIGNED else 0
     offset, factor = int(zero.astype(np.int64).item()), float(scale.item())
     return (low - offset) * factor, (low + (1 << BITS[kind]) - 1 - offset) * factor

@@ -26,20 +26,20 @@ from quark.report.figures import DrawnNode
 __all__ = ["Fusion", "inspect_fusion"]
 
 
-INTEGER_KERNELS = frozenset(
+_INTEGER_KERNELS = frozenset(
     {"QGemm", "QAttention", "QMoE", "QEmbedLayerNormalization", "MatMulInteger", "MatMulIntegerToFloat", "ConvInteger"}
     | {"DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulNBits", "GatherBlockQuantized"}
 )
 """Beside those whose name starts with QLinear."""
-NO_EFFECT = frozenset({*CLAMPS, "Identity", "Dropout"}) | MOVES
+_NO_EFFECT = frozenset({*CLAMPS, "Identity", "Dropout"}) | MOVES
 """What the runtime removes where it changes nothing; any other node that is gone was rewritten for float kernels."""
-FLOAT_DOMAIN = "com.microsoft.nchwc"
+_FLOAT_DOMAIN = "com.microsoft.nchwc"
 LAYOUT = frozenset({"Reshape", "Transpose", "ReorderInput", "ReorderOutput"})
 TAG = r"(\d+)\|"
 """In front of the name of each node: its index in the file."""
 
 
-INT8_LEVEL = 4
+_INT8_LEVEL = 4
 """accuracy_level of MatMulNBits at which its input is quantized."""
 
 
@@ -86,11 +86,11 @@ def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
         kernel, integer = fates.of(index)
         if node.op_type == "MatMulNBits":
             level = next((attribute.i for attribute in node.attribute if attribute.name == "accuracy_level"), 0)
-            kernel, integer, why = node.op_type, level == INT8_LEVEL, ["", ""]
+            kernel, integer, why = node.op_type, level == _INT8_LEVEL, ["", ""]
             if not integer:
                 why = [
                     f"Its accuracy_level is {level}: the weights are decoded, and the product is one of floats.",
-                    f"AccuracyLevel {INT8_LEVEL} multiplies in int8, which costs accuracy.",
+                    f"AccuracyLevel {_INT8_LEVEL} multiplies in int8, which costs accuracy.",
                 ]
         else:
             why = ["", ""] if integer else list(explain(QuantizedNode(node, graph)))
@@ -103,7 +103,7 @@ def _is_qdq(node: onnx.NodeProto) -> bool:
 
 
 def _is_integer(op_type: str) -> bool:
-    return op_type.startswith("QLinear") or op_type in INTEGER_KERNELS
+    return op_type.startswith("QLinear") or op_type in _INTEGER_KERNELS
 
 
 def _is_quantized(node: onnx.NodeProto, graph: QuantizedGraph) -> bool:
@@ -148,8 +148,8 @@ class _Fates:
         if _is_integer(op_type):
             return (survivor.op_type if survivor is not None and _is_integer(survivor.op_type) else op_type), True
         if survivor is None:
-            return ("", True) if op_type in NO_EFFECT else (op_type, False)
-        integer = survivor.domain != FLOAT_DOMAIN and not self.decoded & set(survivor.input)
+            return ("", True) if op_type in _NO_EFFECT else (op_type, False)
+        integer = survivor.domain != _FLOAT_DOMAIN and not self.decoded & set(survivor.input)
         return survivor.op_type, _is_integer(survivor.op_type) or integer
 
     def _maker(self, name: str) -> onnx.NodeProto | None:

@@ -20,7 +20,7 @@ ENCODERS, DECODERS = frozenset({"QuantizeLinear"}), frozenset({"DequantizeLinear
 INTEGER_LAYERS = frozenset({"Conv", *PRODUCTS})
 """Layers with integer kernels in the runtime: it has none of ConvTranspose."""
 SMALLEST: dict[int, int] = {TensorProto.UINT8: 0, TensorProto.INT8: -128}
-BIAS_TOLERANCE = 0.01
+_BIAS_TOLERANCE = 0.01
 
 
 class QuantizedGraph:
@@ -148,7 +148,7 @@ class QuantizedNode:
         if self.graph.kind(decoder) != TensorProto.INT32:
             return "is not int32"
         wrong = self._bias_scale_error(decoder)
-        return f"has a scale {wrong:.0%} off input scale * weight scale" if wrong > BIAS_TOLERANCE else ""
+        return f"has a scale {wrong:.0%} off input scale * weight scale" if wrong > _BIAS_TOLERANCE else ""
 
     @property
     def _bias_operand(self) -> tuple[QuantizedNode, int] | None:

@@ -19,7 +19,7 @@ MOVES = BYTES | {"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Sli
 MOVES |= {"GatherElements", "Expand", "Tile"}
 FUSES = INTEGER_LAYERS | {"Add", "Mul", "Concat", "Where", "Softmax", "Sigmoid", "LeakyRelu", "ArgMax"} | MOVES
 FUSES |= {"AveragePool", "GlobalAveragePool"}
-FLOAT_OUTPUT = frozenset({*PRODUCTS, "ArgMax"}) | MOVES
+_FLOAT_OUTPUT = frozenset({*PRODUCTS, "ArgMax"}) | MOVES
 """Op types by what QDQ transformers of ONNX Runtime fuse: facts of the runtime, not of the operators."""
 WIDE = {TensorProto.INT16, TensorProto.UINT16}
 NARROW = {TensorProto.INT4, TensorProto.UINT4}
@@ -109,12 +109,12 @@ REASONS: dict[str, _Reason] = {
         "Limit the quantized range to the bounds of the Clip.",
     ),
     "activation": _Reason(
-        lambda s: s.activation and s.op not in FLOAT_OUTPUT,
+        lambda s: s.activation and s.op not in _FLOAT_OUTPUT,
         "A {node.activation} stands between it and the QuantizeLinear.",
         "Quantize its output directly.",
     ),
     "float_reader": _Reason(
-        lambda s: s.op not in FLOAT_OUTPUT and s.float_reader,
+        lambda s: s.op not in _FLOAT_OUTPUT and s.float_reader,
         "Its output is read without QuantizeLinear by {node.float_reader}.",
         "Let every reader read the DequantizeLinear.",
     ),

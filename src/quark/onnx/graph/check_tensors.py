@@ -22,7 +22,7 @@ from quark.errors import FormatError
 FIELDS = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
 LONGEST_NAME = 4096
 """Bytes in a path, at most, on the systems that there are."""
-DENSE_LIMIT = 2**31 - 2**20
+_DENSE_LIMIT = 2**31 - 2**20
 """Bytes of a sparse tensor once its zeros are written out."""
 
 
@@ -102,7 +102,7 @@ def _entries(tensor: TensorProto) -> int:
     return size if bits >= 8 else -(-size * bits // 8)
 
 
-EXTERNAL_KEYS = frozenset({"location", "offset", "length", "checksum", "basepath"})
+_EXTERNAL_KEYS = frozenset({"location", "offset", "length", "checksum", "basepath"})
 """What ONNX says of data outside the model (onnx.proto, TensorProto.external_data)."""
 
 
@@ -142,7 +142,7 @@ def outside(tensor: TensorProto, who: str, folder: Path) -> Outside:
 
 def _external_entries(tensor: TensorProto, who: str) -> dict[str, str]:
     entries = {entry.key: entry.value for entry in tensor.external_data}
-    unknown = sorted(entries.keys() - EXTERNAL_KEYS)
+    unknown = sorted(entries.keys() - _EXTERNAL_KEYS)
     if unknown:
         raise FormatError(f"The external data of {who} have the unknown key {quoted(unknown[0])}.")
     if len(entries) < len(tensor.external_data):
@@ -213,7 +213,7 @@ def dense(sparse: onnx.SparseTensorProto, who: str, folder: Path) -> TensorProto
     whole = TensorProto(data_type=values.data_type, dims=shape, name=values.name)
     if values.data_type == TensorProto.STRING or ir.DataType(values.data_type).bitwidth < 8:
         raise FormatError(f"{who} is sparse with values of {ir.DataType(values.data_type)}: possible: numbers.")
-    if byte_count(whole) > DENSE_LIMIT:
+    if byte_count(whole) > _DENSE_LIMIT:
         raise FormatError(f"{who} is sparse and takes {byte_count(whole)} bytes when its zeros are written out.")
     flat = _flat_indices(indices, shape, count, who)
     array = np.zeros(math.prod(shape), onnx.helper.tensor_dtype_to_np_dtype(values.data_type))

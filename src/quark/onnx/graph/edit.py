@@ -14,13 +14,13 @@ from quark.core.array import NumpyArray
 from quark.errors import StructureError
 from quark.onnx.graph.model_file import constant
 
-ONNX_DOMAINS = ("", "ai.onnx")
-KNOWN_DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
+_ONNX_DOMAINS = ("", "ai.onnx")
+KNOWN_DOMAINS = (*_ONNX_DOMAINS, "com.microsoft")
 """Domains whose op types the rules mean: those of ONNX, and of what ONNX Runtime's own fusions leave."""
 STANDS_FOR = "stands for"
 """Key of a node's `meta`: the name of the node of the user's model that it is a part of."""
 
-CONTRIB_ATTRIBUTES = {
+_CONTRIB_ATTRIBUTES = {
     "DynamicQuantizeLSTM": (
         *("activation_alpha", "activation_beta", "activations", "clip", "direction", "hidden_size", "input_forget"),
     ),
@@ -32,7 +32,7 @@ CONTRIB_ATTRIBUTES = {
 
 def is_op(node: ir.Node | None, *op_types: str) -> bool:
     """Whether a node is one of these standard operators."""
-    return node is not None and node.domain in ONNX_DOMAINS and node.op_type in op_types
+    return node is not None and node.domain in _ONNX_DOMAINS and node.op_type in op_types
 
 
 def is_read(value: ir.Value) -> bool:
@@ -85,7 +85,7 @@ def carried_over(node: ir.Node, op_type: str, domain: str = "", **changed: Any) 
         StructureError: The node has an attribute, not at its default, that the other operator does not know.
     """
     known = (
-        CONTRIB_ATTRIBUTES[op_type] if domain not in ONNX_DOMAINS else onnx.defs.get_schema(op_type).attributes.keys()
+        _CONTRIB_ATTRIBUTES[op_type] if domain not in _ONNX_DOMAINS else onnx.defs.get_schema(op_type).attributes.keys()
     )
     kept = {}
     for name, attribute in node.attributes.items():

@@ -6,9 +6,9 @@ No scale serves both, and in a block format one such value takes the exponent of
     any other number                  is one where it is added, or selected, on the way to a Softmax, or to what else
                                       only its largest inputs matter to
 
-What is added on the way to a Softmax is a mask if it spreads over more than `MOST_NATS` and no layer computes it: it
+What is added on the way to a Softmax is a mask if it spreads over more than `_MOST_NATS` and no layer computes it: it
 alone decides then which weights are 0, as e^-64 of another is less than float32 adds to 1. Finite masks (-100 in Swin,
--1e4 in BERT, -1e9 in TensorFlow) and the slopes of ALiBi are such. What layers compute is one beyond `MOST_LOGITS`.
+-1e4 in BERT, -1e9 in TensorFlow) and the slopes of ALiBi are such. What layers compute is one beyond `_MOST_LOGITS`.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from quark.onnx.operators import LAYERS, ON_REQUEST, RECURRENT, RULES, SIMULATED
 
 MASK = 1e30
 """Larger magnitudes are masks (the most negative float before a Softmax): they stay in float."""
-HALF_MASK = 6e4
-MOST_NATS = 64.0
+_HALF_MASK = 6e4
+_MOST_NATS = 64.0
 """A step of 8 bits over this range is 1/4: weights of a Softmax are then off by 7 % (23 dB), beyond it by more."""
-MOST_LOGITS = 1e3
+_MOST_LOGITS = 1e3
 """The range for outputs of layers, which spread for other reasons, and before an operator without an exponent."""
 
-ADDS = {"Add", "Sub", "Sum"}
-SELECTS = {"Where", "Min", "Max", "ScatterND", "ScatterElements", "Concat", "Pad"}
+_ADDS = {"Add", "Sub", "Sum"}
+_SELECTS = {"Where", "Min", "Max", "ScatterND", "ScatterElements", "Concat", "Pad"}
 """Op types whose output holds values of one input or of another."""
 SCALES = {"Mul", "Div", "Neg", "Cast", "Clip", "Log", "LogSoftmax"}
 MOVES = {name for name, rule in {**RULES, **ON_REQUEST}.items() if rule.shares_scale}
-CARRIES = ADDS | SELECTS | SCALES | MOVES
+_CARRIES = _ADDS | _SELECTS | SCALES | MOVES
 
-EXPONENTIAL = {"Softmax", "LogSoftmax", "Exp", "ReduceLogSumExp", "Sigmoid"}
+_EXPONENTIAL = {"Softmax", "LogSoftmax", "Exp", "ReduceLogSumExp", "Sigmoid"}
 """Op types to which inputs many nats below the largest, or below 0, are all the same."""
 LARGEST = {"ReduceMax", "ReduceMin", "ArgMax", "ArgMin", "TopK", "Hardmax"}
 """Op types that look for the largest, or smallest, of their inputs."""
-ADDED_WITHIN = {("", "Attention"): 3, ("com.microsoft", "Attention"): 5, ("com.microsoft", "MultiHeadAttention"): 5,
+_ADDED_WITHIN = {("", "Attention"): 3, ("com.microsoft", "Attention"): 5, ("com.microsoft", "MultiHeadAttention"): 5,
                 ("com.microsoft", "GroupQueryAttention"): 10, ("com.microsoft", "BiasSoftmax"): 1}  # fmt: skip
 """Operators with a Softmax inside -> index of the input that they add before it."""
 COMPUTES = {*LAYERS, "Einsum", *RECURRENT}
 
 Range = tuple[float, float]
-RangeOf = Callable[[ir.Value], Range | None]
+_RangeOf = Callable[[ir.Value], Range | None]
 """The smallest and the largest value of a tensor; None where that is not known."""
 
 
@@ -63,19 +63,19 @@ def is_mask(value: ir.Value) -> bool:
 
 def limit(dtype: str) -> float:
     """The magnitude over which values of a float type are a mask: float16 ends at 65504."""
-    return HALF_MASK if dtype == "float16" else MASK
+    return _HALF_MASK if dtype == "float16" else MASK
 
 
 def masked_values(graph: ir.Graph) -> set[ir.Value]:
     """The tensors of a graph that hold values of a mask, the most negative float or -inf."""
     found: set[ir.Value] = set()
     for node in graph:
-        if node.op_type in CARRIES and any(v is not None and (v in found or is_mask(v)) for v in node.inputs):
+        if node.op_type in _CARRIES and any(v is not None and (v in found or is_mask(v)) for v in node.inputs):
             found.update(node.outputs)
     return found
 
 
-def added_masks(graph: ir.Graph, range_of: RangeOf) -> set[ir.Value]:
+def added_masks(graph: ir.Graph, range_of: _RangeOf) -> set[ir.Value]:
     """The masks that are added or selected on the way to a Softmax, and every tensor there that carries one.
 
     Args:
@@ -94,7 +94,7 @@ def added_masks(graph: ir.Graph, range_of: RangeOf) -> set[ir.Value]:
 class _Masks:
     """The search for masks: `found` grows."""
 
-    def __init__(self, graph: ir.Graph, range_of: RangeOf) -> None:
+    def __init__(self, graph: ir.Graph, range_of: _RangeOf) -> None:
         self.range_of, self.least, self.computed = range_of, _ways(graph), _computed_by_layers(graph)
         self.possible = _possible_ranges(graph, range_of, self.computed)
         self.found: set[ir.Value] = set()
@@ -102,7 +102,7 @@ class _Masks:
     def _is_wide(self, value: ir.Value, most: float, about: Callable[[Range], float], unknown: bool = True) -> bool:
         limits = self.possible.get(value)
         if value in self.computed:
-            return limits is not None and most < MOST_LOGITS < about(limits)
+            return limits is not None and most < _MOST_LOGITS < about(limits)
         return unknown if limits is None else about(limits) > most
 
     def find_added(self, node: ir.Node) -> None:
@@ -110,8 +110,8 @@ class _Masks:
         operands = _operands(node)
         for output in [value for value in node.outputs if value in self.least and operands]:
             most, seen = self.least[output], self.range_of(output)
-            if node.op_type in ADDS | SELECTS:
-                about = _spread if node.op_type in ADDS else _magnitude
+            if node.op_type in _ADDS | _SELECTS:
+                about = _spread if node.op_type in _ADDS else _magnitude
                 unknown = seen is None or _spread(seen) > most
                 self.found.update(value for value in operands if self._is_wide(value, most, about, unknown))
             if not self.found.isdisjoint(operands):
@@ -138,19 +138,19 @@ def _ways(graph: ir.Graph) -> dict[ir.Value, float]:
     least: dict[ir.Value, float] = {}
     for node in reversed(graph):
         op_type, inputs = SIMULATED.get(node.op_type, node.op_type), list[ir.Value | None]()
-        reached = [least[output] for output in node.outputs if output in least and op_type in CARRIES]
+        reached = [least[output] for output in node.outputs if output in least and op_type in _CARRIES]
         if reached:
             inputs += _operands(node)
-        if op_type in EXPONENTIAL | LARGEST:
+        if op_type in _EXPONENTIAL | LARGEST:
             inputs += node.inputs[:1]
-            reached.append(MOST_NATS if op_type in EXPONENTIAL else MOST_LOGITS)
-        within = ADDED_WITHIN.get((node.domain, op_type))
+            reached.append(_MOST_NATS if op_type in _EXPONENTIAL else _MOST_LOGITS)
+        within = _ADDED_WITHIN.get((node.domain, op_type))
         if within is not None:
             inputs += node.inputs[within : within + 1]
-            reached.append(MOST_NATS)
+            reached.append(_MOST_NATS)
         for value in inputs:
             if value is not None:
-                least[value] = min([*reached, least.get(value, MOST_LOGITS)])
+                least[value] = min([*reached, least.get(value, _MOST_LOGITS)])
     return least
 
 
@@ -171,7 +171,7 @@ def _computed_by_layers(graph: ir.Graph) -> set[ir.Value]:
     return computed
 
 
-def _possible_ranges(graph: ir.Graph, range_of: RangeOf, computed: set[ir.Value]) -> dict[ir.Value, Range]:
+def _possible_ranges(graph: ir.Graph, range_of: _RangeOf, computed: set[ir.Value]) -> dict[ir.Value, Range]:
     """What values tensors have, or may have: a mask of 1 and 0 is all 1 where samples are not padded.
 
     An input, and what is computed of integers, may be 0 and 1. Of what layers compute, only what was seen is known.
@@ -212,7 +212,7 @@ def _result(op_type: str, given: list[Range]) -> Range | None:
         return _negative(given[0])
     if op_type == "Sub" and len(given) == 2:
         given = [given[0], _negative(given[1])]
-    if op_type in ADDS:
+    if op_type in _ADDS:
         return sum(low for low, _ in given), sum(high for _, high in given)
     if op_type == "Mul" and len(given) == 2:
         return _product(*given)
@@ -231,7 +231,7 @@ def _product(one: Range, other: Range) -> Range:
 
 def _operands(node: ir.Node) -> list[ir.Value]:
     """The inputs whose values a node gives on, or adds."""
-    if node.op_type not in CARRIES:
+    if node.op_type not in _CARRIES:
         return []
     indices = [*rule_of(node.op_type).inputs(node), *([2] if node.op_type == "Pad" else [])]
     values = [node.inputs[index] for index in indices if index < len(node.inputs)]

@@ -27,7 +27,7 @@ QUANTIZED_OPS |= {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearM
 QUANTIZED_OPS |= {"DynamicQuantizeLSTM", "GatherBlockQuantized"}
 QUANTIZED_OPS |= {"ExtendedQuantizeLinear", "ExtendedDequantizeLinear", "MXQuantizeDequantize", "BFPQuantizeDequantize"}
 CONSTANT_KINDS = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
-MAKES_SEQUENCE = ("SequenceConstruct", "SequenceEmpty", "SequenceInsert", "SequenceErase", "SplitToSequence")
+_MAKES_SEQUENCE = ("SequenceConstruct", "SequenceEmpty", "SequenceInsert", "SequenceErase", "SplitToSequence")
 
 
 def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
@@ -258,7 +258,7 @@ def infer_shapes(model: ir.Model) -> None:
         ShapeInferencePass(check_type=False, strict_mode=False)(model)
     for node in model.graph.all_nodes():
         # The pass takes a sequence for a tensor of its elements.
-        for value in node.outputs if node.op_type in MAKES_SEQUENCE else ():
+        for value in node.outputs if node.op_type in _MAKES_SEQUENCE else ():
             if isinstance(value.type, ir.TensorType):
                 value.type, value.shape = ir.SequenceType(value.type), None
 

@@ -41,7 +41,7 @@ _deviation = op("Sqrt", op("Add", _mean, Const("epsilon")))
 _inverse = either(op("Reciprocal", _deviation), op("Div", 1.0, _deviation),
                   op("Pow", op("Add", _mean, Const("epsilon")), -0.5))  # fmt: skip
 _normalized = either(op("Mul", "x", _inverse), op("Div", "x", _deviation))
-IN_PARTS: tuple[Pattern, ...] = (op("Mul", _normalized, Const("gain")), _normalized)
+_IN_PARTS: tuple[Pattern, ...] = (op("Mul", _normalized, Const("gain")), _normalized)
 """RMS norms, with a gain first."""
 
 
@@ -73,7 +73,7 @@ def find_norms(graph: ir.Graph) -> list[Normalization]:
     """Every normalization over the last axis with constant gain and bias."""
     found = [norm for node in graph if (norm := fused_norm(node)) is not None]
     covered: set[ir.Node] = set()
-    for pattern in IN_PARTS:
+    for pattern in _IN_PARTS:
         for node in graph:
             parts = match(pattern, node) if node.op_type in ("Mul", "Div") and node not in covered else None
             if parts is not None and _is_last_axis(parts):

@@ -22,8 +22,8 @@ import onnx_ir as ir
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, is_constant
 
-COMMUTATIVE = ("Add", "Mul")
-BROADCASTING = (*COMMUTATIVE, "Sub", "Div", "Pow", "Max", "Min")
+_COMMUTATIVE = ("Add", "Mul")
+_BROADCASTING = (*_COMMUTATIVE, "Sub", "Div", "Pow", "Max", "Min")
 """Op types of which patterns are made, of those of two operands."""
 TOLERANCE = 5e-4
 """Relative: exporters round sqrt(2) and its like to half precision and to few digits."""
@@ -96,7 +96,9 @@ class Match:
         """Whether no constant gives the result more dimensions than every named value has."""
         named = [value.shape for value in self.values.values() if not is_constant(value)]
         least = min((0 if shape is None else len(shape) for shape in named), default=0)
-        constants = [v for node in self.of_type(*BROADCASTING) for v in node.inputs if v is not None and is_constant(v)]
+        constants = [
+            v for node in self.of_type(*_BROADCASTING) for v in node.inputs if v is not None and is_constant(v)
+        ]
         return all(
             (len(value.const_value.shape) if value.const_value is not None else int(constant(value).ndim)) <= least
             for value in constants
@@ -134,7 +136,7 @@ def _search_node(pattern: Op, node: ir.Node | None, found: Match) -> Iterator[Ma
     if any(value is not None and not is_constant(value) for value in node.inputs[count:]):
         return
     found = Match(found.values, (*found.nodes, node))
-    orders = permutations(node.inputs) if node.op_type in COMMUTATIVE else [node.inputs[:count]]
+    orders = permutations(node.inputs) if node.op_type in _COMMUTATIVE else [node.inputs[:count]]
     for inputs in orders:
         yield from _search_all(pattern.inputs, inputs, found)
 

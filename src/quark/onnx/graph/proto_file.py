@@ -119,7 +119,7 @@ GRAPH, INITIALIZER, RAW_DATA = 7, 5, 9
 """Numbers of the fields of ModelProto, GraphProto and TensorProto, of onnx.proto."""
 VARINT, EIGHT, LENGTH, FOUR = 0, 1, 2, 5
 
-ReadArray = Callable[[BufferedReader, int, onnx.TensorProto], Any]
+_ReadArray = Callable[[BufferedReader, int, onnx.TensorProto], Any]
 """Of a file, where in it, and the tensor whose values lie there."""
 
 
@@ -148,7 +148,7 @@ def _read_array(file: BufferedReader, start: int, tensor: onnx.TensorProto) -> A
     return array
 
 
-def _scanned(path: Path, read: ReadArray) -> tuple[onnx.ModelProto, dict[str, Any]] | None:
+def _scanned(path: Path, read: _ReadArray) -> tuple[onnx.ModelProto, dict[str, Any]] | None:
     """A message without the large initializers of its graph, and what `read` makes of these.
 
     None for a file that has none, that is no binary message of protobuf, or is one that only its parser understands:
@@ -172,7 +172,9 @@ def _scanned(path: Path, read: ReadArray) -> tuple[onnx.ModelProto, dict[str, An
         return None
 
 
-def _taking(read: ReadArray, file: BufferedReader, arrays: dict[str, Any]) -> Callable[[int, int, bytes], bytes | None]:
+def _taking(
+    read: _ReadArray, file: BufferedReader, arrays: dict[str, Any]
+) -> Callable[[int, int, bytes], bytes | None]:
     """What takes the values of a tensor out of its message, if they are large and as its type and shape say."""
 
     def take(start: int, length: int, rest: bytes) -> bytes | None:

@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from quark.onnx_ops.graph_writer import fixed_shape, free_name
 
-NODES = ("_QuantizeLinear", "_DequantizeLinear")
-VALUES = ("_scale", "_zero_point", "_quantized", "_QuantizeLinear_Input", *(f"{name}_Output" for name in NODES))
+_NODES = ("_QuantizeLinear", "_DequantizeLinear")
+VALUES = ("_scale", "_zero_point", "_quantized", "_QuantizeLinear_Input", *(f"{name}_Output" for name in _NODES))
 
 
 def free_reserved_names(graph: ir.Graph) -> None:
@@ -26,7 +26,7 @@ def free_reserved_names(graph: ir.Graph) -> None:
             names.add(name)
     nodes = {node.name for node in graph if node.name}
     for node in graph:
-        if _is_reserved(node.name, NODES, names):
+        if _is_reserved(node.name, _NODES, names):
             node.name = free_name(node.name or "", nodes)
             nodes.add(node.name)
 

@@ -20,7 +20,7 @@ from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.graph.norms import Normalization, find_norms
 from quark.onnx.graph.pattern import scalar
 
-RESHAPES = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Expand")
+_RESHAPES = ("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Expand")
 """They leave the last axis alone if it is as long afterwards."""
 
 
@@ -187,7 +187,7 @@ def _operands(node: ir.Node) -> list[int]:
 
 def _moves(node: ir.Node) -> bool:
     """Whether a node moves values of its first input, and leaves the last axis as it is."""
-    if is_op(node, *RESHAPES):
+    if is_op(node, *_RESHAPES):
         before, after = dims(node.inputs[0]), dims(node.outputs[0])
         return is_op(node, "Identity") or bool(before and after and before[-1] and before[-1] == after[-1])
     if is_op(node, "Transpose"):

@@ -18,7 +18,7 @@ from quark.errors import CalibrationError, FormatError, NotSupportedError
 from quark.onnx.graph.proto_file import read_header, reason
 from quark.onnx_ops.custom_libraries import session_options
 
-PROVIDERS = ("CPUExecutionProvider",)
+_PROVIDERS = ("CPUExecutionProvider",)
 
 
 def open_session(
@@ -64,7 +64,7 @@ def open_session(
         if not isinstance(model, Path) and weights is not None:
             return session_over(model, weights, options)
         source = str(model) if isinstance(model, Path) else model.SerializeToString()
-        return onnxruntime.InferenceSession(source, options, providers=list(PROVIDERS))
+        return onnxruntime.InferenceSession(source, options, providers=list(_PROVIDERS))
     except Exception as error:
         raise _refusal(error)(f"{name} does not load in ONNX Runtime: {error}") from error
 
@@ -73,7 +73,7 @@ def session_over(
     proto: onnx.ModelProto,
     weights: Mapping[str, Any],
     options: onnxruntime.SessionOptions,
-    providers: Sequence[str] = PROVIDERS,
+    providers: Sequence[str] = _PROVIDERS,
 ) -> onnxruntime.InferenceSession:
     """A session over weights where they are, be it a mapped file; raises what ONNX Runtime raises.
 
@@ -150,7 +150,7 @@ def require_loads(
         options.add_session_config_entry(FOLDER, str(folder))
     try:
         if isinstance(model, Path):
-            onnxruntime.InferenceSession(str(model), options, providers=list(PROVIDERS))
+            onnxruntime.InferenceSession(str(model), options, providers=list(_PROVIDERS))
         else:
             session_over(model, weights or {}, options)
     except Exception as error:

@@ -34,8 +34,8 @@ from quark.onnx.placement.select_nodes import select_nodes
 from quark.onnx_ops.graph_writer import GraphWriter, producer_of
 from quark.onnx_ops.operators import Operator, dpu_instance_norm, dpu_softmax
 
-MEAN_FACTORS = {(3, 3): 63 / 64, (5, 5): 250 / 256, (6, 6): 252 / 256, (7, 7): 1029 / 1024, (14, 14): 4116 / 4096}
-HARD_SIGMOID_FACTOR = 2731 * 6 / 16384
+_MEAN_FACTORS = {(3, 3): 63 / 64, (5, 5): 250 / 256, (6, 6): 252 / 256, (7, 7): 1029 / 1024, (14, 14): 4116 / 4096}
+_HARD_SIGMOID_FACTOR = 2731 * 6 / 16384
 
 
 def simulate(model: ir.Model, settings: Settings) -> int:
@@ -74,7 +74,7 @@ def _hard_sigmoid_factor(model: ir.Model, node: ir.Node) -> bool:
     if node.op_type != "HardSigmoid":
         return False
     is_sixth = math.isclose(node.attributes.get_float("alpha", 0.2), 1 / 6, rel_tol=1e-4)
-    return is_sixth and _scale(model, node, HARD_SIGMOID_FACTOR)
+    return is_sixth and _scale(model, node, _HARD_SIGMOID_FACTOR)
 
 
 def _average_pool(model: ir.Model, node: ir.Node) -> bool:
@@ -144,8 +144,8 @@ def _call(model: ir.Model, node: ir.Node, operator: Operator) -> bool:
 
 def mean_factor(*sizes: int) -> float:
     """What the DPU's mean over a window of these sizes is, times the true mean."""
-    if sizes in MEAN_FACTORS:
-        return MEAN_FACTORS[sizes]
+    if sizes in _MEAN_FACTORS:
+        return _MEAN_FACTORS[sizes]
     count = math.prod(sizes)
     powers = [2**n for n in range(math.ceil(math.log2(128 * count)))]
     power = min(powers, key=lambda power: abs(round(power / count) / power - 1 / count))

@@ -19,7 +19,7 @@ from quark.onnx_ops.graph_writer import GraphWriter
 
 WIDEST = 4.0
 """Largest over smallest magnitude of columns that share a scale: the smallest keep 6 of 8 bits."""
-MOST_DOUBLINGS = 24
+_MOST_DOUBLINGS = 24
 
 
 def balance_columns(model: ir.Model, excluded: Container[str] = ()) -> int:
@@ -37,7 +37,7 @@ def balance_columns(model: ir.Model, excluded: Container[str] = ()) -> int:
         if not held.any() or most <= WIDEST * largest[held].min():
             continue
         doublings = np.zeros(largest.shape)
-        doublings[held] = np.minimum(np.floor(np.log2(most / largest[held])), MOST_DOUBLINGS)
+        doublings[held] = np.minimum(np.floor(np.log2(most / largest[held])), _MOST_DOUBLINGS)
         set_initializer(unshared(node, 1), (array * np.exp2(doublings)).astype(np.float32))
         writer = writer or GraphWriter(model)
         factor = writer.constant(f"{node.name}_columns", np.exp2(-doublings).astype(np.float32))

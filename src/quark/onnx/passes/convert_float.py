@@ -16,9 +16,9 @@ from quark.onnx.graph.edit import insert, is_op, prune, replace_output
 from quark.onnx.graph.model_file import opset
 from quark.onnx_ops.graph_writer import fixed_shape, redirect
 
-FLOAT32_INPUTS = {"Resize": (2,), "Upsample": (1,), "NonMaxSuppression": (0, 1, 3, 4)}
+_FLOAT32_INPUTS = {"Resize": (2,), "Upsample": (1,), "NonMaxSuppression": (0, 1, 3, 4)}
 """Op type -> inputs that ONNX has in float32 only."""
-SCALES_WERE_SECOND = 11
+_SCALES_WERE_SECOND = 11
 """The first opset whose Resize has its scales after another input."""
 
 
@@ -75,7 +75,7 @@ def _keep_types(graph: ir.Graph, ends: Collection[ir.Value], kind: ir.DataType) 
 
 def _float32_inputs(model: ir.Model) -> dict[tuple[ir.Node, int], ir.Value]:
     """The inputs, of nodes of any body, that must stay float32."""
-    inputs = FLOAT32_INPUTS | ({"Resize": (1,)} if opset(model) < SCALES_WERE_SECOND else {})
+    inputs = _FLOAT32_INPUTS | ({"Resize": (1,)} if opset(model) < _SCALES_WERE_SECOND else {})
     return {
         (node, index): value
         for node in model.graph.all_nodes()

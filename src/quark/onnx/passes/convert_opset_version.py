@@ -17,7 +17,7 @@ from quark.onnx.graph.proto_file import reason
 from quark.onnx.passes.same_outputs import require_same
 from quark.onnx_ops.graph_writer import fixed_shape
 
-LARGEST_INSIDE = 1024
+_LARGEST_INSIDE = 1024
 """Bytes: the converter reads small constants such as axes and shapes."""
 
 
@@ -38,7 +38,7 @@ def convert_opset_version(model: ir.Model, target: int) -> int:
     weights = {
         name: v
         for name, v in model.graph.initializers.items()
-        if v.const_value is not None and v.const_value.nbytes > LARGEST_INSIDE
+        if v.const_value is not None and v.const_value.nbytes > _LARGEST_INSIDE
     }
     converted = _convert(_without(model, weights), source, target)
     fresh = ir.from_proto(converted)

@@ -11,13 +11,13 @@ from quark.onnx.graph.edit import dims, insert, is_op, is_read, prune
 from quark.onnx.graph.model_file import constant, opset
 from quark.onnx_ops.graph_writer import add_constant
 
-SLICE_INPUTS_OPSET = 10
+_SLICE_INPUTS_OPSET = 10
 """Of Slice with its bounds as inputs."""
 
 
 def convert_split_to_slice(model: ir.Model) -> int:
     """Replace every Split whose sizes are known; return how many there were."""
-    if opset(model) < SLICE_INPUTS_OPSET:
+    if opset(model) < _SLICE_INPUTS_OPSET:
         return 0
     count = 0
     for node in [node for node in model.graph if is_op(node, "Split")]:

@@ -29,7 +29,7 @@ from quark.onnx_ops.graph_writer import add_constant, redirect
 Affine = tuple[NumpyArray, NumpyArray]
 """Factor and shift of each channel, in float64."""
 
-ARITHMETIC = ("Mul", "Div", "Add", "Sub")
+_ARITHMETIC = ("Mul", "Div", "Add", "Sub")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Member:
 def fold_batch_norm(model: ir.Model) -> int:
     """Fold every BatchNormalization, and every constant that is multiplied or added, that can be; return how many."""
     count = 0
-    for norm in [node for node in model.graph if is_op(node, "BatchNormalization", *ARITHMETIC)]:
+    for norm in [node for node in model.graph if is_op(node, "BatchNormalization", *_ARITHMETIC)]:
         source, members = _target(norm)
         name = norm.outputs[0].name
         if source is None or not redirect(norm.outputs[0], source):
@@ -78,7 +78,7 @@ def affine_of(norm: ir.Node) -> Affine | None:
 
 def _target(node: ir.Node) -> tuple[ir.Value | None, list[_Member]]:
     """What a node normalizes, multiplies or adds to, and the parts that it folds into; None where it stays."""
-    source = node.inputs[1] if is_op(node, *ARITHMETIC) and is_constant(node.inputs[0]) else node.inputs[0]
+    source = node.inputs[1] if is_op(node, *_ARITHMETIC) and is_constant(node.inputs[0]) else node.inputs[0]
     producer = source.producer() if source is not None and read_once(source) else None
     if source is None or producer is None:
         return None, []

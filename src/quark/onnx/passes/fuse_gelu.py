@@ -15,11 +15,11 @@ from quark.onnx.graph.edit import is_op, replace
 from quark.onnx.graph.model_file import opset
 from quark.onnx.graph.pattern import Match, either, match, op, product
 
-GELU_OPSET = 20
-CUBIC = 0.044715
+_GELU_OPSET = 20
+_CUBIC = 0.044715
 _erf = op("Erf", either(op("Div", "x", math.sqrt(2)), op("Mul", "x", math.sqrt(0.5))))
 _cube = either(op("Pow", "x", 3.0), op("Mul", op("Mul", "x", "x"), "x"))
-_scaled_cube = either(op("Mul", _cube, CUBIC), op("Mul", "x", op("Mul", "x", op("Mul", "x", CUBIC))))
+_scaled_cube = either(op("Mul", _cube, _CUBIC), op("Mul", "x", op("Mul", "x", op("Mul", "x", _CUBIC))))
 _tanh = op("Tanh", op("Mul", op("Add", "x", _scaled_cube), math.sqrt(2 / math.pi)))
 PATTERNS = {"none": product("x", 0.5, op("Add", _erf, 1.0)), "tanh": product("x", 0.5, op("Add", _tanh, 1.0))}
 """Value of Gelu's attribute `approximate` -> the subgraph that it stands for."""
@@ -37,7 +37,7 @@ def gelus(graph: ir.Graph) -> Iterator[tuple[ir.Node, str, Match]]:
 
 def fuse_gelu(model: ir.Model) -> int:
     """Fuse every GELU; return how many there were."""
-    if opset(model) < GELU_OPSET:
+    if opset(model) < _GELU_OPSET:
         return 0
     count = 0
     for node, approximate, matched in gelus(model.graph):

@@ -11,7 +11,7 @@ from quark.onnx.graph.edit import axes_of, dims, is_op, replace
 from quark.onnx.graph.model_file import constant
 from quark.onnx.graph.pattern import Const, Match, either, match, op, scalar
 
-LARGEST_BOUND = 1e-5
+_LARGEST_BOUND = 1e-5
 """Of the norm: a bound over this one is part of the function."""
 
 _sum = op("ReduceSum", either(op("Pow", "x", 2.0), op("Mul", "x", "x")))
@@ -50,5 +50,5 @@ def _is_tiny(bounding: ir.Node) -> bool:
     lower = bounding.attributes.get_float("min", scalar(bounding.inputs[1]) if len(bounding.inputs) > 1 else 0.0)
     upper = bounding.attributes.get_float("max") if len(bounding.inputs) < 3 else scalar(bounding.inputs[2])
     source = bounding.inputs[0].producer() if bounding.inputs[0] is not None else None
-    limit = LARGEST_BOUND**2 if is_op(source, "ReduceSum") else LARGEST_BOUND
+    limit = _LARGEST_BOUND**2 if is_op(source, "ReduceSum") else _LARGEST_BOUND
     return lower <= limit and upper is None

@@ -13,7 +13,7 @@ from quark.onnx.graph.edit import axes_of, dims, replace
 from quark.onnx.graph.model_file import constant, opset
 from quark.onnx.graph.pattern import Const, Match, Pattern, either, match, op, scalar
 
-LAYER_NORM_OPSET = 17
+_LAYER_NORM_OPSET = 17
 
 _mean = op("ReduceMean", "x")
 _centered = op("Sub", "x", _mean)
@@ -29,7 +29,7 @@ NORMALIZED: tuple[Pattern, ...] = (op("Add", _scaled, Const("beta")), _folded, _
 
 def fuse_layer_norm(model: ir.Model) -> int:
     """Fuse every layer normalization; return how many there were."""
-    if opset(model) < LAYER_NORM_OPSET:
+    if opset(model) < _LAYER_NORM_OPSET:
         return 0
     count = 0
     for pattern in NORMALIZED:

@@ -13,13 +13,13 @@ from quark.onnx.graph.edit import is_op, own_values
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx_ops.saving import SMALL
 
-BEFORE_STATES = {"Loop": (2, 1), "Scan": (0, 0)}
+_BEFORE_STATES = {"Loop": (2, 1), "Scan": (0, 0)}
 """Op type -> inputs of node and body before the states, and outputs of the body before them."""
 
 
 def hoist_constants(model: ir.Model) -> int:
     """Take the large constants out of the states of each Loop and Scan of a graph; return how many."""
-    return sum(_hoist(node) for node in list(model.graph) if is_op(node, *BEFORE_STATES))
+    return sum(_hoist(node) for node in list(model.graph) if is_op(node, *_BEFORE_STATES))
 
 
 def _is_large(value: ir.Value) -> bool:
@@ -29,7 +29,7 @@ def _is_large(value: ir.Value) -> bool:
 def _hoist(node: ir.Node) -> int:
     """Take the large constants out of the states of one node; another takes its place."""
     body = node.attributes["body"].as_graph()
-    first, first_output = BEFORE_STATES[node.op_type]
+    first, first_output = _BEFORE_STATES[node.op_type]
     inside = [value for part in (body, *body.subgraphs()) for value in own_values(part)]
     gone = []
     states = len(node.inputs) - first - node.attributes.get_int("num_scan_inputs", 0)

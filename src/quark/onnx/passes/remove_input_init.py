@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-FIRST_IR_VERSION = 4
+_FIRST_IR_VERSION = 4
 
 
 def remove_input_init(model: ir.Model) -> int:
@@ -15,5 +15,5 @@ def remove_input_init(model: ir.Model) -> int:
     if count:
         inputs.clear()
         inputs.extend(real)
-        model.ir_version = max(model.ir_version, FIRST_IR_VERSION)
+        model.ir_version = max(model.ir_version, _FIRST_IR_VERSION)
     return count

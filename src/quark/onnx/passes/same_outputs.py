@@ -14,10 +14,10 @@ from quark.onnx.graph.model_file import split_weights
 from quark.onnx.graph.sessions import session_over
 from quark.onnx_ops.custom_libraries import session_options
 
-OPEN_SIZES = (4, 1)
+_OPEN_SIZES = (4, 1)
 """What the open dimensions of the inputs are: the first with which the model runs."""
-NOISE = {"float16": 2e-2}
-FLOAT_NOISE = 1e-3
+_NOISE = {"float16": 2e-2}
+_FLOAT_NOISE = 1e-3
 """Relative to the norm of an output: kernels of two opsets may sum in different orders."""
 
 
@@ -54,7 +54,7 @@ def _session(model: ir.Model) -> onnxruntime.InferenceSession | None:
 
 def _first_run(session: onnxruntime.InferenceSession | None) -> tuple[dict[str, Any], list[Any]]:
     """The first sample on which a model runs, and its outputs."""
-    for size in OPEN_SIZES if session is not None else ():
+    for size in _OPEN_SIZES if session is not None else ():
         assert session is not None
         feed = {entry.name: _noise(entry, size, index) for index, entry in enumerate(session.get_inputs())}
         if any(array is None for array in feed.values()):
@@ -95,7 +95,7 @@ def _near(one: Any, other: Any) -> bool:
         return False
     if one.dtype.kind != "f":
         return bool(np.mean(one != other) <= 0.01) if one.size else True  # ties of noise may fall either way
-    one, other, noise = one.astype(np.float64), other.astype(np.float64), NOISE.get(one.dtype.name, FLOAT_NOISE)
+    one, other, noise = one.astype(np.float64), other.astype(np.float64), _NOISE.get(one.dtype.name, _FLOAT_NOISE)
     finite = np.isfinite(one) & np.isfinite(other)
     if not np.array_equal(one[~finite], other[~finite], equal_nan=True):
         return False

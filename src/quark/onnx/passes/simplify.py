@@ -26,7 +26,7 @@ FOLDED = (*MOVES, *COMPUTES, "ReduceProd", "Sub", "Where", "And", "Or", "Less", 
 OPEN = np.iinfo(np.int64).min
 """Stands for a dimension that is not fixed."""
 
-LARGEST_GROWTH = 1024
+_LARGEST_GROWTH = 1024
 """Elements: a result over this is kept only if it is no larger than its inputs."""
 
 
@@ -121,7 +121,7 @@ def _shape(node: ir.Node) -> Any:
 def _evaluate(model: ir.Model, node: ir.Node, inputs: dict[str, Any], joins: bool = False) -> Any:
     """The output of a node of constants by the reference evaluator of onnx; None where it is large or fails."""
     sizes = [array.size for array in inputs.values()]
-    largest = max(LARGEST_GROWTH, sum(sizes) if joins else max(sizes))
+    largest = max(_LARGEST_GROWTH, sum(sizes) if joins else max(sizes))
     if _result_size(node, [inputs[value.name or ""] for value in node.inputs if value is not None]) > largest:
         return None
     proto = ir.to_proto(node)
@@ -141,7 +141,7 @@ def _evaluate(model: ir.Model, node: ir.Node, inputs: dict[str, Any], joins: boo
 
 def _result_size(node: ir.Node, arrays: list[Any]) -> int:
     """Elements of what a node that can grow will give, before it takes the memory; 0 for others."""
-    for op_type, (inputs, size) in GROWS.items():
+    for op_type, (inputs, size) in _GROWS.items():
         if is_op(node, op_type) and len(arrays) >= inputs:
             return size(*arrays[:inputs])
     if is_op(node, *MOVES):
@@ -162,7 +162,7 @@ def _range_size(*limits: Any) -> int:
     return int(steps) if math.isfinite(steps) else sys.maxsize
 
 
-GROWS: dict[str, tuple[int, Callable[..., int]]] = {
+_GROWS: dict[str, tuple[int, Callable[..., int]]] = {
     "ConstantOfShape": (1, lambda shape: math.prod(shape.reshape(-1).tolist())),
     "Tile": (2, lambda x, repeats: math.prod([x.size, *repeats.reshape(-1).tolist()])),
     "Expand": (2, lambda x, shape: math.prod(max(1, size) for size in shape.reshape(-1).tolist())),

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from quark.onnx.graph.edit import dims, insert, is_op
 
-LARGEST_KERNEL = 512
+_LARGEST_KERNEL = 512
 
 
 def split_large_pool(model: ir.Model) -> int:
@@ -30,10 +30,10 @@ def split_large_pool(model: ir.Model) -> int:
 
 def _first_kernel(height: int, width: int) -> list[int] | None:
     """The smallest kernel that divides the image and leaves one of at most 512 pixels, itself no larger."""
-    if height * width <= LARGEST_KERNEL:
+    if height * width <= _LARGEST_KERNEL:
         return None
     sizes = [(h * w, h, w) for h in _divisors(height) for w in _divisors(width)]
-    fitting = [s for s in sizes if s[0] <= LARGEST_KERNEL and height * width // s[0] <= LARGEST_KERNEL]
+    fitting = [s for s in sizes if s[0] <= _LARGEST_KERNEL and height * width // s[0] <= _LARGEST_KERNEL]
     return list(min(fitting, key=lambda s: (s[0], abs(s[1] - s[2])))[1:]) if fitting else None
 
 

@@ -13,7 +13,7 @@ from quark.onnx_ops.graph_writer import GraphWriter, free_name
 
 LEAST_SIZE = 1024
 """Values: a smaller constant saves less than its Cast takes."""
-LEAST_SQNR = 60.0
+_LEAST_SQNR = 60.0
 """dB of a constant: values below float16's normal range lose more."""
 
 
@@ -48,5 +48,5 @@ def as_float16(array: NumpyArray) -> NumpyArray | None:
         half = array.astype(np.float16)
     error = half.astype(np.float64) - array
     noise, signal = float(np.vdot(error, error)), float(np.vdot(array.astype(np.float64), array))
-    fine = np.isfinite(half).all() and noise <= signal * 10 ** (-LEAST_SQNR / 10)
+    fine = np.isfinite(half).all() and noise <= signal * 10 ** (-_LEAST_SQNR / 10)
     return half if fine else None

@@ -5,7 +5,7 @@
 with w a weight and q the same under the one scale that is asked for. Where the inputs of a layer are uncorrelated and
 of one size, n is the noise of its outputs, each as a share of itself: the next layer may magnify a small one. Noises of
 layers in a row add. Weight-only and dynamic quantization see no samples on which outputs could be judged, so weights
-keep one scale only while their noises are at most `MOST_NOISE` together; the noisiest get scales of channels first.
+keep one scale only while their noises are at most `_MOST_NOISE` together; the noisiest get scales of channels first.
 Values of a normal distribution have n = 1e-4 at 8 bits. Channels of different size, as depthwise convolutions have
 them and a batch normalization leaves them when it is folded, have up to 1.
 """
@@ -31,7 +31,7 @@ from quark.onnx.placement.placement import Operand, Placement
 from quark.onnx.placement.stored_weights import stored_spec
 from quark.onnx.placement.weight_spec import weight_spec
 
-MOST_NOISE = 1e-4
+_MOST_NOISE = 1e-4
 """40 dB, what one weight of normally distributed values loses at 8 bits: 30 more than `lost_outputs/verdict.py` asks of
 outputs, for what later layers amplify and activations lose. PP-OCR's text recognition needs 28 of them."""
 
@@ -57,7 +57,7 @@ def refine_scales(
         readers.setdefault(operand[0].inputs[operand[1]], []).append(operand)
     left, chosen = sum(noise.values()), dict[Operand, TensorSpec]()
     for operands in readers.values():
-        if left <= MOST_NOISE:
+        if left <= _MOST_NOISE:
             break
         left -= sum(noise[operand] for operand in operands)
         chosen |= {operand: finer[operand] for operand in operands}

@@ -18,7 +18,7 @@ from quark.onnx.placement.kernels import fits_nbits
 from quark.onnx.placement.placement import FACTOR, Placement
 from quark.onnx.placement.weight_spec import weight_spec
 
-WIDEST_DIVISOR = 16
+_WIDEST_DIVISOR = 16
 """Largest over smallest magnitude of a constant divisor that is quantized: beyond, the smallest keeps few bits."""
 
 
@@ -77,7 +77,7 @@ def _one_scale(node: ir.Node, value: ir.Value) -> bool:
     if node.op_type != "Div" or not constant(value).size:
         return True
     magnitudes = np.abs(constant(value))
-    return not magnitudes.max() > WIDEST_DIVISOR * magnitudes.min()
+    return not magnitudes.max() > _WIDEST_DIVISOR * magnitudes.min()
 
 
 def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> None:

@@ -78,7 +78,7 @@ def gains(node: ir.Node, target: Target, placement: Placement) -> bool:
 KEEPS_ORDERS = {"Abs", "Add", "Cast", "Div", "Max", "Min", "Mul", "Neg", "Pow", "ReduceL2", "ReduceMean", "ReduceSum",
                 "ReduceSumSquare", "Sqrt", "Sub", "Where"}  # fmt: skip
 """Op types whose output spans as many orders of magnitude as their input; a saturation, as a Softmax, limits both."""
-LEAST_ORDERS = 256.0
+_LEAST_ORDERS = 256.0
 """Upper over lower bound of a Clip from which on its output spans orders: one scale of 8 bits serves less."""
 KEEPS_ORDERS |= {name for name, rule in RULES.items() if rule.shares_scale} | set(DYNAMIC_KERNELS)
 
@@ -100,7 +100,7 @@ def _keeps_orders(node: ir.Node) -> bool:
     """Whether the output of a node spans what its input spans; a Clip does unless its bounds are near each other."""
     if is_op(node, "Clip"):
         low, high = _bound(node, 1, "min"), _bound(node, 2, "max")
-        return low is None or high is None or low <= 0 or high > LEAST_ORDERS * low
+        return low is None or high is None or low <= 0 or high > _LEAST_ORDERS * low
     return node.domain in ("", "ai.onnx") and node.op_type in KEEPS_ORDERS
 
 

@@ -26,7 +26,7 @@ from quark.onnx.placement.kernels import fits_block_kernel
 from quark.onnx.placement.placement import Placement
 
 HALF = TensorSpec(DTYPES["float16"])
-SMALLEST_TABLE = 1024
+_SMALLEST_TABLE = 1024
 """Values of a table below which two more nodes weigh as much as what they save."""
 
 
@@ -36,7 +36,7 @@ def stored_specs(node: ir.Node, layer: LayerSpec, settings: Settings, placement:
     if spec is None or not indices:
         return {}
     if node.op_type in FUSED_LAYERS:
-        large = [index for index in indices if constant(node.inputs[index]).size >= SMALLEST_TABLE]
+        large = [index for index in indices if constant(node.inputs[index]).size >= _SMALLEST_TABLE]
         return {index: _fused_spec(node, spec) for index in large}
     if is_op(node, *RECURRENT):
         return _recurrent_specs(node, indices, spec, layer.dynamic_input)
@@ -123,7 +123,7 @@ def _table(node: ir.Node, spec: TensorSpec) -> dict[int, TensorSpec]:
     """The spec of a table that only Gathers read: of 8 bits with a scale for each row or for all, or of 4 in blocks."""
     table = node.inputs[0]
     array = constant(table)
-    if array.ndim != 2 or array.size < SMALLEST_TABLE or node.attributes.get_int("axis", 0) not in (0, -2):
+    if array.ndim != 2 or array.size < _SMALLEST_TABLE or node.attributes.get_int("axis", 0) not in (0, -2):
         return {}
     assert table is not None
     if not all(is_op(use.node, "Gather") and use.idx == 0 for use in table.uses()):

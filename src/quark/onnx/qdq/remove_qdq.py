@@ -16,7 +16,7 @@ from quark.onnx_ops.graph_writer import add_constant, redirect
 
 QUANTIZE = ("QuantizeLinear", "ExtendedQuantizeLinear", "VitisQuantizeLinear")
 DEQUANTIZE = ("DequantizeLinear", "ExtendedDequantizeLinear", "VitisDequantizeLinear")
-BOTH_IN_ONE = ("BFPQuantizeDequantize", "MXQuantizeDequantize", "BFPFixNeuron", "MXFixNeuron")
+_BOTH_IN_ONE = ("BFPQuantizeDequantize", "MXQuantizeDequantize", "BFPFixNeuron", "MXFixNeuron")
 
 
 def remove_qdq(model: ir.Model) -> int:
@@ -25,7 +25,7 @@ def remove_qdq(model: ir.Model) -> int:
     for node in list(model.graph):
         if node.op_type in DEQUANTIZE:
             count += _decode(model.graph, node)
-        elif node.op_type in BOTH_IN_ONE and node.inputs[0] is not None:
+        elif node.op_type in _BOTH_IN_ONE and node.inputs[0] is not None:
             count += _bypass(node, node.inputs[0])
     remove_unused(model)
     return count

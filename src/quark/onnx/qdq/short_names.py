@@ -17,7 +17,7 @@ from quark.onnx.operators import QDQ
 from quark.onnx_ops.graph_writer import free_name
 from quark.onnx_ops.saving import weight_bytes
 
-ADDED = re.compile(r"(.+)_((?:De)?[Qq]uantizeLinear\w*|Clip|Mul|inverse_scale|scale|zero_point|quantized\w*)")
+_ADDED = re.compile(r"(.+)_((?:De)?[Qq]uantizeLinear\w*|Clip|Mul|inverse_scale|scale|zero_point|quantized\w*)")
 """Tensor and role, of a name that `qdq_nodes.py` or `constants.py` gave."""
 OUTPUTS = {"QuantizeLinear_Output": "q", "DequantizeLinear_Output": "d"}
 ROLES = (*QDQ, "QuantizeDequantize")
@@ -76,7 +76,7 @@ class _ShortNames:
 
     def of(self, name: str) -> str:
         """The short form of a name that was added for a tensor; others stay."""
-        found = ADDED.fullmatch(name)
+        found = _ADDED.fullmatch(name)
         if found is None or len(found[1]) <= SHORT:
             return name
         token = self.tokens.setdefault(found[1], f"q{len(self.tokens)}")

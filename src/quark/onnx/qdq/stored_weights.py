@@ -19,7 +19,7 @@ from quark.onnx.qdq.qdq_nodes import CONTRIB, QdqNodes
 from quark.onnx_ops.graph_writer import GraphWriter
 
 LSTM_KERNEL = "DynamicQuantizeLSTM"
-LSTM_INPUTS = 12
+_LSTM_INPUTS = 12
 """Of a DynamicQuantizeLSTM: the 8 of an LSTM, then scale and zero point of W and of R."""
 
 
@@ -31,12 +31,12 @@ def write_lstm(writer: GraphWriter, store: ConstantStore, node: ir.Node, specs: 
         node: Of a form that has the kernel (`fits_lstm_kernel`); keeps its name and outputs.
         specs: Index -> spec of W and R.
     """
-    inputs = [*node.inputs, *[None] * (LSTM_INPUTS - len(node.inputs))]
+    inputs = [*node.inputs, *[None] * (_LSTM_INPUTS - len(node.inputs))]
     for index, spec in specs.items():
         codes, *qparams = store.encoded((node, index), spec, transpose=True)
         directions = len(constant(node.inputs[index]))
         inputs[index] = codes
-        for position, value in enumerate(qparams, LSTM_INPUTS - 6 + 2 * index):
+        for position, value in enumerate(qparams, _LSTM_INPUTS - 6 + 2 * index):
             array = constant(value)
             # One for each direction, or for each output of each direction.
             shape = (directions,) if array.size == directions else (directions, array.size // directions)
@@ -46,7 +46,7 @@ def write_lstm(writer: GraphWriter, store: ConstantStore, node: ir.Node, specs: 
         del node.attributes[attribute]
     node.op_type, node.domain = LSTM_KERNEL, CONTRIB
     node.version = None
-    node.resize_inputs(LSTM_INPUTS)
+    node.resize_inputs(_LSTM_INPUTS)
     for index, input_value in enumerate(inputs):
         node.replace_input_with(index, input_value)
     writer.model.opset_imports.setdefault(CONTRIB, 1)

@@ -18,7 +18,7 @@ from quark.onnx.graph.model_file import split_weights
 
 QUANTIZE = ("QuantizeLinear", "ExtendedQuantizeLinear")
 DEQUANTIZE = ("DequantizeLinear", "ExtendedDequantizeLinear")
-BOTH = ("BFPQuantizeDequantize", "MXQuantizeDequantize")
+_BOTH = ("BFPQuantizeDequantize", "MXQuantizeDequantize")
 
 Run = Callable[[list[str]], Mapping[str, Any]]
 
@@ -86,10 +86,12 @@ def _unknown(model: ir.Model) -> list[ir.Value]:
 
 def _through_qdq(node: ir.Node) -> None:
     """Shape and type after a node that quantizes or decodes."""
-    if node.op_type not in (*QUANTIZE, *DEQUANTIZE, *BOTH):
+    if node.op_type not in (*QUANTIZE, *DEQUANTIZE, *_BOTH):
         return
     source, output = node.inputs[0], node.outputs[0]
-    says = node.inputs[0] if node.op_type in BOTH else node.inputs[1] if node.op_type in DEQUANTIZE else node.inputs[-1]
+    says = (
+        node.inputs[0] if node.op_type in _BOTH else node.inputs[1] if node.op_type in DEQUANTIZE else node.inputs[-1]
+    )
     if source is not None and output.shape is None:
         output.shape = source.shape
     if says is not None and output.type is None and says.dtype is not None:

@@ -17,7 +17,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.search.evaluator import PartValues
 from quark.onnx.search.noise.choices import Measured
 
-NOISY = 2.0
+_NOISY = 2.0
 """Time of a forward with noise added to its tensors, in times of one without."""
 
 
@@ -66,7 +66,7 @@ class Situation:
 
     def skipped(self, forwards: int) -> str:
         """Why there is no time for forwards with noise, or ""."""
-        needed = NOISY * forwards * self.forward
+        needed = _NOISY * forwards * self.forward
         return (
             "" if needed <= self.seconds else f"skipped: about {needed:.0f} s, and {max(0.0, self.seconds):.0f} s left"
         )

@@ -78,9 +78,9 @@ def _same_shape(name: str, expected: NumpyArray, array: NumpyArray) -> None:
         )
 
 
-Samplewise = Iterable[Sequence[tuple[NumpyArray, NumpyArray]]]
+_Samplewise = Iterable[Sequence[tuple[NumpyArray, NumpyArray]]]
 """Of each sample, for each output: what the float model gave, and another."""
-Measure = Callable[[Samplewise], float]
+Measure = Callable[[_Samplewise], float]
 """The outputs of all samples -> the score of the model that gave the others; for searches, less is better."""
 
 
@@ -99,7 +99,7 @@ class Scorer:
         """The score of a model on the first samples, None for all; and the part of an output that it is of."""
         return self.of(self.expected.beside(model, count))
 
-    def of(self, outputs: Samplewise) -> tuple[float, OutputPart | None]:
+    def of(self, outputs: _Samplewise) -> tuple[float, OutputPart | None]:
         """The score of the outputs of a model; and the part of an output that it is of, None for all of them."""
         return self._measure(outputs), None
 
@@ -136,7 +136,7 @@ class PartScorer(Scorer):
         )
         self._centers: dict[OutputPart, float] = {}
 
-    def of(self, outputs: Samplewise) -> tuple[float, OutputPart]:
+    def of(self, outputs: _Samplewise) -> tuple[float, OutputPart]:
         """The metric and the worst part of an output.
 
         Raises:
@@ -247,7 +247,7 @@ class ScoredModel:
     seconds: float
 
 
-Shortcut = Callable[[Settings, int], Iterable[Sequence[NumpyArray]] | None]
+_Shortcut = Callable[[Settings, int], Iterable[Sequence[NumpyArray]] | None]
 """(settings, how many samples) -> the outputs of a model by them, which is not made; None where it has to be."""
 
 
@@ -266,7 +266,7 @@ class Evaluator:
     prepared: Prepared
     scorer: Scorer
     convert: Callable[[Prepared, Settings], ir.Model]
-    shortcut: Shortcut | None = None
+    shortcut: _Shortcut | None = None
 
     def evaluate(self, settings: Settings, told: bool = False) -> ScoredModel:
         """Quantize and score.
@@ -355,16 +355,16 @@ def output_metrics(reference: ir.Model, model: ir.Model, data: Samples, settings
 
 
 Distance = Callable[[NumpyArray, NumpyArray], float]
-PEAK = 255.0
+_PEAK = 255.0
 
 
 def _psnr(x: NumpyArray, y: NumpyArray) -> float:
-    return -decibel(PEAK**2, float(np.mean((x - y) ** 2)))
+    return -decibel(_PEAK**2, float(np.mean((x - y) ** 2)))
 
 
 def ssim(x: NumpyArray, y: NumpyArray) -> float:
     """Structural similarity of two arrays as a whole, for values from 0 to 255; 1 where they are equal."""
-    c1, c2 = (0.01 * PEAK) ** 2, (0.03 * PEAK) ** 2
+    c1, c2 = (0.01 * _PEAK) ** 2, (0.03 * _PEAK) ** 2
     means, deviations = (x.mean(), y.mean()), (x.std(), y.std())
     above = (2 * means[0] * means[1] + c1) * (2 * deviations[0] * deviations[1] + c2)
     below = (means[0] ** 2 + means[1] ** 2 + c1) * (deviations[0] ** 2 + deviations[1] ** 2 + c2)
@@ -399,7 +399,7 @@ def mean_distance(distance: Distance) -> Measure:
     def vector(arrays: Iterable[NumpyArray]) -> NumpyArray:
         return np.concatenate([np.asarray(array, np.float64).ravel() for array in arrays])
 
-    def measure(samples: Samplewise) -> float:
+    def measure(samples: _Samplewise) -> float:
         return float(np.mean([distance(*map(vector, zip(*pairs, strict=True))) for pairs in samples]))
 
     return measure
@@ -412,7 +412,7 @@ OutputDistance = Callable[[Iterable[tuple[NumpyArray, NumpyArray]]], float]
 def one_number(distance: OutputDistance) -> Measure:
     """A distance of the only output, NaN as infinite. Raises ConfigError where it gives no number."""
 
-    def measure(samples: Samplewise) -> float:
+    def measure(samples: _Samplewise) -> float:
         found = distance(pair for (pair,) in samples)
         try:
             score = float(found)

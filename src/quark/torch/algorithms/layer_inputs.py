@@ -38,8 +38,8 @@ from quark.torch.model.passes import UnfusedExperts
 Groups = Sequence[Sequence[str]]
 """Names of the layers (relative to the block) that read one tensor, in running order; a group goes by its index."""
 
-OnInputs = Callable[[InputGroup], None]
-OnExpertInputs = Callable[[list[InputGroup]], None]
+_OnInputs = Callable[[InputGroup], None]
+_OnExpertInputs = Callable[[list[InputGroup]], None]
 
 
 def input_groups(block: nn.Module, layers: Sequence[str], call: Call) -> list[tuple[str, ...]]:
@@ -67,10 +67,10 @@ def lockstep(
     block: nn.Module,
     calls: Sequence[Call],
     groups: Groups,
-    on_inputs: OnInputs,
+    on_inputs: _OnInputs,
     float_block: nn.Module | None = None,
     float_calls: Sequence[Call] = (),
-    on_expert_inputs: OnExpertInputs | None = None,
+    on_expert_inputs: _OnExpertInputs | None = None,
     float_once: bool = False,
     place: WorkDevice = WHERE_IT_IS,
     reading_extra: Callable[[nn.Module, Choose | None], AbstractContextManager[None]] = lambda *_: nullcontext(),
@@ -149,7 +149,7 @@ def _run_all(runs: Sequence[_BatchRun], meet: Callable[[list[_BatchRun]], None])
                 run.throw()
 
 
-def _show(groups: Sequence[InputGroup], on_inputs: OnInputs, on_expert_inputs: OnExpertInputs | None) -> None:
+def _show(groups: Sequence[InputGroup], on_inputs: _OnInputs, on_expert_inputs: _OnExpertInputs | None) -> None:
     """Hand over the groups that tokens reached: of others there is no statistic, and they are rounded to nearest."""
     shown = [group for group in groups if group.count]
     if on_expert_inputs is not None and len(shown) > 1:

@@ -32,7 +32,7 @@ from quark.torch.writers.gguf.mix_config import fitting_spec, roles_of
 from quark.torch.writers.gguf.of_model import tied_weights
 from quark.torch.writers.gguf.tensors import bytes_around
 
-BudgetLayers = Mapping[str, nn.Linear | nn.Embedding]
+_BudgetLayers = Mapping[str, nn.Linear | nn.Embedding]
 
 
 def convolutions(model: nn.Module, config: QConfig) -> list[str]:
@@ -66,7 +66,7 @@ class BudgetRules(ABC):
         """The spec of a candidate. Raises ConfigError, NotSupportedError."""
 
     @abstractmethod
-    def layers(self, model: nn.Module, plan: Plan, config: QConfig) -> BudgetLayers:
+    def layers(self, model: nn.Module, plan: Plan, config: QConfig) -> _BudgetLayers:
         """Full name of each layer that is chosen for."""
 
     @abstractmethod
@@ -74,7 +74,7 @@ class BudgetRules(ABC):
         """What the layer gets under a candidate; None where it does not fit."""
 
     @abstractmethod
-    def rest(self, model: nn.Module, plan: Plan, layers: BudgetLayers, folder: Path | None) -> int:
+    def rest(self, model: nn.Module, plan: Plan, layers: _BudgetLayers, folder: Path | None) -> int:
         """Bytes of all that is not chosen for; `folder` holds the tokenizer."""
 
     def groups(self, found: list[list[str]]) -> list[list[str]]:
@@ -111,7 +111,7 @@ class FolderRules(BudgetRules):
             )
         return spec
 
-    def layers(self, model: nn.Module, plan: Plan, config: QConfig) -> BudgetLayers:
+    def layers(self, model: nn.Module, plan: Plan, config: QConfig) -> _BudgetLayers:
         names = [name for name in plan.layers if first_match(name, config.layer_quant_config) is None]
         found = {name: model.get_submodule(name) for name in names}
         for name, layer in found.items():
@@ -131,7 +131,7 @@ class FolderRules(BudgetRules):
             return None
         return spec
 
-    def rest(self, model: nn.Module, plan: Plan, layers: BudgetLayers, folder: Path | None) -> int:
+    def rest(self, model: nn.Module, plan: Plan, layers: _BudgetLayers, folder: Path | None) -> int:
         chosen = sum(self.bytes(layer.weight, plan.layers[name]) for name, layer in layers.items())
         return predicted_bytes(model, plan, self.form) - chosen
 
@@ -152,7 +152,7 @@ class GgufRules(BudgetRules):
     def spec(self, candidate: str) -> LayerSpec:
         return LayerSpec(weight=block_spec(candidate))
 
-    def layers(self, model: Any, plan: Plan, config: QConfig) -> BudgetLayers:
+    def layers(self, model: Any, plan: Plan, config: QConfig) -> _BudgetLayers:
         self._roles = dict(roles_of(model))
         given = [*config.exclude, *config.layer_quant_config]
         tied = tied_weights(model)
@@ -183,5 +183,5 @@ class GgufRules(BudgetRules):
         """Not of a tied head, which is computed with the embeddings."""
         return name != self._copy
 
-    def rest(self, model: nn.Module, plan: Plan, layers: BudgetLayers, folder: Path | None) -> int:
+    def rest(self, model: nn.Module, plan: Plan, layers: _BudgetLayers, folder: Path | None) -> int:
         return bytes_around(model, layers, folder)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 BEAT, SILENCE = 0.5, 5.0
 """Seconds between two beats, and without one until a process is taken for lost after a collective operation failed."""
-STALLED = 30.0
+_STALLED = 30.0
 """Seconds without a beat that count while all else goes well: a machine may be suspended or swap for a while."""
 
 
@@ -81,7 +81,7 @@ class Heartbeat:
                 if beat != self._heard[other][0]:
                     self._heard[other] = (beat, now)
 
-    def lost(self, silence: float = STALLED) -> list[int]:
+    def lost(self, silence: float = _STALLED) -> list[int]:
         """The ranks that have been silent for so many seconds; rank 0 where the store is gone, which it keeps."""
         now = time.monotonic()
         if self._store_lost is not None and now - self._store_lost > min(silence, 4 * BEAT):

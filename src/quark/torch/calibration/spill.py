@@ -21,7 +21,7 @@ from quark.base.memory_and_disk import give_back_memory
 
 LEAST = 1 << 18
 """Bytes below which a tensor stays in memory."""
-GIVEN_BACK = 1 << 26
+_GIVEN_BACK = 1 << 26
 """Bytes that moved after which the memory that they left is given back: each time would cost as much as moving."""
 
 
@@ -94,7 +94,7 @@ class SpillFile(Waiting):
             if type(x) is torch.Tensor and x.device.type == "cpu" and not x.requires_grad:
                 by_memory[x.untyped_storage().data_ptr()].append(x)
         moved = [self._moved(group) for group in by_memory.values() if self._may_move(group)]
-        if self._left > GIVEN_BACK:
+        if self._left > _GIVEN_BACK:
             give_back_memory()
             self._left = 0
         return [spilled for spilled in moved if spilled is not None]

@@ -15,7 +15,7 @@ from quark.torch.layers.low_rank import undo_branch
 from quark.torch.layers.replace import quantized_layers, set_submodule
 from quark.torch.model.blocks.offloading import with_weights
 
-NOTED = (
+_NOTED = (
     "quant_config",
     "quant_plan",
     "quark_quantized",
@@ -55,7 +55,7 @@ def dequantize_layers(model: nn.Module) -> nn.Module:
             take_over_forward(module, layer)
             undo_branch(module)
             set_submodule(model, name, module)
-    for noted in NOTED:
+    for noted in _NOTED:
         model.__dict__.pop(noted, None)
     config: Any = getattr(model, "config", None)
     if config is not None:

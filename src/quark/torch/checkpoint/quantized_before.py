@@ -15,11 +15,11 @@ from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.plan import Plan
 
-QuantizedBefore = dict[str, LayerSpec]
+_QuantizedBefore = dict[str, LayerSpec]
 """Full name of a layer -> what is quantized in it."""
 
 
-def layers_quantized_before(model: nn.Module) -> QuantizedBefore:
+def layers_quantized_before(model: nn.Module) -> _QuantizedBefore:
     """The quantized layers of a model that was loaded from a checkpoint, or quantized in part and frozen.
 
     Raises:
@@ -43,7 +43,7 @@ def layers_quantized_before(model: nn.Module) -> QuantizedBefore:
     return before
 
 
-def with_quantized_before(config: QConfig, plan: Plan, before: QuantizedBefore) -> tuple[QConfig, Plan]:
+def with_quantized_before(config: QConfig, plan: Plan, before: _QuantizedBefore) -> tuple[QConfig, Plan]:
     """The config and the plan of the whole model, given those of what was left in float."""
     if not before:
         return config, plan

@@ -30,8 +30,8 @@ from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.names import dropped_names, names_in, published_names
 
 HALF = (torch.float16, torch.bfloat16)
-CACHE_SCALE = ".output_quantizer.scale"
-RECOMPUTED = ("rotary_emb.inv_freq", "position_ids")
+_CACHE_SCALE = ".output_quantizer.scale"
+_RECOMPUTED = ("rotary_emb.inv_freq", "position_ids")
 """Endings of tensors that old checkpoints hold and models compute."""
 
 
@@ -72,7 +72,7 @@ def stored_tensors(
         if name in loaded and name in joint.values():
             if not torch.equal(loaded[name], _as_wanted(name, received[1], own[name])):
                 raise FormatError(
-                    f"{stored} differs from the scale of keys, and {name.removesuffix(CACHE_SCALE)} makes both: they "
+                    f"{stored} differs from the scale of keys, and {name.removesuffix(_CACHE_SCALE)} makes both: they "
                     "have one scale here."
                 )
             continue
@@ -94,10 +94,10 @@ def stored_tensors(
 def _joint_scales(model: nn.Module, own: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Names that the scales of keys and of values would have -> that of the one scale of the layer that makes both."""
     joint: dict[str, str] = {}
-    for name in (name for name in own if name.endswith(CACHE_SCALE)):
-        attention, _, leaf = name.removesuffix(CACHE_SCALE).rpartition(".")
+    for name in (name for name in own if name.endswith(_CACHE_SCALE)):
+        attention, _, leaf = name.removesuffix(_CACHE_SCALE).rpartition(".")
         if holds(leaf) == "kv" and isinstance(model.get_submodule(name.rpartition(".")[0]), CacheQuantize):
-            joint |= {f"{attention}.{part}_proj{CACHE_SCALE}": name for part in "kv"}
+            joint |= {f"{attention}.{part}_proj{_CACHE_SCALE}": name for part in "kv"}
     return joint
 
 
@@ -199,7 +199,7 @@ def _place(x: torch.Tensor) -> tuple[str, int]:
 def _refuse_left(model: nn.Module, left: list[str], partial: bool) -> None:
     """Refuse tensors that nothing takes, but those that the class of the model leaves out by design."""
     by_design = set(dropped_names(model, left))
-    names = [name for name in left if name not in by_design and not name.endswith(RECOMPUTED)]
+    names = [name for name in left if name not in by_design and not name.endswith(_RECOMPUTED)]
     if partial:
         modules, renamed = {name for name, _ in model.named_modules() if name}, names_in(model)
         names = [name for name in names if not modules.isdisjoint({_layer_of(name), _layer_of(renamed(name))})]

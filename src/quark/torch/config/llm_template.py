@@ -39,7 +39,7 @@ Algorithms = str | AlgoConfig
 MODEL_TYPES = tuple(EXCLUDED)
 """The documented names. Any other name works as well."""
 
-SHARED_SCALE_SCHEMES = ("nvfp4", "nvfp4_weight_only", "fp4_block16_scale_e4m3")
+_SHARED_SCALE_SCHEMES = ("nvfp4", "nvfp4_weight_only", "fp4_block16_scale_e4m3")
 """Runtimes fuse q/k/v and gate/up and hold one global scale for each; so sibling layers must share theirs."""
 
 
@@ -58,7 +58,7 @@ CACHE_SCHEMES = {
 """How a cache may be quantized, by name."""
 
 
-CACHE_NAMES: dict[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
+_CACHE_NAMES: dict[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
     ("*qkv_proj",): ("*qkv_proj", ("phi3", "phi4_multimodal", "codegen")),
     ("*query_key_value",): ("*query_key_value", (
         "chatglm", "gpt_neox", "gpt_neox_japanese", "bloom", "falcon", "fuyu", "persimmon")),
@@ -138,7 +138,7 @@ class LLMTemplate:
         """The registered template of a model type, or one that finds the roles in the model."""
         if model_type in cls._registered:
             return cls._registered[model_type]
-        for patterns, (query, families) in CACHE_NAMES.items():
+        for patterns, (query, families) in _CACHE_NAMES.items():
             if model_type in families:
                 return cls(model_type, list(patterns), query)
         return cls(model_type)
@@ -234,7 +234,7 @@ class LLMTemplate:
         if attention_scheme is not None:
             softmax = _tensor_scheme("attention_scheme", attention_scheme, ("fp8",))
             layers.update({p: replace(layers.get(p, base), output_tensors=softmax) for p in self.q_layer_name})
-        shared = any(n in SHARED_SCALE_SCHEMES and n not in self._schemes for n in (scheme, *layer_config.values()))
+        shared = any(n in _SHARED_SCALE_SCHEMES and n not in self._schemes for n in (scheme, *layer_config.values()))
         if shared_scale_groups is None:
             shared_scale_groups = self._siblings() if shared else []
         return QConfig(

@@ -27,7 +27,7 @@ from quark.torch.config.tensor.observer_classes import core_spec, observer_class
 from quark.torch.config.tensor.rules import SCALE_FORMATS, kind_of
 from quark.torch.config.tensor.tensor_config import QTensorConfig
 
-LIVE_OBSERVERS = ("min_max", "block", "placeholder", "pof2_min_max")
+_LIVE_OBSERVERS = ("min_max", "block", "placeholder", "pof2_min_max")
 """Statistics that a dynamic scale can honour: it is made from the minimum and maximum of the live tensor."""
 
 
@@ -92,7 +92,7 @@ def _lower_one(config: QTensorConfig, per_token: bool, live: bool) -> TensorSpec
     if kind == "block":
         return _lower_block(config, dtype, observer, live)
     dynamic = bool(config.is_dynamic)
-    if dynamic and observer not in LIVE_OBSERVERS:
+    if dynamic and observer not in _LIVE_OBSERVERS:
         raise ConfigError(
             f"QTensorConfig.observer_cls: a dynamic scale is the minimum and maximum of the live tensor, so "
             f"{config.observer_cls.__name__ if config.observer_cls else observer} would have no effect. "

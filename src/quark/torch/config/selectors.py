@@ -14,7 +14,7 @@ from quark.core.names.patterns import matches
 from quark.torch.config.families import PATTERNS
 from quark.torch.diffusion.network import is_denoiser
 
-ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
+_ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg", "gate_network"})
 NON_TEXT = re.compile(
     r"vision|visual|image|video|audio|speech|multi_modal_projector|mm_projector|patch_embed"
     r"|(^|\.)(connector|projector|merger)(\.|$)",  # between a tower and the text: SmolVLM, HyperCLOVA X, MiniCPM-V
@@ -49,7 +49,7 @@ def routers(model: nn.Module) -> set[str]:
     for name, module in model.named_modules():
         children = dict(module.named_children())
         if any("expert" in child for child in children):
-            found |= {f"{name}.{child}".lstrip(".") for child in children if child in ROUTER_NAMES}
+            found |= {f"{name}.{child}".lstrip(".") for child in children if child in _ROUTER_NAMES}
     return found
 
 

@@ -27,9 +27,9 @@ from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.batches import calibration_step, evaluating, input_device, named_outputs
 from quark.torch.model.calibration_data.recorded_steps import denoiser_of
 
-MOST_PICTURES = 8
+_MOST_PICTURES = 8
 """Of a page."""
-MOST_RANGES = 20
+_MOST_RANGES = 20
 
 
 @dataclass
@@ -137,7 +137,7 @@ def timestep_section(errors: ErrorsByTimestep) -> Section:
 def range_section(ranges: RangesByTimestep) -> Section:
     """The layers whose inputs differ most between timesteps."""
     buckets, found = ranges.buckets()
-    rows = [(one.name, f"{one.spread:.1f}", *(f"{x:.3g}" for x in one.largest)) for one in found[:MOST_RANGES]]
+    rows = [(one.name, f"{one.spread:.1f}", *(f"{x:.3g}" for x in one.largest)) for one in found[:_MOST_RANGES]]
     words = (
         "The largest magnitude that a layer reads, by timestep, of the layers where it differs most. A static scale "
         "is that of the widest: a spread of 4 leaves the narrowest timesteps two bits less."
@@ -153,7 +153,7 @@ def picture_section(costs: DenoiserCosts) -> Section:
     if not costs.pictures:
         return Section("Pictures")
     rows = [(name, f"{Comparison().update(*pair).sqnr:.2f}") for name, pair in costs.pictures.items()]
-    shown = [(name, pair) for name, pair in costs.pictures.items() if _picture(pair[0]) is not None][:MOST_PICTURES]
+    shown = [(name, pair) for name, pair in costs.pictures.items() if _picture(pair[0]) is not None][:_MOST_PICTURES]
     drawn = [(name, _picture(first), _picture(second)) for name, (first, second) in shown]
     words = f"From equal noise, float and quantized; {costs.picture_sqnr:.2f} dB over all."
     figures = [Figure(pictures(drawn), "Float, quantized, and the size of the difference.", tall=True)] if drawn else []

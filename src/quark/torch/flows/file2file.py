@@ -77,7 +77,7 @@ class TensorJob:
             write_across(move(tensor), places)
 
 
-MOST_WORKERS = 4
+_MOST_WORKERS = 4
 """More would hold more tensors at once than reading and writing keep busy."""
 PIECE = 1 << 24
 """Bytes that are copied, or converted, at once."""
@@ -114,7 +114,7 @@ def quantize_files(
         output: Folder or file to make; it appears when all of it is written.
         devices: Where the arithmetic runs; each gets `workers` threads.
         workers: Threads per device, each of which holds a tensor or two; None: one, and for the CPU as many as torch
-            has threads, at most MOST_WORKERS.
+            has threads, at most _MOST_WORKERS.
         overwrite: As for `export_safetensors`.
         keep_unexpected: As for `load_float_model`.
         target: What it becomes.
@@ -237,7 +237,7 @@ def _run(conversion: Conversion, families: list[Family], devices: list[str], wor
     on importing torch than a thread on several gigabytes.
     """
     if workers is None:
-        workers = min(torch.get_num_threads(), MOST_WORKERS) if devices == ["cpu"] else 1
+        workers = min(torch.get_num_threads(), _MOST_WORKERS) if devices == ["cpu"] else 1
     converters = [Converter(conversion, device) for device in devices * workers]
     if len(converters) == 1:
         for family in progress(families, "tensors", total=len(families)):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quark.torch.config.config import QConfig
 
 Named = tuple[str, torch.Tensor]
-KV_SCALES = {"k_proj": "k_scale", "v_proj": "v_scale"}
+_KV_SCALES = {"k_proj": "k_scale", "v_proj": "v_scale"}
 """Leaf of a projection whose output is the cache -> name of its scale beside it, as vLLM reads it."""
 INNER = "attn"
 """What vLLM puts after the name of an attention module, unless it is called so."""
@@ -346,7 +346,7 @@ _PLACE_OF_SCALES = (
 def _unnamed(layers: Mapping[str, nn.Module], name: str, config: QConfig) -> str | None:
     """What of the cache that a layer feeds has no name in the formats of other programs; None where it has one."""
     parent, _, leaf = name.rpartition(".")
-    if leaf in KV_SCALES:
+    if leaf in _KV_SCALES:
         return None
     if holds(leaf) != "kv" or not config.kv_cache_post_rope or cache_argument(layers[parent]) is None:
         return f"the cache of {name}, which is no k_proj or v_proj"
@@ -366,14 +366,14 @@ def kv_name(source: str, suffix: str) -> str | None:
     attention, _, leaf = parent.rpartition(".")
     if role != "output" or suffix not in ("scale", OF_VALUES):
         return None
-    part = "v" if suffix == OF_VALUES else "k" if leaf not in KV_SCALES and holds(leaf) == "kv" else leaf[0]
-    return f"{attention}.{part}_scale" if leaf in KV_SCALES or holds(leaf) == "kv" else None
+    part = "v" if suffix == OF_VALUES else "k" if leaf not in _KV_SCALES and holds(leaf) == "kv" else leaf[0]
+    return f"{attention}.{part}_scale" if leaf in _KV_SCALES or holds(leaf) == "kv" else None
 
 
 def kv_source(stored: str) -> str | None:
     """`attn.k_scale` gives `attn.k_proj.output_scale`; None for other tensors."""
     attention, _, leaf = stored.rpartition(".")
-    projection = next((p for p, scale in KV_SCALES.items() if scale == leaf), None)
+    projection = next((p for p, scale in _KV_SCALES.items() if scale == leaf), None)
     return f"{attention}.{projection}.output_scale" if projection else None
 
 
@@ -392,7 +392,7 @@ def with_cache(config: QConfig, cache: TensorSpec | None, stored: dict[str, Any]
     """
     if cache is None:
         return config
-    patterns = [f"*{name}" for name in KV_SCALES]
+    patterns = [f"*{name}" for name in _KV_SCALES]
     if not any(matches_any(name, patterns) for name, _ in model.named_modules()):
         patterns = LLMTemplate.get(str(getattr(getattr(model, "config", None), "model_type", ""))).kv_layers_name
     layer = config_of_layer(LayerSpec(output=cache))

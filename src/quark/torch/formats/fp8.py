@@ -38,7 +38,7 @@ from quark.torch.formats.format import (
 from quark.torch.formats.quark.layout import QuarkLayout
 
 E4M3 = DTYPES["fp8_e4m3"]
-TILE_SCALE = "weight_scale_inv"
+_TILE_SCALE = "weight_scale_inv"
 
 
 class Fp8Layout(QuarkLayout):
@@ -56,7 +56,7 @@ class Fp8Format(FolderFormat):
     layout = Fp8Layout
     cache = ("fp8_e4m3",)
     cache_apart = True
-    marker = (".weight_scale", f".{TILE_SCALE}")
+    marker = (".weight_scale", f".{_TILE_SCALE}")
 
     def refusal(self, spec: LayerSpec) -> str | None:
         weight, live = spec.weight, spec.input
@@ -121,7 +121,7 @@ class Fp8Format(FolderFormat):
     def received(self, stored: str, tensor: torch.Tensor) -> Named | None:
         # A scale may have come as one value in a vector.
         scalar = tensor.reshape(()) if stored.endswith("_scale") and tensor.numel() == 1 else tensor
-        if stored.endswith(f".{TILE_SCALE}"):
+        if stored.endswith(f".{_TILE_SCALE}"):
             return stored.removesuffix("_inv"), tensor
         return kv_source(stored) or stored, scalar
 

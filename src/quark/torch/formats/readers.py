@@ -43,10 +43,10 @@ from quark.torch.model.names import (
 from quark.torch.model.passes import UnfusedExperts
 from quark.torch.model.tied_weights import first_names
 
-SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
+_SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 """Reader -> its name in the tables of facts."""
 TRANSFORMERS = "transformers"
-READERS = (TRANSFORMERS, *SERVERS)
+READERS = (TRANSFORMERS, *_SERVERS)
 """Programs that a folder may be made for, where that decides what it may hold."""
 WEIGHT = ".weight"
 SHOWN = 3
@@ -87,14 +87,14 @@ def check_readers(
     of_float = [*map(publish, first_names(meta))]
     meta = _as_loaded(meta, form)
     names = _float_names(model, tensors, read)
-    if reader in SERVERS and (blocks := _of_server(model, form, SERVERS[reader])):
+    if reader in _SERVERS and (blocks := _of_server(model, form, _SERVERS[reader])):
         inside = tuple(f"{block}." for block in blocks)
         outside = [name for name in names if not name.startswith(inside)]
         _check_names(model, meta, form, names_of_files(model, outside, read), inside)
         return undecoded
     files = names_of_files(model, names, read)
     _check_names(model, meta, form, files, tuple(f"{n}." for n in _apart(model)) if form.own_loader else ())
-    if reader not in SERVERS and not form.own_loader:  # by the class itself
+    if reader not in _SERVERS and not form.own_loader:  # by the class itself
         _check_building(meta, form, folder.specs)
         _check_ties(meta, form, folder)
         _check_conversions(meta, form, folder.specs)
@@ -106,7 +106,7 @@ def check_readers(
 
 def read_forms(forms: Sequence[OtherForm], form: FolderFormat, reader: str = TRANSFORMERS) -> list[OtherForm]:
     """The other forms that a reader of a format puts together again; what it does not is stored as the model has it."""
-    return [each for each in forms if form.joins_float or reader in SERVERS or not each.of_weights]
+    return [each for each in forms if form.joins_float or reader in _SERVERS or not each.of_weights]
 
 
 def _float_names(model: nn.Module, tensors: Iterable[str], forms: Sequence[OtherForm]) -> list[str]:
@@ -121,13 +121,13 @@ def _undecoded(
 ) -> str | None:
     """What `check_readers` says. Raises NotSupportedError for a folder that the server it is made for does not read."""
     unread = form.unread(folder)
-    if reader not in SERVERS:
+    if reader not in _SERVERS:
         joined = _joined_said(forms, read_forms(forms, form, reader), form)
         scales = None if form.joins_float else _scales_in_float32(model, folder)
         said = (f"{unread}." if unread else None, form.undecoded(folder), joined, scales)
         return " ".join(filter(None, said)) or None
     if unread is not None:
-        raise NotSupportedError(f"This folder is for {SERVERS[reader]}, and {unread}.")
+        raise NotSupportedError(f"This folder is for {_SERVERS[reader]}, and {unread}.")
     return None
 
 
@@ -158,7 +158,7 @@ def _joined_said(forms: Sequence[OtherForm], read: Sequence[OtherForm], form: Fo
     return (
         f"{joined[0].members[0]} and {len(joined) - 1} more are stored as transformers finds them in {form.name} "
         f"folders, and not as published ones hold them ({next(iter(joined[0].files))}), which servers look for. For "
-        f"these: {' or '.join(f'--for {name} (reader={name!r})' for name in SERVERS)}."
+        f"these: {' or '.join(f'--for {name} (reader={name!r})' for name in _SERVERS)}."
     )
 
 
@@ -218,7 +218,7 @@ def _check_other(model: nn.Module, meta: Any, form: FolderFormat, files: Iterabl
 
 def _unfound(model: nn.Module, kind: str, form: FolderFormat, lost: list[str], missing: list[str]) -> NotSupportedError:
     other = "" if form.own_loader else "the quark format, or "
-    if readers := [name for name, program in SERVERS.items() if _of_server(model, form, program)]:
+    if readers := [name for name, program in _SERVERS.items() if _of_server(model, form, program)]:
         goals = " or ".join(f"--for {name} (reader={name!r})" for name in readers)
         other = f"{goals}, which {'reads' if len(readers) == 1 else 'read'} such experts; {other}"
     modules = dict.fromkeys(name.split(".")[-2] for name in missing or lost if "." in name)

@@ -15,8 +15,8 @@ from torch import fx, nn
 
 from quark.torch.graph.operators import BATCH_NORM, is_call, kind_of, parameter_of
 
-FOLDS_INTO = ("conv1d", "conv2d", "conv_transpose2d", "linear")
-EPS_AT = 7
+_FOLDS_INTO = ("conv1d", "conv2d", "conv_transpose2d", "linear")
+_EPS_AT = 7
 
 
 def fold_batch_norms(model: fx.GraphModule) -> int:
@@ -43,7 +43,7 @@ def foldable(norm: fx.Node) -> fx.Node | None:
         return None
     layer = norm.args[0]
     kind = kind_of(layer) if isinstance(layer, fx.Node) else None
-    if kind is None or kind.name not in FOLDS_INTO or len(layer.users) != 1:  # type: ignore[union-attr]
+    if kind is None or kind.name not in _FOLDS_INTO or len(layer.users) != 1:  # type: ignore[union-attr]
         return None
     weight = parameter_of(layer, 1)  # type: ignore[arg-type]
     if weight is None or len(weight.users) != 1:
@@ -55,7 +55,7 @@ def foldable(norm: fx.Node) -> fx.Node | None:
 
 def _fold(model: fx.GraphModule, layer: fx.Node, norm: fx.Node) -> None:
     gamma, beta, mean, variance = (_value(model, parameter_of(norm, i)) for i in (1, 2, 3, 4))
-    factor = (1.0 if gamma is None else gamma) / torch.sqrt(variance + norm.args[EPS_AT])
+    factor = (1.0 if gamma is None else gamma) / torch.sqrt(variance + norm.args[_EPS_AT])
     weight_node, bias_node = parameter_of(layer, 1), parameter_of(layer, 2)
     assert weight_node is not None
     weight = attribute(model, str(weight_node.target))

@@ -1,6 +1,6 @@
 """What graph mode knows about aten operators, as tables. A new operator is a row.
 
-An operator is quantized (OPERATOR_KINDS), or moves values without changing them (MOVING_OPERATORS), or is fused into
+An operator is quantized (_OPERATOR_KINDS), or moves values without changing them (MOVING_OPERATORS), or is fused into
 the one before it (ACTIVATIONS); whatever else computes stays in float, and the plan names it.
 
 Operators that write into their input (`x += y`, ReLU(inplace=True)) are replaced by those that return a new tensor.
@@ -43,7 +43,7 @@ class Kind:
     follows: bool = False
 
 
-OPERATOR_KINDS: dict[str, Kind] = {
+_OPERATOR_KINDS: dict[str, Kind] = {
     "aten.linear.default": Kind("linear", nn.Linear, weight=1, bias=2),
     "aten.conv1d.default": Kind("conv1d", nn.Conv1d, weight=1, bias=2, integer_output=True),
     "aten.conv2d.default": Kind("conv2d", nn.Conv2d, weight=1, bias=2, integer_output=True),
@@ -90,7 +90,7 @@ def target_name(node: fx.Node) -> str:
 
 def kind_of(node: fx.Node) -> Kind | None:
     """The row of a node, or None where it is not quantized."""
-    return OPERATOR_KINDS.get(target_name(node)) if node.op == "call_function" else None
+    return _OPERATOR_KINDS.get(target_name(node)) if node.op == "call_function" else None
 
 
 def is_call(node: object, *targets: str) -> bool:

@@ -28,7 +28,7 @@ from quark.torch.graph.training import PRESERVED, allow_training, drop_counters,
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.model.calibration_data import ModelArguments, real_positions
 
-HOW = "model = torch.export.export(model.eval(), args).module()"
+_HOW = "model = torch.export.export(model.eval(), args).module()"
 
 
 def quantize_graph(model: nn.Module, config: QConfig, dataloader: Iterable[Any] | None) -> nn.Module:
@@ -63,14 +63,14 @@ def exported(model: nn.Module) -> fx.GraphModule:
     """The model, if it is what torch.export makes. Raises ConfigError with the line to write."""
     if not isinstance(model, fx.GraphModule):
         what = f"got {type(model).__name__}" if isinstance(model, nn.Module) else f"got an {type(model).__name__}"
-        raise ConfigError(f"fx_graph_mode quantizes an exported graph, {what}. Write: {HOW}")
+        raise ConfigError(f"fx_graph_mode quantizes an exported graph, {what}. Write: {_HOW}")
     for node in model.graph.nodes:
         module = model.get_submodule(node.target) if node.op == "call_module" else None
         if isinstance(module, FakeQuantize):
             raise ConfigError("This graph is quantized already; export the float model again.")
         foreign = node.op == "call_function" and not _is_exported(node.target)
         if foreign or node.op == "call_method" or (module is not None and type(module).__name__ != "GuardsFn"):
-            raise ConfigError(f"This graph is not from torch.export (it calls {node.target}). Write: {HOW}")
+            raise ConfigError(f"This graph is not from torch.export (it calls {node.target}). Write: {_HOW}")
     return model
 
 

@@ -14,7 +14,7 @@ from quark.core.granularity import PerTensor, PerToken
 from quark.torch.kernels.kernel import CodedWeight, Kernel, Multiply, Packed, input_codes
 from quark.torch.layers.fake_quant import FakeQuantize
 
-FIRST_CAPABILITY = (8, 9)
+_FIRST_CAPABILITY = (8, 9)
 """The first compute capability with FP8 units."""
 
 
@@ -27,7 +27,7 @@ class ScaledMm(Kernel):
     def fits(self, weight: CodedWeight) -> bool:
         quantizer, device = weight.input_quantizer, weight.codes.device
         # The CPU has the function too, ten thousand times slower than a float product: it is no kernel there.
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
             return False
         return self.computes(weight) and isinstance(quantizer, FakeQuantize)
 

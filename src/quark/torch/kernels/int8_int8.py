@@ -198,13 +198,13 @@ class Prepacked:
 # Codes ----------------------------------------------------------------------------------------------------------------
 
 
-Coder = Callable[[torch.Tensor], tuple[torch.Tensor, QParams]]
+_Coder = Callable[[torch.Tensor], tuple[torch.Tensor, QParams]]
 """x (rows, in_features) -> int8 codes of the shape of x, unsigned ones moved by -128; scale and zero point, not moved.
 
 A range that was NaN gives codes that mean nothing, and a scale that is NaN."""
 
 
-def int8_codes(quantizer: FakeQuantize) -> Coder:
+def int8_codes(quantizer: FakeQuantize) -> _Coder:
     """What makes the codes of the rows of x under a scale per row or tensor.
 
     Args:

@@ -21,7 +21,7 @@ ROWS = (1, 8, 64)
 than its own number of rows, or at the last."""
 
 
-PREPARED = ("_multiply", "_packed")
+_PREPARED = ("_multiply", "_packed")
 """What a layer finds out once from its other attributes."""
 
 
@@ -97,7 +97,7 @@ class PackedLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what `_prepare` finds: functions that belong to this process."""
-        return {key: value for key, value in self.__dict__.items() if key not in PREPARED}
+        return {key: value for key, value in self.__dict__.items() if key not in _PREPARED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ class PackedLinear(nn.Module):
         """The layer that this one replaced, with a frozen weight."""
         layer = self.layer_class.__new__(self.layer_class)
         layer.__dict__.update({key: copy.copy(value) for key, value in self.__dict__.items()})
-        for name in ("layer_class", "kernel", "ways", "shape", "dtype", "constants", *PREPARED):
+        for name in ("layer_class", "kernel", "ways", "shape", "dtype", "constants", *_PREPARED):
             del layer.__dict__[name]
         for name in [name for name in layer._buffers if name.startswith("packed_")]:
             del layer._buffers[name]

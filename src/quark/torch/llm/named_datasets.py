@@ -10,7 +10,7 @@ from typing import Any
 from quark.errors import CalibrationError, one_line
 from quark.torch.llm.other_packages import other_package
 
-SHUFFLE_SEED = 42
+_SHUFFLE_SEED = 42
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class NamedDataset:
     options: dict[str, str] = field(default_factory=dict)
 
 
-PILE = NamedDataset("mit-han-lab/pile-val-backup", "validation")
+_PILE = NamedDataset("mit-han-lab/pile-val-backup", "validation")
 WIKITEXT = NamedDataset("Salesforce/wikitext", "train", options={"name": "wikitext-2-raw-v1"})
 SOURCES = {
-    "pileval": PILE,
+    "pileval": _PILE,
     "wikitext": WIKITEXT,
     "cnn_dailymail": NamedDataset("abisee/cnn_dailymail", "train", "article", {"name": "3.0.0"}),
-    "pileval_for_awq_benchmark": PILE,
+    "pileval_for_awq_benchmark": _PILE,
     "wikitext_for_gptq_benchmark": WIKITEXT,
     "HuggingFaceH4/ultrachat_200k": NamedDataset("HuggingFaceH4/ultrachat_200k", "train_sft", "messages"),
 }
@@ -70,7 +70,7 @@ def texts_of(source: NamedDataset, shuffled: bool = False) -> Iterator[Any]:
         CalibrationError: It does not give the dataset.
     """
     rows = _loaded(source)
-    for row in rows.shuffle(seed=SHUFFLE_SEED) if shuffled else rows:
+    for row in rows.shuffle(seed=_SHUFFLE_SEED) if shuffled else rows:
         yield row[source.column] if isinstance(source.column, str) else "".join(row[name] for name in source.column)
 
 

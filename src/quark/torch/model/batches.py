@@ -13,7 +13,7 @@ from quark.base.progress import progress
 from quark.errors import CalibrationError, ConfigError, QuarkError, one_line
 from quark.torch.model.half_products import half_products
 
-ONE_LENGTH = (
+_ONE_LENGTH = (
     ". Batches are cut to the positions that their masks say are real, and numbered after that. Possible, for a model "
     "that takes one length alone: masks of ones, with which all positions count"
 )
@@ -54,7 +54,7 @@ def calibration_step(
         raise CalibrationError(
             f"The model does not take {what} {index}, {_described(batch)}: "
             f"{type(error).__name__}: {one_line(error)}"
-            f"{ONE_LENGTH if masked else ''}"
+            f"{_ONE_LENGTH if masked else ''}"
         ) from error
 
 

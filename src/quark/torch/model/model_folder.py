@@ -27,17 +27,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 COUNTS = re.compile(r"^((num|n)_(\w+_)?(layers?|blocks?|experts?|stages)|(\w+_)?layers|depth|n_layer)$")
 """Fields that say how many modules are built."""
-COUNTED = re.compile(r"^(num|n)_|_(size|dim)$")
+_COUNTED = re.compile(r"^(num|n)_|_(size|dim)$")
 """Fields that count something."""
 SCALARS = re.compile(r"theta|base|token|seed|factor")
 """Fields whose size costs nothing."""
 MODULES, LENGTH = 2000, 1 << 24
 """What is always built: so many modules of a kind, and tables of so many entries."""
-OF_MODELOPT = "hf_quant_config.json"
+_OF_MODELOPT = "hf_quant_config.json"
 """Where ModelOpt says how a folder is quantized, before its versions that say so in config.json."""
 OF_MLX, MLX = "quantization", "mlx"
 """Where MLX says how a folder is quantized, and the `quant_method` that stands for it here: MLX writes none."""
-PACKING = 64
+_PACKING = 64
 """A dimension may be this many times as long as what is stored of it: packed codes, and heads of several parts."""
 
 
@@ -63,8 +63,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     for field, kind in (("quantization_config", dict), ("architectures", list), ("auto_map", dict)):
         if not isinstance(config.get(field), (kind, type(None))):
             raise FormatError(f"{path}: {field} is {config[field]!r}; possible: a {kind.__name__}.")
-    if not config.get("quantization_config") and (folder / OF_MODELOPT).is_file():
-        config["quantization_config"] = _said_beside(folder / OF_MODELOPT)
+    if not config.get("quantization_config") and (folder / _OF_MODELOPT).is_file():
+        config["quantization_config"] = _said_beside(folder / _OF_MODELOPT)
     check_quantization(path, config)
     for name, value in _leaves(config):
         leaf = name.rpartition(".")[2]
@@ -131,8 +131,8 @@ def check_sizes(folder: Path, stored: Mapping[str, Any], shapes: Shapes) -> None
         leaf = name.rpartition(".")[2]
         if SCALARS.search(leaf) or not isinstance(value, int) or isinstance(value, bool):
             continue
-        limit = max(MODULES, len(shapes)) if COUNTS.match(leaf) else max(LENGTH, PACKING * longest)
-        if value < 0 and COUNTED.match(leaf) and value != _usual(stored, leaf):
+        limit = max(MODULES, len(shapes)) if COUNTS.match(leaf) else max(LENGTH, _PACKING * longest)
+        if value < 0 and _COUNTED.match(leaf) and value != _usual(stored, leaf):
             raise FormatError(f"{folder / 'config.json'}: {name} is {value}; possible: 0 and more.")
         if value > limit:
             raise FormatError(

@@ -26,7 +26,7 @@ from quark.errors import NotSupportedError
 from quark.torch.model.batches import evaluating, forward_batch, main_inputs, text_config
 from quark.torch.model.meta_model import without_values
 
-HARMLESS = frozenset(
+_HARMLESS = frozenset(
     f"torch.Tensor.{name}"
     for name in ("device.__get__", "shape.__get__", "ndim.__get__", "is_meta.__get__", "requires_grad.__get__",
                  "is_cuda.__get__", "is_cpu.__get__", "layout.__get__", "size", "dim", "numel", "stride", "data_ptr",
@@ -36,9 +36,9 @@ HARMLESS = frozenset(
 CHANGES = re.compile(r"torch\.Tensor\.(?!requires_grad_$)(?:\w*[^_]_|__i(?:add|sub|mul|truediv|div)__|__setitem__)")
 """Functions that write into their first argument."""
 
-WEIGHT_READ = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:device|shape|size|ndim)\b)")
+_WEIGHT_READ = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:device|shape|size|ndim)\b)")
 """In the source of a module: the weight of a child, taken for more than its place or shape."""
-OWN_CALL = re.compile(r"self\.(\w+)\(")
+_OWN_CALL = re.compile(r"self\.(\w+)\(")
 """There, too: a function of the module itself, or a child."""
 TOKENS = 8
 """Of the text that a model of transformers is tried with."""
@@ -107,7 +107,7 @@ def _named_in_code(model: nn.Module, passed: Container[Kind]) -> set[str]:
         passed: The modules that are left out, by their kinds: what their forward reads was seen.
     """
     parents = {name: module for name, module in model.named_modules() if _kind(module) not in passed}
-    reads = {kind: set(WEIGHT_READ.findall(_code_of_forward(kind))) for kind in set(map(type, parents.values()))}
+    reads = {kind: set(_WEIGHT_READ.findall(_code_of_forward(kind))) for kind in set(map(type, parents.values()))}
     return {
         f"{name}.{leaf}".lstrip(".")
         for name, module in parents.items()
@@ -129,7 +129,7 @@ def _code_of_forward(kind: type[nn.Module]) -> str:
     while names:
         with suppress(OSError, TypeError):  # a class without a file
             source = inspect.getsource(getattr(kind, names.pop()))
-            called = {name for name in OWN_CALL.findall(source) if inspect.isfunction(getattr(kind, name, None))}
+            called = {name for name in _OWN_CALL.findall(source) if inspect.isfunction(getattr(kind, name, None))}
             names += called - found - vars(nn.Module).keys()
             found, code = found | called, code + source
     return code
@@ -211,6 +211,6 @@ class _Watch(TorchFunctionMode):
             if not inside and args and leaf is args[0] and CHANGES.fullmatch(function):
                 self.changed, self.by = min(names), function.rpartition(".")[2]
                 raise NotSupportedError(f"{self.changed}: {self.by}")  # before it is done
-            if not inside and function not in HARMLESS:
+            if not inside and function not in _HARMLESS:
                 self.found.update(names)
         return func(*args, **(kwargs or {}))

@@ -21,7 +21,7 @@ from quark.torch.model.blocks.forwards import with_plain_forward
 from quark.torch.model.dataflow import AdditionChain, Node, Trace
 from quark.torch.model.record_forward import is_linear
 
-ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
+_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 """What a sum may start from."""
 
 
@@ -81,7 +81,7 @@ def find_residual(part: nn.Module, trace: Trace, start: int, end: int | None = N
             "(norms that stand on the stream, as in BERT, have none)."
         )
     _refuse_constants(trace, stream, start)
-    writers = tuple(_writer(part, node) for node in stream.writers if node.kind not in ZEROS)
+    writers = tuple(_writer(part, node) for node in stream.writers if node.kind not in _ZEROS)
     norms, readers = [], []
     for node in stream.readers:
         module = part.get_submodule(node.module) if node.module else None

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-MOST_WORK = 10_000
+_MOST_WORK = 10_000
 """Steps in the search for a byte that two views have in common; if it takes more, they count as sharing one."""
 
 
@@ -81,7 +81,7 @@ class _Bytes:
         """Whether both have a byte in common. Nothing is read."""
         try:
             both = np.asarray(self), np.asarray(other)
-            return self.device == other.device and np.shares_memory(*both, MOST_WORK)  # type: ignore[arg-type]
+            return self.device == other.device and np.shares_memory(*both, _MOST_WORK)  # type: ignore[arg-type]
         except np.exceptions.TooHardError:
             return True
 

@@ -22,15 +22,15 @@ from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.layers.replace import quantized_layers
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-OF_THE_FILES = (
+_OF_THE_FILES = (
     "_name_or_path", "architectures", "compression_config", "dtype", "expert_dtype", "quantization",
     "quantization_config", "torch_dtype", "transformers_version", "transformers_weights",
 )  # fmt: skip
 """Fields that say where and how the source has its weights, or who wrote it: not what the model computes."""
-OF_OTHER_CODES = ("compression_config", "expert_dtype", "quantization", "quantization_config", "transformers_weights")
-"""Those of OF_THE_FILES that would be wrong in the new folder."""
+_OF_OTHER_CODES = ("compression_config", "expert_dtype", "quantization", "quantization_config", "transformers_weights")
+"""Those of _OF_THE_FILES that would be wrong in the new folder."""
 ROPE, TYPE, THETA, SCALING = "rope_parameters", "rope_type", "rope_theta", "rope_scaling"
-OF_NETWORKS = ("_name_or_path", "quantization_config", "_pre_quantization_dtype")
+_OF_NETWORKS = ("_name_or_path", "quantization_config", "_pre_quantization_dtype")
 """What the config of a network of diffusers says of the folder that it was loaded from."""
 
 
@@ -44,7 +44,7 @@ def write_config(model: Any, quantization: dict[str, Any], source: OpenedFolder 
         folder: Where the file goes.
     """
     if is_network(model):
-        own = {name: value for name, value in json.loads(model.to_json_string()).items() if name not in OF_NETWORKS}
+        own = {name: value for name, value in json.loads(model.to_json_string()).items() if name not in _OF_NETWORKS}
         # Its loader has no other place for the type of its numbers.
         dtype = str(model.dtype).removeprefix("torch.")
         _write(own | {"quantization_config": {**quantization, "torch_dtype": dtype}}, folder)
@@ -59,7 +59,7 @@ def write_config(model: Any, quantization: dict[str, Any], source: OpenedFolder 
         save_code(config, folder)
     # Not by save_pretrained, which refuses fields that transformers itself has read (output_attentions, return_dict).
     stored = _as_written(config, source) or _in_old_words(json.loads(config.to_json_string()))
-    for name in OF_OTHER_CODES:
+    for name in _OF_OTHER_CODES:
         stored.pop(name, None)
     _write(stored | {"quantization_config": quantization}, folder)
 
@@ -108,7 +108,7 @@ def _as_written(config: Any, source: OpenedFolder | None) -> dict[str, Any] | No
 
 def _read_as(config: Any, stored: Mapping[str, Any]) -> Any | None:
     """What the class of a config makes of the fields of a file; None where it refuses them."""
-    fields = {name: copy.deepcopy(value) for name, value in stored.items() if name not in OF_OTHER_CODES}
+    fields = {name: copy.deepcopy(value) for name, value in stored.items() if name not in _OF_OTHER_CODES}
     with suppress(Exception):  # code of a config of its own may raise anything
         return type(config).from_dict(fields)
     return None
@@ -120,13 +120,13 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def _model_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name not in OF_THE_FILES}
+    return {name: value for name, value in fields.items() if name not in _OF_THE_FILES}
 
 
 def _follow(stored: dict[str, Any], then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Put what differs between two states of a config into the file of the first."""
     for name, value in now.items():
-        if name in OF_THE_FILES or (name in then and then[name] == value):
+        if name in _OF_THE_FILES or (name in then and then[name] == value):
             continue
         if isinstance(value, dict) and isinstance(stored.get(name), dict) and isinstance(then.get(name), dict):
             _follow(stored[name], then[name], value)

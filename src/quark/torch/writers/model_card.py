@@ -32,7 +32,7 @@ from quark.torch.layers.base import ROLES
 from quark.torch.model.folder_files import PIPELINE, file_of, has_tokenizer
 
 CARD, BASE_CARD = "README.md", "README_base.md"
-CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "thumbnail")
+_CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "thumbnail")
 """Keys of a float model's front matter that hold for the quantized one; its tags do, too."""
 FIGURES = "## Measured on held-out data"
 """Begins what `add_figures` writes."""
@@ -43,7 +43,7 @@ CACHE = re.compile(r"models--([\w.-]+)--([\w.-]+)")
 """A folder of huggingface's cache, which says the name on the hub."""
 NAME = re.compile(r"[\w][\w.-]{0,95}")
 """What a hub takes for a name; any other stays out of the card."""
-FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+_FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def add_figures(folder: Path, figures: Figures) -> None:
     kept = [each for each in results if (each.dataset_name, each.metric_type) not in replaced]
     card.data.eval_results = [*kept, *made] or None
     card.data.model_name = getattr(card.data, "model_name", None) or folder.resolve().name
-    body = FRONT.sub("", path.read_text(encoding="utf-8"), count=1)
+    body = _FRONT.sub("", path.read_text(encoding="utf-8"), count=1)
     text, _, table = body.partition(f"\n{FIGURES}\n\n{COLUMNS}")
     rows = [row for row in table.splitlines() if row and not row.startswith(f"| {_cell(figures.data)} |")]
     rows += [f"| {_cell(figures.data)} | {_cell(name)} | {_cell(value)} |" for name, value in figures.lines.items()]
@@ -204,7 +204,7 @@ def _base_of_card(card: Mapping[str, Any]) -> str | None:
 
 def _carried(card: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a front matter that hold for the quantized model too, its tags as a list."""
-    found = {key: card[key] for key in (*CARRIED, "tags") if _is_plain(card.get(key))}
+    found = {key: card[key] for key in (*_CARRIED, "tags") if _is_plain(card.get(key))}
     tags = found.pop("tags", [])
     return {**found, "tags": [tags] if isinstance(tags, str) else tags}
 

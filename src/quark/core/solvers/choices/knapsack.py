@@ -24,7 +24,7 @@ Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 ROUNDING = 1e-12
 """Share of a loss by which sums in another order may differ: no reason to drop a state."""
-HALVINGS = 200
+_HALVINGS = 200
 """Steps of the search for the price: more than there are bits in a float."""
 
 
@@ -66,7 +66,7 @@ def _price(rows: list[Integers], costs: list[Floats], budget: int) -> tuple[floa
     span = max(float(cost.max() - cost.min()) for cost in costs)
     low, high = 0.0, max(span, ROUNDING) * 2
     loss = sum(float(cost[row == row.min()].min()) for row, cost in zip(rows, costs, strict=True))
-    for _ in range(HALVINGS):
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
         size, found = _priced(rows, costs, middle)
         if size <= budget:

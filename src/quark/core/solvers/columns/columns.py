@@ -29,7 +29,7 @@ WORTH_COMPILING = 256
 """Columns of a problem from which on its blocks are compiled: it then comes from a real model."""
 WORTH_CALLING = 1 << 16
 """Errors of candidates that are worth a call, and a thread."""
-SLICE = 512
+_SLICE = 512
 """Rows that are worth a thread."""
 
 
@@ -194,7 +194,7 @@ def part_errors(
     per_row = values.shape[-1] // size
     native.in_threads(
         parts,
-        max(SLICE // per_row, 1) * per_row,
+        max(_SLICE // per_row, 1) * per_row,
         lambda start, count: part([values, importance, scale, zero, errors], start, count),
     )
     return errors
@@ -285,7 +285,7 @@ def _each(arrays: tuple[Array | None, ...], rows: int, part: Callable[[list[Any]
     lead = arrays[0].shape[:-2] if arrays[0] is not None else ()
     for problem in np.ndindex(lead):
         own = [None if x is None else x[problem] for x in arrays]
-        native.in_threads(rows, SLICE, lambda start, count, own=own: part(own, start, count))  # type: ignore[misc]
+        native.in_threads(rows, _SLICE, lambda start, count, own=own: part(own, start, count))  # type: ignore[misc]
 
 
 def _plain(x: Array) -> bool:

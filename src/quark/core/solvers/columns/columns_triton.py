@@ -26,7 +26,7 @@ from quark.core.solvers.columns.columns import ColumnGrid
 
 ROWS = 32
 """Rows of a program: its block of 128 columns then takes 32 registers of each of its 128 threads."""
-LEAST_COLUMNS = 16
+_LEAST_COLUMNS = 16
 """Of a tile: no thread then holds an element that another one holds, too."""
 OPTIONS = {**EXACT, "num_warps": 4}
 """Of a launch."""
@@ -183,5 +183,5 @@ def _strides(block: Array, grid: ColumnGrid, square: Array) -> tuple[int, ...]:
 def _constants(block: Array, grid: ColumnGrid) -> dict[str, Any]:
     rule = ElementRule.of(grid.spec)
     assert rule is not None
-    columns = max(LEAST_COLUMNS, triton.next_power_of_2(block.shape[-2]))
+    columns = max(_LEAST_COLUMNS, triton.next_power_of_2(block.shape[-2]))
     return {"size": columns, "tile": ROWS, **constants_of(rule)}

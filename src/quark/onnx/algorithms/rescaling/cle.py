@@ -23,7 +23,7 @@ from quark.onnx.graph.edit import axes_of, dims, is_op, read_once
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.operators import HOMOGENEOUS, LAYERS, result_axis
 
-MOST_STEPS = 100
+_MOST_STEPS = 100
 """Of `cle_steps=-1`, which goes on until nothing changes any more."""
 
 
@@ -57,7 +57,7 @@ def equalized_pairs(model: ir.Model, config: CLEConfig, settings: Settings) -> l
         raise ConfigError(f"cle_steps={config.cle_steps}; possible: from 1, or -1 for until nothing changes.")
     pairs = [pair for node in model.graph if (pair := _pair(node)) is not None]
     scales = [np.ones(1)] * len(pairs)
-    for _ in range(config.cle_steps if config.cle_steps > 0 else MOST_STEPS):
+    for _ in range(config.cle_steps if config.cle_steps > 0 else _MOST_STEPS):
         steps = [_balance(pair, config, not settings.specs.int32_bias) for pair in pairs]
         scales = [scale * step for scale, step in zip(scales, steps, strict=True)]
         if sum(float(np.abs(step - 1).mean()) for step in steps) < config.cle_total_layer_diff_threshold:

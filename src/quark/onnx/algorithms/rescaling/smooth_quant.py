@@ -35,7 +35,7 @@ from quark.onnx.placement.place import place
 from quark.onnx.placement.placement import FACTOR, Placement
 from quark.onnx_ops.graph_writer import add_constant
 
-COMMUTES = ("Relu", "LeakyRelu", "PRelu", "Identity")
+_COMMUTES = ("Relu", "LeakyRelu", "PRelu", "Identity")
 """Ops f(x, ...) with f(s x) = s f(x) for positive s; pools move between positions, and are none before a MatMul."""
 DYNAMIC = spec("uint8", symmetric=False)
 """What DynamicQuantizeLinear quantizes to."""
@@ -153,7 +153,7 @@ class _Search:
         norm = fused_norm(node)
         if norm is not None:
             return self._fitting(tuple(part for part in (norm.gain, norm.bias) if part is not None))
-        if is_op(node, *COMMUTES, "Div") or (is_op(node, "Reshape") and self._keeps_channels(node)):
+        if is_op(node, *_COMMUTES, "Div") or (is_op(node, "Reshape") and self._keeps_channels(node)):
             return self._through(node, 0)
         if is_op(node, "Mul"):
             # A constant factor takes it, or one of the two.

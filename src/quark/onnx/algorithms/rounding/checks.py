@@ -32,7 +32,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr_adjust": (lambda v: not v or (len(v) == 2 and min(v) > 0), "(), or (error, learning rate), both more than 0"),
     "beta_range": (lambda v: len(v) == 2 and min(v) > 1, "(first, last), both more than 1"),
 }
-ADAROUND_ONLY = ("reg_param", "beta_range")
+_ADAROUND_ONLY = ("reg_param", "beta_range")
 
 
 def check(config: Config) -> None:
@@ -46,7 +46,7 @@ def check(config: Config) -> None:
             raise ConfigError(f"{name}.target_op_type: {op_type!r}. {did_you_mean(op_type, TUNED)}")
     if isinstance(config, AdaRoundConfig) and config.update_bias:
         raise ConfigError(f"{name}.update_bias: AdaRound learns how weights round. Possible: AdaQuantConfig.")
-    changed = [f for f in ADAROUND_ONLY if getattr(config, f) != getattr(AdaRoundConfig(), f)]
+    changed = [f for f in _ADAROUND_ONLY if getattr(config, f) != getattr(AdaRoundConfig(), f)]
     if isinstance(config, AdaQuantConfig) and changed:
         raise ConfigError(f"{name}.{changed[0]}: AdaQuant has no regularizer. Possible: AdaRoundConfig.")
     _check_batches(config, name)

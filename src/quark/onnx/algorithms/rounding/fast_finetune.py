@@ -37,7 +37,7 @@ from quark.onnx.graph.model_file import infer_shapes, load, to_proto
 from quark.onnx.graph.sessions import integer_kernels_are_exact, open_session
 from quark.onnx.passes import run_passes
 
-ROWS_OF_A_BATCH = {AdaRoundConfig: 256, AdaQuantConfig: 128}
+_ROWS_OF_A_BATCH = {AdaRoundConfig: 256, AdaQuantConfig: 128}
 """Most rows that a batch has, whatever its samples have: more positions of one image say little new.
 
 Measured on ResNet-18: 128 rows cost AdaRound 0.2 dB, and AdaQuant, whose steps are small, nothing."""
@@ -230,7 +230,7 @@ class _Run:
             rate = config.relative_rate * float(np.mean(layer.params.scale))
         if config.lr_adjust and error() > config.lr_adjust[0]:
             rate = config.lr_adjust[1]
-        rows = ROWS_OF_A_BATCH[type(config)]
+        rows = _ROWS_OF_A_BATCH[type(config)]
         return Training(
             config.num_iterations, rate, config.batch_size, config.num_batches, rows, config.early_stop,
             config.warm_start, config.beta_range, config.drop_ratio, config.fixed_seed, config.log_period,

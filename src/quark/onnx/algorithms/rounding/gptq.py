@@ -41,7 +41,7 @@ from quark.onnx.calibration.data.samples import required
 from quark.onnx.config.algo_configs import GPTQConfig
 from quark.onnx.operators import PRODUCTS, output_axis
 
-CONTINUOUS = (ScaleType.float32, ScaleType.float16, ScaleType.int16)
+_CONTINUOUS = (ScaleType.float32, ScaleType.float16, ScaleType.int16)
 REFINEMENTS = 1
 """How often all columns are visited again."""
 
@@ -113,7 +113,7 @@ def solve_layer(quantized: QuantizedLayers, layer: QuantizedLayer, problem: Prob
     natural = np.empty_like(solved)
     natural[problem.order] = solved
     grid = _grid(layer, np.arange(len(goal)))
-    if fit and not isinstance(layer.spec.granularity, PerTensor) and layer.spec.scale_type in CONTINUOUS:
+    if fit and not isinstance(layer.spec.granularity, PerTensor) and layer.spec.scale_type in _CONTINUOUS:
         scales = _FittedScales(layer, grid)
         natural = refine(goal, natural, problem.hessian, grid, REFINEMENTS, scales.size, scales.fit)
         quantized.set_params(layer, scales.params())
@@ -186,7 +186,7 @@ def naming(layer: QuantizedLayer) -> Iterator[None]:
 
 SAMPLES = 4
 """How many samples are compared; the layer is run twice on each."""
-RELATIVE_ERROR = "relative error of the output"
+_RELATIVE_ERROR = "relative error of the output"
 """|y - y_float| / |y_float| over these samples."""
 
 
@@ -208,7 +208,7 @@ def _keeping_better(quantized: QuantizedLayers, visit: Visit, algorithm: str) ->
         layer.weight = weight
         layer.params = quantized.decision.qparams.weights[layer.node, layer.index] = params
     # One that is left as it was has the error that it had.
-    report(layer.name, before, after if kept else before, RELATIVE_ERROR)
+    report(layer.name, before, after if kept else before, _RELATIVE_ERROR)
     level, what = (logging.DEBUG, "kept") if kept else (logging.INFO, "left as it was")
     logger.log(level, "%s: output error %.4g to nearest, %.4g with %s: %s.", layer.name, before, after, algorithm, what)
 

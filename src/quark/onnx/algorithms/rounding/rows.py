@@ -18,7 +18,7 @@ from quark.onnx.algorithms.rounding.patches import Product
 from quark.onnx.graph.model_file import constant, is_constant
 from quark.onnx.graph.pattern import clip_bounds
 
-ACTIVATED_ROWS = 1 << 14
+_ACTIVATED_ROWS = 1 << 14
 """Targets that go through the activation at a time."""
 
 
@@ -83,8 +83,8 @@ def gather(
             targets[part] = product.outputs(y, sample, taken)
             start = part.stop
     if activation is not None:
-        for begin in range(0, len(targets), ACTIVATED_ROWS):
-            part = slice(begin, begin + ACTIVATED_ROWS)
+        for begin in range(0, len(targets), _ACTIVATED_ROWS):
+            part = slice(begin, begin + _ACTIVATED_ROWS)
             targets[part] = activation(targets[part])
     return Rows(inputs, targets, starts.tolist(), filled[1][0] if mixes else None)
 

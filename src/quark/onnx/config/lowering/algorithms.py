@@ -23,7 +23,7 @@ from quark.onnx.config.extra_options import OPTIONS, value_of
 from quark.onnx.config.layer_config import QLayerConfig, target_layers
 
 FINETUNE = {"adaround": AdaRoundConfig, "adaquant": AdaQuantConfig}
-PREFERRED: Mapping[str, Mapping[str, Any]] = {
+_PREFERRED: Mapping[str, Mapping[str, Any]] = {
     "accuracy": {"early_stop": False, "update_bias": True, "output_qdq": True},
     "speed": {"early_stop": True, "mem_opt_level": 0},
     "resource_efficiency": {"mem_opt_level": 2, "num_workers": 1},
@@ -59,7 +59,7 @@ def with_preference(algorithm: AlgoConfig, options: Mapping[str, Any]) -> AlgoCo
     preference = value_of(options, "QuantizationPreference")
     if preference is None or not isinstance(algorithm, tuple(FINETUNE.values())):
         return algorithm
-    preferred = dict(PREFERRED[preference])
+    preferred = dict(_PREFERRED[preference])
     if preferred.get("update_bias") and isinstance(algorithm, AdaRoundConfig):
         del preferred["update_bias"]  # it learns how weights round, and nothing else
     changed = {name: value for name, value in preferred.items() if getattr(algorithm, name) != value}

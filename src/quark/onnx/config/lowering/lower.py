@@ -258,7 +258,7 @@ def _contrib_domain(request: Request, layer: LayerSpec) -> bool:
 # Rescaling ------------------------------------------------------------------------------------------------------------
 
 
-POWER_OF_TWO_STEPS = 2
+_POWER_OF_TWO_STEPS = 2
 """Unless CLESteps is given: a layer between two others is in two pairs, and the second undoes some of the first. Float
 scales, which fit any range, gained nothing by more than the documented step."""
 
@@ -273,7 +273,7 @@ def _equalization(request: Request, specs: SpecSettings) -> CLEConfig | None:
     if not _coarse(specs.layer):
         return None
     given = {key: request.options[key] for key in CLEConfig.keys.values() if key in request.options}
-    steps = {"CLESteps": POWER_OF_TWO_STEPS} if _has_power_of_two(specs.layer) else {}
+    steps = {"CLESteps": _POWER_OF_TWO_STEPS} if _has_power_of_two(specs.layer) else {}
     return CLEConfig.from_options({**steps, **given})
 
 

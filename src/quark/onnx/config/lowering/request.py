@@ -32,8 +32,8 @@ from quark.onnx.config.lowering.tensors import data_type_of
 from quark.onnx.config.tensor_specs import QTensorConfig
 from quark.onnx.operators.targets import TARGETS, Target
 
-UNSUPPORTED_FIELDS = {"reduce_range": "7-bit codes are not part of this version"}
-FIELD_OPTIONS = {
+_UNSUPPORTED_FIELDS = {"reduce_range": "7-bit codes are not part of this version"}
+_FIELD_OPTIONS = {
     "crypto_mode": "CryptoMode",
     "input_nodes": "InputNodes",
     "output_nodes": "OutputNodes",
@@ -47,7 +47,7 @@ FIELD_OPTIONS = {
     "convert_nchw_to_nhwc": "ConvertNCHWToNHWC",
 }
 """Legacy field -> the option that says the same, and wins."""
-LEGACY_METHODS: Mapping[Enum, tuple[CalibMethod, ScaleType]] = {
+_LEGACY_METHODS: Mapping[Enum, tuple[CalibMethod, ScaleType]] = {
     **{method: (CalibMethod[method.name], ScaleType.Float32) for method in CalibrationMethod},
     PowerOfTwoMethod.NonOverflow: (CalibMethod.MinMax, ScaleType.PowerOf2),
     PowerOfTwoMethod.MinMSE: (CalibMethod.MinMSE, ScaleType.PowerOf2),
@@ -152,13 +152,13 @@ def from_legacy(config: QuantizationConfig) -> Request:
         NotSupportedError: A field has a value that this version cannot obey.
     """
     check_options(config.extra_options, "QuantizationConfig.extra_options")
-    for name, why in UNSUPPORTED_FIELDS.items():
+    for name, why in _UNSUPPORTED_FIELDS.items():
         value = getattr(config, name)
         if value:
             raise NotSupportedError(f"QuantizationConfig.{name}={value!r}: {why}.")
     if config.quant_format.name == "QOperator":
         raise NotSupportedError("quant_format QOperator is not part of this version; possible: QDQ.")
-    options = {option: getattr(config, name) for name, option in FIELD_OPTIONS.items()}
+    options = {option: getattr(config, name) for name, option in _FIELD_OPTIONS.items()}
     options.update(config.extra_options)
     return Request(
         _legacy_layer(config, options),
@@ -176,7 +176,7 @@ def from_legacy(config: QuantizationConfig) -> Request:
 
 def _legacy_layer(config: QuantizationConfig, options: Mapping[str, Any]) -> QLayerConfig:
     """The specs of a legacy config: unsigned types have a zero point, and so have signed activations."""
-    method, scale = LEGACY_METHODS[config.calibrate_method]
+    method, scale = _LEGACY_METHODS[config.calibrate_method]
 
     def tensor(quant_type: Enum, asymmetric: tuple[str, ...]) -> QTensorConfig:
         data_type = data_type_of(element_type(quant_type, config.quant_format), options)

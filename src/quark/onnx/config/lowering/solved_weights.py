@@ -14,11 +14,11 @@ from quark.onnx.config.algo_configs import GPTQConfig
 from quark.onnx.config.extra_options import value_of
 from quark.onnx.config.lowering.tensors import group_size
 
-NBITS_DEFAULTS = {"Algorithm": "DEFAULT", "GroupSize": 128, "Symmetric": True, "Bits": 4, "AccuracyLevel": 0}
-NBITS_ALGORITHMS = ("DEFAULT", "GPTQ", "HQQ")
-NBITS_SIZES = (16, 32, 64, 128, 256)
+_NBITS_DEFAULTS = {"Algorithm": "DEFAULT", "GroupSize": 128, "Symmetric": True, "Bits": 4, "AccuracyLevel": 0}
+_NBITS_ALGORITHMS = ("DEFAULT", "GPTQ", "HQQ")
+_NBITS_SIZES = (16, 32, 64, 128, 256)
 """Blocks that MatMulNBits has in ONNX Runtime 1.31 (matmul_nbits.cc)."""
-NBITS_OF_GPTQ = {"bits": "Bits", "group_size": "GroupSize", "weight_symmetric": "Symmetric"}
+_NBITS_OF_GPTQ = {"bits": "Bits", "group_size": "GroupSize", "weight_symmetric": "Symmetric"}
 """Field of GPTQConfig -> the entry of MatMulNBitsParams that says the same."""
 
 
@@ -29,13 +29,13 @@ def nbits_params(options: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: An unknown entry or a wrong value.
         NotSupportedError: HQQ with 8 bits.
     """
-    params = {**NBITS_DEFAULTS, **value_of(options, "MatMulNBitsParams")}
+    params = {**_NBITS_DEFAULTS, **value_of(options, "MatMulNBitsParams")}
     for key in params:
-        if key not in NBITS_DEFAULTS:
-            raise ConfigError(f"MatMulNBitsParams has no entry {key!r}. {did_you_mean(str(key), NBITS_DEFAULTS)}")
-    if params["Algorithm"] not in NBITS_ALGORITHMS:
+        if key not in _NBITS_DEFAULTS:
+            raise ConfigError(f"MatMulNBitsParams has no entry {key!r}. {did_you_mean(str(key), _NBITS_DEFAULTS)}")
+    if params["Algorithm"] not in _NBITS_ALGORITHMS:
         name = params["Algorithm"]
-        raise ConfigError(f"MatMulNBitsParams.Algorithm: {name!r}. {did_you_mean(str(name), NBITS_ALGORITHMS)}")
+        raise ConfigError(f"MatMulNBitsParams.Algorithm: {name!r}. {did_you_mean(str(name), _NBITS_ALGORITHMS)}")
     if params["Bits"] not in (2, 4, 8) or params["AccuracyLevel"] not in range(5):
         raise ConfigError(
             f"MatMulNBitsParams: Bits={params['Bits']}, AccuracyLevel={params['AccuracyLevel']}; "
@@ -58,13 +58,13 @@ def lower_nbits(options: Mapping[str, Any], gptq: GPTQConfig | None = None) -> T
     if set(value_of(options, "OpTypesToQuantize")) - {"MatMul"}:
         raise NotSupportedError("UseMatMulNBits: only MatMul has such a form. Possible: OpTypesToQuantize=['MatMul'].")
     params = nbits_params(options)
-    for name, key in NBITS_OF_GPTQ.items():
+    for name, key in _NBITS_OF_GPTQ.items():
         value = getattr(gptq or GPTQConfig, name)
         if value not in (getattr(GPTQConfig, name), params[key]):
             raise ConfigError(f"GPTQConfig.{name}={value}, MatMulNBitsParams.{key}={params[key]}: set only one.")
     size = group_size(params["GroupSize"], "MatMulNBitsParams.GroupSize")
-    if size not in NBITS_SIZES:
-        possible = ", ".join(map(str, NBITS_SIZES))
+    if size not in _NBITS_SIZES:
+        possible = ", ".join(map(str, _NBITS_SIZES))
         raise ConfigError(
             f"MatMulNBitsParams.GroupSize={size}: the kernel has blocks of other sizes. Possible: {possible}."
         )

@@ -23,7 +23,7 @@ from quark.onnx.config.settings import Override, SpecSettings
 from quark.onnx.config.tensor_specs import Int32, QTensorConfig
 from quark.onnx.operators import PRODUCTS, RULES
 
-OVERRIDE_KEYS = {
+_OVERRIDE_KEYS = {
     "quant_type": "dtype",
     "symmetric": "symmetric",
     "axis": "axis",
@@ -193,13 +193,13 @@ def _override(where: str, entries: Any, options: Mapping[str, Any]) -> Override:
             raise NotSupportedError(f"{where}: {key!r} is not part of this version.")
     if "quant_type" in entry:
         entry["quant_type"] = _integer(entry["quant_type"], options, where)
-    unknown = sorted(set(entry) - set(OVERRIDE_KEYS))
+    unknown = sorted(set(entry) - set(_OVERRIDE_KEYS))
     if unknown:
-        raise ConfigError(f"{where}: unknown key {unknown[0]!r}. {did_you_mean(unknown[0], OVERRIDE_KEYS)}")
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}. {did_you_mean(unknown[0], _OVERRIDE_KEYS)}")
     for one, other in (("scale", "zero_point"), ("rmin", "rmax")):
         if (one in entry) != (other in entry):
             raise ConfigError(f"{where}: {one} and {other} go together.")
-    return Override(**{OVERRIDE_KEYS[key]: value for key, value in entry.items()})
+    return Override(**{_OVERRIDE_KEYS[key]: value for key, value in entry.items()})
 
 
 def _integer(kind: Any, options: Mapping[str, Any], where: str) -> str:

@@ -28,8 +28,8 @@ from quark.onnx.config.tensor_specs import DATA_TYPES, DataType, QTensorConfig
 from quark.onnx_ops.operators import BFP_FORMATS, MX_ELEMENTS
 
 FLOATS = ("float16", "bfloat16")
-SCALED_BFLOAT16 = replace(DTYPES["bfloat16"], name="bfloat16_scaled", min=-2.0, max=2.0)
-FLOAT_SCALE = {
+_SCALED_BFLOAT16 = replace(DTYPES["bfloat16"], name="bfloat16_scaled", min=-2.0, max=2.0)
+_FLOAT_SCALE = {
     CalibMethod.MinMax: "min_max",
     CalibMethod.MinMSE: "mse",
     CalibMethod.Percentile: "percentile",
@@ -37,19 +37,19 @@ FLOAT_SCALE = {
     CalibMethod.LayerwisePercentile: "layerwise_percentile",
     CalibMethod.Distribution: "distribution",
 }
-RANGE_SYMMETRY = (CalibMethod.MinMax, CalibMethod.Percentile, CalibMethod.LayerwisePercentile)
+_RANGE_SYMMETRY = (CalibMethod.MinMax, CalibMethod.Percentile, CalibMethod.LayerwisePercentile)
 """The methods of float scales whose range CalibTensorRangeSymmetric changes, there and in ONNX Runtime."""
 POWER_OF_TWO = {CalibMethod.MinMax: "pof2_non_overflow", CalibMethod.MinMSE: "pof2_min_mse"}
-POWER_OF_TWO_MODES = {"All": "pof2_min_mse", "MostCommon": "pof2_most_common", "Percentile": "pof2_mse_percentile"}
+_POWER_OF_TWO_MODES = {"All": "pof2_min_mse", "MostCommon": "pof2_most_common", "Percentile": "pof2_mse_percentile"}
 FLOAT_MODES = {"All": "mse", "Percentile": "mse_percentile", "HistCenter": "mse_centers"}
 """Mode of MinMSE -> observer: of activations under powers of two, and of weights under float scales."""
 SCALES = {ScaleType.Float32: CoreScale.float32, ScaleType.PowerOf2: CoreScale.pof2, ScaleType.Int16: CoreScale.int16}
-BY_CORE = {data_type.core: data_type for data_type in DATA_TYPES.values()}
-BFP_TYPES = {form: BY_CORE[name] for name, form in BFP_FORMATS.items()}
+_BY_CORE = {data_type.core: data_type for data_type in DATA_TYPES.values()}
+_BFP_TYPES = {form: _BY_CORE[name] for name, form in BFP_FORMATS.items()}
 """(bfp_method, bit_width) of BFPAttributes -> data type."""
-MX_TYPES = {element: BY_CORE[name] for name, element in MX_ELEMENTS.items()} | {"fp4": BY_CORE["fp4_e2m1"]}
+_MX_TYPES = {element: _BY_CORE[name] for name, element in MX_ELEMENTS.items()} | {"fp4": _BY_CORE["fp4_e2m1"]}
 """element_dtype of MXAttributes -> data type."""
-BLOCK_KEYS = {
+_BLOCK_KEYS = {
     "BFPAttributes": (
         "bfp_method",
         "axis",
@@ -62,7 +62,7 @@ BLOCK_KEYS = {
     ),
     "MXAttributes": ("element_dtype", "axis", "block_size", "rounding_mode"),
 }
-ROUNDINGS = {0: RoundType.round, 2: RoundType.half_even}
+_ROUNDINGS = {0: RoundType.round, 2: RoundType.half_even}
 
 
 def is_integer(config: QTensorConfig) -> bool:
@@ -122,7 +122,7 @@ def _lower_float(config: QTensorConfig, options: Mapping[str, Any], weight: bool
     observer = "min_max" if weight else _activation_observer(config, options)
     if observer not in ("min_max", "percentile", "moving_average"):
         raise NotSupportedError(f"{option}=True goes with CalibMethod.MinMax or Percentile, got {observer}.")
-    return TensorSpec(SCALED_BFLOAT16, observer=observer)
+    return TensorSpec(_SCALED_BFLOAT16, observer=observer)
 
 
 def _granularity(
@@ -162,15 +162,15 @@ def _activation_observer(config: QTensorConfig, options: Mapping[str, Any]) -> s
                 "CalibTensorRangeSymmetric: the range of a power-of-two scale is symmetric as its spec is."
             )
         if method is CalibMethod.MinMSE:
-            return _mode(options, "MinMSEModePof2Scale", POWER_OF_TWO_MODES)
+            return _mode(options, "MinMSEModePof2Scale", _POWER_OF_TWO_MODES)
         return POWER_OF_TWO[method]
     moving = method is CalibMethod.MinMax and value_of(options, "CalibMovingAverage")
-    if method not in RANGE_SYMMETRY and value_of(options, "CalibTensorRangeSymmetric") is not None:
+    if method not in _RANGE_SYMMETRY and value_of(options, "CalibTensorRangeSymmetric") is not None:
         logger.warning(
             f"CalibTensorRangeSymmetric has no effect on {method}, whose range is its own. "
-            f"It has one on {', '.join(map(str, RANGE_SYMMETRY))}."
+            f"It has one on {', '.join(map(str, _RANGE_SYMMETRY))}."
         )
-    return "moving_average" if moving else FLOAT_SCALE[method]
+    return "moving_average" if moving else _FLOAT_SCALE[method]
 
 
 def _weight_observer(config: QTensorConfig, options: Mapping[str, Any]) -> str:
@@ -183,7 +183,7 @@ def _weight_observer(config: QTensorConfig, options: Mapping[str, Any]) -> str:
         return POWER_OF_TWO[method]
     if method is CalibMethod.MinMSE:
         return _mode(options, "MinMSEModeFloatScale", FLOAT_MODES)
-    return FLOAT_SCALE[method]
+    return _FLOAT_SCALE[method]
 
 
 def _mode(options: Mapping[str, Any], name: str, modes: Mapping[str, str]) -> str:
@@ -200,7 +200,7 @@ def _lower_block(config: QTensorConfig, options: Mapping[str, Any], weight: bool
     ocp = kind.core not in BFP_FORMATS
     attributes = _block_attributes(options, "MXAttributes" if ocp else "BFPAttributes")
     rounding = attributes.get("rounding_mode", 2)
-    if rounding not in ROUNDINGS:
+    if rounding not in _ROUNDINGS:
         raise NotSupportedError(f"rounding_mode {rounding} of {kind} is not part of this version; possible: 0, 2.")
     return TensorSpec(
         DTYPES[kind.core],
@@ -208,7 +208,7 @@ def _lower_block(config: QTensorConfig, options: Mapping[str, Any], weight: bool
         dynamic=not weight,
         scale_type=CoreScale.float8_e8m0fnu if ocp else CoreScale.float32,
         scale_rule=ScaleRule.floor if ocp else ScaleRule.even,
-        rounding=ROUNDINGS[rounding],
+        rounding=_ROUNDINGS[rounding],
         observer="block",
     )
 
@@ -217,8 +217,8 @@ def _block_attributes(options: Mapping[str, Any], name: str) -> dict[str, Any]:
     """BFPAttributes or MXAttributes. Raises ConfigError for an unknown entry."""
     attributes = dict(value_of(options, name))
     for key in attributes:
-        if key not in BLOCK_KEYS[name]:
-            raise ConfigError(f"{name} has no entry {key!r}. {did_you_mean(str(key), BLOCK_KEYS[name])}")
+        if key not in _BLOCK_KEYS[name]:
+            raise ConfigError(f"{name} has no entry {key!r}. {did_you_mean(str(key), _BLOCK_KEYS[name])}")
     for key, value in attributes.items():
         kind = str if key in ("bfp_method", "element_dtype") else int
         if not isinstance(value, kind):
@@ -243,13 +243,13 @@ def data_type_of(kind: ExtendedQuantType, options: Mapping[str, Any]) -> DataTyp
     if kind is ExtendedQuantType.QBFP:
         given = _block_attributes(options, "BFPAttributes")
         key = (given.get("bfp_method", "to_bfp"), given.get("bit_width", 16))
-        if key not in BFP_TYPES:
-            shown = ", ".join(f"{method} with {bits}" for method, bits in BFP_TYPES)
+        if key not in _BFP_TYPES:
+            shown = ", ".join(f"{method} with {bits}" for method, bits in _BFP_TYPES)
             raise ConfigError(f"BFPAttributes: no format is {key[0]} with bit_width {key[1]}; possible: {shown}.")
-        return BFP_TYPES[key]
+        return _BFP_TYPES[key]
     if kind is ExtendedQuantType.QMX:
         element = _block_attributes(options, "MXAttributes").get("element_dtype", "int8")
-        if element not in MX_TYPES:
-            raise ConfigError(f"MXAttributes.element_dtype: {element!r}. {did_you_mean(str(element), MX_TYPES)}")
-        return MX_TYPES[element]
+        if element not in _MX_TYPES:
+            raise ConfigError(f"MXAttributes.element_dtype: {element!r}. {did_you_mean(str(element), _MX_TYPES)}")
+        return _MX_TYPES[element]
     return DATA_TYPES[kind.name.removeprefix("Q")]

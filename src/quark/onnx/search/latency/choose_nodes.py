@@ -52,7 +52,7 @@ class Edge:
     decode: float
 
 
-MOST_BRANCHES = 200
+_MOST_BRANCHES = 200
 """Cuts of branch and bound; after these the convolutions in question are computed in integers."""
 
 
@@ -119,17 +119,17 @@ def _cut_cost(choice: KernelChoice, integers: set[str]) -> float:
     return total
 
 
-Pins = dict[str, bool]
+_Pins = dict[str, bool]
 """Group -> whether it is computed in integers."""
 
 
 def choose_nodes(choice: KernelChoice) -> set[str]:
     """The groups to compute in integers."""
-    queue: list[tuple[float, int, set[str], Pins]] = []
+    queue: list[tuple[float, int, set[str], _Pins]] = []
     pushed = 0
     first = _cut(choice, {})
     heapq.heappush(queue, (_cut_cost(choice, first), pushed, first, {}))
-    while queue and pushed < MOST_BRANCHES:
+    while queue and pushed < _MOST_BRANCHES:
         _, _, chosen, pins = heapq.heappop(queue)
         broken = next((each for each in choice.absorbed if each.breaks(chosen)), None)
         if broken is None:
@@ -146,14 +146,14 @@ def choose_nodes(choice: KernelChoice) -> set[str]:
 
 def _all_absorbed(choice: KernelChoice, chosen: set[str]) -> set[str]:
     """The cut with every group in integers that would not stay in float."""
-    pins: Pins = {}
+    pins: _Pins = {}
     while broken := [each.group for each in choice.absorbed if each.breaks(chosen)]:
         pins |= dict.fromkeys(broken, True)
         chosen = _cut(choice, pins)
     return chosen
 
 
-def _cut(choice: KernelChoice, pins: Pins) -> set[str]:
+def _cut(choice: KernelChoice, pins: _Pins) -> set[str]:
     """The groups in integers of the least cut, of several the smallest; pins hold where they can."""
     cut: MinCut[str | tuple[str, int]] = MinCut()
     for name, seconds in choice.in_float.items():

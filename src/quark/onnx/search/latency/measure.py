@@ -37,7 +37,7 @@ from quark.onnx.search.latency.node_groups import Side, group_nodes, side_of
 from quark.onnx.search.latency.noise_sample import noise_sample
 from quark.onnx.search.latency.profile_file import SECONDS, Profile, open_profile
 
-LEAST_GAIN = 0.01
+_LEAST_GAIN = 0.01
 """Share of the time of the float kernels: less is within what two measurements of one kernel differ by, and integers
 cost accuracy, and the size of all that then stays in float."""
 
@@ -140,7 +140,7 @@ def measure(model: ir.Model, settings: Settings, data: Samples | None, timer: Ti
         profile.complete([run], timer)
         totals[stay] = sum(profile.seconds(run).values())
     best = min(totals, key=lambda names: totals[names])
-    if totals[best] > (1 - LEAST_GAIN) * totals[found.candidates]:
+    if totals[best] > (1 - _LEAST_GAIN) * totals[found.candidates]:
         best = found.candidates
     return Measured(best, len(found.candidates - best), sides[0].total(), totals[best], sides[1].total())
 
@@ -190,9 +190,9 @@ def _check(settings: Settings) -> None:
 # Weights alone, or inputs that are quantized as they come ------------------------------------------------------------
 
 
-SECONDS_APART = 1.0
+_SECONDS_APART = 1.0
 """How long both models run: nodes are chosen one by one, and a wrong choice costs what cannot be told from noise."""
-WITHIN_NOISE = 0.015
+_WITHIN_NOISE = 0.015
 """Share of the time of the float model that tables may cost: two looks at one file differ by as much."""
 
 
@@ -266,7 +266,7 @@ def _slower(model: ir.Model, settings: Settings, feed: Feed, timer: Timer) -> _S
         return _Slower(frozenset(), frozenset(), len(names))
     write(decide(Prepared(quantized), settings))
     _name_last_nodes(quantized, model)
-    sides, _ = _timed_sides((model, quantized), feed, settings, timer, SECONDS_APART, conversions=False)
+    sides, _ = _timed_sides((model, quantized), feed, settings, timer, _SECONDS_APART, conversions=False)
     groups = group_nodes(model, names, sides[0], sides[1])
     before, after = (groups.seconds(side) for side in sides)
 
@@ -278,7 +278,7 @@ def _slower(model: ir.Model, settings: Settings, feed: Feed, timer: Timer) -> _S
     stored = frozenset(name for name in in_kernels if lost(name, GAIN) > 0)
     kept = {groups.find(name): lost(name) for name in (in_kernels - stored) | tables}
     # A table in float takes twice the bytes: noise of a measurement is no reason.
-    kept[""] = -WITHIN_NOISE * sum(before.values())
+    kept[""] = -_WITHIN_NOISE * sum(before.values())
     return _Slower(stored, frozenset(_tables_in_float(tables, kept, lost_by={n: lost(n) for n in tables})), len(names))
 
 

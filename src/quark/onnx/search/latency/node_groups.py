@@ -19,7 +19,7 @@ from quark.onnx.operators import QDQ
 from quark.onnx.search.latency.kernels import BLOCKED, TOKEN, TimedKernel
 
 LAYOUT = ("ReorderInput", "ReorderOutput", "Transpose")
-BLOCKED_SUFFIX = "_nchwc"
+_BLOCKED_SUFFIX = "_nchwc"
 """What it adds to the name of a tensor to name the kernel that makes it in the blocked layout."""
 
 
@@ -169,8 +169,8 @@ def group_nodes(model: ir.Model, candidates: set[str], in_float: Side, in_intege
 def tensors(kernel: TimedKernel) -> list[str]:
     """The tensors that a kernel makes; first, of one in the blocked layout, what ONNX calls the same values."""
     name = TOKEN.sub("", kernel.name)
-    blocked = kernel.domain == BLOCKED and name.endswith(BLOCKED_SUFFIX)
-    return [*([name.removesuffix(BLOCKED_SUFFIX)] if blocked else []), *kernel.outputs]
+    blocked = kernel.domain == BLOCKED and name.endswith(_BLOCKED_SUFFIX)
+    return [*([name.removesuffix(_BLOCKED_SUFFIX)] if blocked else []), *kernel.outputs]
 
 
 def _float_tensor(value: ir.Value) -> ir.Value:

@@ -21,7 +21,7 @@ from quark.onnx.graph.sessions import open_session, run_sample
 
 SIZES = (128, 64, 48, 32, 16, 256, 8, 1024, 16000, 1)
 """Of all axes without one, but the first: usual ones of images, lines of text and sequences; last of sound."""
-MOST_VALUES = 1 << 24
+_MOST_VALUES = 1 << 24
 """Values of an input that are still tried."""
 
 
@@ -62,7 +62,7 @@ def _shapes(inputs: Mapping[str, Input]) -> Iterator[dict[str, list[int]]]:
     batch = {shape[0] for shape in known if shape and isinstance(shape[0], str)}
     for size in SIZES[-1:] if fixed else SIZES:
         shapes = {name: _shape(entry, size, batch) for name, entry in inputs.items()}
-        if size == 1 or max(map(math.prod, shapes.values()), default=1) <= MOST_VALUES:
+        if size == 1 or max(map(math.prod, shapes.values()), default=1) <= _MOST_VALUES:
             yield shapes
 
 

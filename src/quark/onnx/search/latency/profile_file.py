@@ -52,7 +52,7 @@ KINDS = {
     "ReorderOutput": "Reorder",
 }
 """Op type of a kernel -> the conversion that it is."""
-SIDES = (8, 32, 128, 256)
+_SIDES = (8, 32, 128, 256)
 """Heights of the images that are converted: from what fits the first cache to what fits none."""
 CHANNELS = 16
 """A multiple of what blocked layouts have in a block."""
@@ -87,7 +87,7 @@ def fit(points: Sequence[tuple[int, float]]) -> Line:
 
 def probes(threads: int) -> Iterator[ProfiledModel]:
     """Convolutions in float and in integers, whose runs have every conversion."""
-    for side in SIDES:
+    for side in _SIDES:
         feed = {"x": np.linspace(-1, 1, CHANNELS * side * side, dtype=np.float32).reshape(1, CHANNELS, side, side)}
         for quantized in (False, True):
             yield ProfiledModel(_convolution(side, quantized), feed, threads)
@@ -145,7 +145,7 @@ FORMAT = "quark profile 1"
 VARIABLE, OFF, NEW = "QUARK_KERNEL_TIMES", "off", "new"
 """The environment variable of the cache: off, it is neither read nor written; new, it begins anew with this process."""
 CPU_INFO = Path("/proc/cpuinfo")
-VECTORS = re.compile(r"\b(?:avx\w*|amx\w*|asimd\w*|sve\w*|i8mm)\b")
+_VECTORS = re.compile(r"\b(?:avx\w*|amx\w*|asimd\w*|sve\w*|i8mm)\b")
 """The instructions that integer kernels are made of."""
 
 
@@ -347,7 +347,7 @@ def _cpu() -> str:
         text = ""
     named = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
     name = named.group(1) if named else platform.processor() or platform.machine()
-    return " ".join([name, *sorted(set(VECTORS.findall(text)))])
+    return " ".join([name, *sorted(set(_VECTORS.findall(text)))])
 
 
 def _is_time(value: Any) -> bool:

@@ -34,14 +34,14 @@ from quark.onnx.search.lost_outputs.verdict import Damage
 from quark.onnx.search.settle import convert
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
 
-BLAMED = 3
+_BLAMED = 3
 """Nodes that an error names for what they lose, and that are excluded at once."""
-TRIES = 4
+_TRIES = 4
 """Quantizations that are tried."""
-LOOKED = 8
+_LOOKED = 8
 """Samples on which it is looked for what nodes lose."""
 
-Retry = Callable[[frozenset[str]], tuple[onnx.ModelProto, Damage | None]]
+_Retry = Callable[[frozenset[str]], tuple[onnx.ModelProto, Damage | None]]
 """Quantizes without some nodes: the model, and what is left of its outputs."""
 
 
@@ -79,7 +79,7 @@ class _Advice:
 
 
 def _exclusion_that_helps(
-    model: ir.Model, quantized: onnx.ModelProto | Path, feeds: Sequence[Feed], retry: Retry | None
+    model: ir.Model, quantized: onnx.ModelProto | Path, feeds: Sequence[Feed], retry: _Retry | None
 ) -> _Advice:
     """Find the nodes that lose most, and those without which the outputs are not lost.
 
@@ -90,18 +90,18 @@ def _exclusion_that_helps(
         retry: What quantizes without some nodes; None to try nothing.
     """
     source, chosen, advice = to_proto(model), list[str](), _Advice()
-    feeds = feeds[:: -(-len(feeds) // LOOKED)]
-    for _ in range(TRIES):
+    feeds = feeds[:: -(-len(feeds) // _LOOKED)]
+    for _ in range(_TRIES):
         # It adds outputs to what it is given.
         copied = onnx.ModelProto()
         copied.CopyFrom(source)
         layers = damaged_layers(copied, quantized, feeds)
         names = _makers(model, [layer.tensor for layer, _ in layers])
         if not advice.blamed:
-            blamed = {names[layer.tensor]: (layer, before) for layer, before in reversed(layers[:BLAMED])}
+            blamed = {names[layer.tensor]: (layer, before) for layer, before in reversed(layers[:_BLAMED])}
             losses = [f"{before:.1f} dB -> {layer.sqnr:.1f}" for layer, before in reversed(blamed.values())]
             advice = _Advice(tuple(reversed(blamed)), tuple(losses))
-        worst = [layer.tensor for layer, _ in layers if _around(model, [layer.tensor]) - set(chosen)][:BLAMED]
+        worst = [layer.tensor for layer, _ in layers if _around(model, [layer.tensor]) - set(chosen)][:_BLAMED]
         if retry is None or not worst:
             return advice
         chosen += sorted(_around(model, worst) - set(chosen))
@@ -150,7 +150,7 @@ def refuse_damage(
     model: ir.Model,
     quantized: Model,
     feeds: Sequence[Feed],
-    retry: Retry | None = None,
+    retry: _Retry | None = None,
 ) -> None:
     """Log what was found; raise DamageError where it is too little, and say which nodes in float would help.
 

@@ -48,7 +48,7 @@ SHARE = 8
 """One sample in this many that calibration ran is looked at, if that is more: what it takes is a small part of it."""
 PRODUCTS = 1_000_000_000
 """Products, of each weight with each input value, that are looked at in any case: under a second."""
-OUTLYING = 1000.0
+_OUTLYING = 1000.0
 """Times the median of the largest inputs, from which on a sample is compared by itself: else no other one counts."""
 MADE = "What was quantized"
 """What errors call it: the file has a name for the moment only."""
@@ -297,7 +297,7 @@ class _Looked:
 
     def verdicts(self) -> list[Verdict]:
         """Of each part that can be judged; of one that is lost on the usual samples, that."""
-        bound = OUTLYING * float(np.median(self._peaks))
+        bound = _OUTLYING * float(np.median(self._peaks))
         usual = [index for index, peak in enumerate(self._peaks) if not bound or peak <= bound]
         found = []
         for part in self.parts:

@@ -31,12 +31,12 @@ from quark.onnx.search.latency.noise_sample import noise_sample
 from quark.onnx.search.lost_outputs.verdict import LEAST, Verdict, verdict_of
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
 
-AMPLITUDES = (1.0, 1e-2, 1e2)
-DOUBTFUL = 20.0
+_AMPLITUDES = (1.0, 1e-2, 1e2)
+_DOUBTFUL = 20.0
 """dB: below it, the noise has a tenth of the size of the output."""
 SECONDS = 10.0
 """What may be run in, after which nothing is said."""
-SHORTEST = 8
+_SHORTEST = 8
 """Values along an axis that have a colour."""
 
 
@@ -80,7 +80,7 @@ def little_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path) -> _Left
             lost = _mostly_below(LEAST, found)
             if lost is not None:
                 return _LeftOnNoise(lost, f"SQNR {lost:.1f} {words}")
-            low = _mostly_below(DOUBTFUL, [[each for each in told if not each.part.bounded] for told in found])
+            low = _mostly_below(_DOUBTFUL, [[each for each in told if not each.part.bounded] for told in found])
             if low is not None and doubtful is None:
                 doubtful = _LeftOnNoise(low, f"SQNR {low:.1f} {words}")
     except QuarkError as error:
@@ -92,7 +92,7 @@ def _mostly_below(bound: float, found: Sequence[Sequence[Verdict]]) -> float | N
     """The best SQNR of those below a bound, of the worst part for each loudness; None where these are not most."""
     worst = [min((each.sqnr for each in told if each.sqnr is not None), default=None) for told in found]
     low = [sqnr for sqnr in worst if sqnr is not None and sqnr < bound]
-    return max(low) if 2 * len(low) > len(AMPLITUDES) else None
+    return max(low) if 2 * len(low) > len(_AMPLITUDES) else None
 
 
 def _left(model: ir.Model, quantized: onnx.ModelProto | Path, sample: Feed, colour: str) -> Iterator[list[Verdict]]:
@@ -102,7 +102,7 @@ def _left(model: ir.Model, quantized: onnx.ModelProto | Path, sample: Feed, colo
     sessions = open_session(proto, weights=weights), after
     parts, budget = compared_parts(model), TimeBudget.of(SECONDS / 2)
     names = list(dict.fromkeys(part.tensor for part in parts))
-    for amplitude in AMPLITUDES:
+    for amplitude in _AMPLITUDES:
         if not parts or budget.left() < 0:
             return
         feed = {name: _noise(array, colour, amplitude) for name, array in sample.items()}
@@ -122,7 +122,7 @@ def _noise(array: NumpyArray, colour: str, amplitude: float) -> NumpyArray:
     values = array.astype(np.float64)
     for axis in range(1, array.ndim) if colour == "brown" else ():
         size = array.shape[axis]
-        if size >= SHORTEST:
+        if size >= _SHORTEST:
             frequencies = np.maximum(np.fft.rfftfreq(size), 1 / size)
             spectrum = np.moveaxis(np.fft.rfft(values, axis=axis), axis, -1) / frequencies
             values = np.moveaxis(np.fft.irfft(spectrum, size), -1, axis)

@@ -25,9 +25,9 @@ LEAST = 10.0
 """dB: below it, the noise has a third of the size of the output."""
 KEPT, MISSED = 0.9, 0.5
 """Share of the decisions that shows that nothing is lost, whatever the SQNR; and below which the task is."""
-STANDS_OUT = 0.25
+_STANDS_OUT = 0.25
 """Share of the largest value by which events have to differ from the rest: else there are none."""
-DISAGREE = 10.0
+_DISAGREE = 10.0
 """dB between the samples of one part, in their SQNR or in their power."""
 
 Pair = tuple[NumpyArray, NumpyArray]
@@ -98,7 +98,7 @@ class _Sums:
         """Whether some samples say another thing than others."""
         powers = [10 * math.log10(max(signal, 1e-300)) for signal in self.signal]
         ratios = [min(_decibels(s, n), 99.0) for s, n in zip(self.signal, self.noise, strict=True) if s]
-        return any(max(each, default=0) - min(each, default=0) > DISAGREE for each in (powers, ratios))
+        return any(max(each, default=0) - min(each, default=0) > _DISAGREE for each in (powers, ratios))
 
 
 def verdict_of(part: OutputPart, pairs: Iterable[Pair]) -> Verdict | None:
@@ -131,7 +131,7 @@ def _events(pairs: list[Pair], peak: float) -> float | None:
     finite = [np.where(np.isfinite(x), x, 0) for x, _ in pairs]
     mean = sum(x.astype(np.float64) for x in finite) / len(pairs) if alike else np.mean([x.mean() for x in finite])
     height = max(float(np.abs(x - mean).max(initial=0)) for x in finite)
-    if height < STANDS_OUT * peak:
+    if height < _STANDS_OUT * peak:
         return None
     events = kept = alarms = 0
     for (_, y), x in zip(pairs, finite, strict=True):

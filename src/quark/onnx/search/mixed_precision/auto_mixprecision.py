@@ -46,13 +46,13 @@ from quark.onnx.search.mixed_precision.candidates import (
 from quark.onnx.search.mixed_precision.switched import SwitchedOutputs
 from quark.onnx_ops.saving import weight_bytes
 
-RANKED_SAMPLES = 2
+_RANKED_SAMPLES = 2
 """Samples that an order is found with, where all of them decide how much of it is taken."""
 Score = Callable[..., float]
 """(options that change, how many samples; all by default) -> distance."""
-EXCHANGES = 4
+_EXCHANGES = 4
 """Trials that look for a better choice beside the prefix; twice as many where few samples tell what to try on all."""
-MEASURES = ("data_size", "metric_output_index", "metric_distance_fn", "metric_evaluate_fn", "metric_default")
+_MEASURES = ("data_size", "metric_output_index", "metric_distance_fn", "metric_evaluate_fn", "metric_default")
 """Parameters that scores depend on, beside the settings."""
 
 
@@ -76,7 +76,7 @@ def mix_precision(prepared: Prepared, config: AutoMixprecisionConfig, settings: 
     )
     base = replace(settings, qdq=qdq)
     candidates = find_candidates(model, config, base)
-    path, measures = config.sensitivity_cache_file, [getattr(config, name) for name in MEASURES]
+    path, measures = config.sensitivity_cache_file, [getattr(config, name) for name in _MEASURES]
     cache = Cache(path, cache_key(model, base, data, measures) if path is not None else "")
     trials = SwitchedOutputs(replace(prepared, data=data), _output(model, config))
     count = min(config.data_size or len(data), len(data))
@@ -127,7 +127,7 @@ def _few(config: AutoMixprecisionConfig) -> int | None:
     """
     read = config.metric_threshold is None or config.sensitivity_cache_file is not None
     own = config.metric_distance_fn is not None or config.metric_evaluate_fn is not None
-    return None if own or read else RANKED_SAMPLES
+    return None if own or read else _RANKED_SAMPLES
 
 
 def _output(model: ir.Model, config: AutoMixprecisionConfig) -> str:
@@ -293,7 +293,7 @@ def _exchanged(
     tried = prefixes[-1].found[len(now.found) + 1 :] if speed else now.found[-2::-1]
     (few, least), (every, limit) = next(iter(limits.items())), list(limits.items())[-1]
     chain = [now]
-    for found in tried[: EXCHANGES * len(limits)]:
+    for found in tried[: _EXCHANGES * len(limits)]:
         before = chain[-1].found
         other = _Prefix([*before, found] if speed else [one for one in before if one is not found])
         if other.found and score(other.options, few) <= least:

@@ -36,7 +36,7 @@ from quark.onnx.graph.scopes import nodes_of
 from quark.onnx.placement.place import place
 from quark.onnx_ops.saving import weight_bytes
 
-UNGROUPED = "__ungrouped__"
+_UNGROUPED = "__ungrouped__"
 Option = tuple[tuple[str, LayerSpec], ...]
 """(node name, specs) of every node of a candidate."""
 
@@ -156,7 +156,7 @@ def _grouped(model: ir.Model, nodes: list[str], path: str) -> list[tuple[str, li
             if owner.setdefault(node, name) != name:
                 raise ConfigError(f"{path}: {node} lies in two subgraphs, {owner[node]} and {name}.")
         groups.append((name, members))
-    groups.append((UNGROUPED, [node for node in nodes if node not in owner]))
+    groups.append((_UNGROUPED, [node for node in nodes if node not in owner]))
     return [(name, members) for name, members in groups if members]
 
 
@@ -169,7 +169,7 @@ def _read(path: str) -> list[tuple[str, Subgraph]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"subgraph_json: {path} is no file of subgraphs: {type(error).__name__}: {error}.") from None
     names = [name for name, _ in found]
-    if count != len(found) or len(set(names)) < len(names) or UNGROUPED in names:
+    if count != len(found) or len(set(names)) < len(names) or _UNGROUPED in names:
         raise FormatError(f"subgraph_json: {path} declares {count} subgraphs and holds {', '.join(names) or 'none'}.")
     return found
 

@@ -52,18 +52,18 @@ from quark.onnx_ops.graph_writer import GraphWriter, free_name
 
 PARTS = 12
 """About how many: each begins with a copy of what crosses, and what runs together is fused."""
-KEPT_BYTES = 1 << 27
+_KEPT_BYTES = 1 << 27
 """Of tensors that cross under the first decision."""
 HALF = 1 << 15
 CODES = (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16)
-CLIP_OPSET = 11
+_CLIP_OPSET = 11
 """From which on bounds are inputs."""
 
 
 def _switchable(model: ir.Model, settings: Settings) -> bool:
     """Whether decisions under settings, and what is written of them, change nothing of a model but its tensors."""
     special = settings.qdq.dual_pairs or settings.qdq.quantize_fp16 or settings.qdq.matmul_nbits is not None
-    return not special and opset(model) >= CLIP_OPSET
+    return not special and opset(model) >= _CLIP_OPSET
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class _SwitchedModel:
         crossing = {name: sizes.get(source, 0) for name, source in made.quantized.items()}
         self._parts = self._cut(made.model, crossing)
         self._kept: dict[tuple[int, int], dict[str, onnxruntime.OrtValue]] = {}
-        self._left, self._lock = KEPT_BYTES, Lock()
+        self._left, self._lock = _KEPT_BYTES, Lock()
         self._arrays: dict[Key, dict[Number | Codes, list[onnxruntime.OrtValue]]] = {}
 
     def fits(self, decision: Decision, state: State) -> bool:

@@ -36,8 +36,8 @@ from quark.onnx.graph.output_parts import OutputPart, output_parts
 from quark.onnx.search.evaluator import PartValues
 from quark.onnx.search.noise.sources import Noise, NoiseModel, NoiseRun, NoiseSource
 
-SIGNS_SEED = 0
-FIRST_GROUPS = 8
+_SIGNS_SEED = 0
+_FIRST_GROUPS = 8
 """Groups before the first is split."""
 
 
@@ -151,7 +151,7 @@ class Probe:
         self._run, self._data, self._feed, self._parts = run, data, data[sample], parts
         self._measure = measure or (lambda part, x, y: (x, y))
         self._noises = run.look(self._feed)
-        self._signs = np.random.default_rng(SIGNS_SEED).choice((-1.0, 1.0), len(self._noises))
+        self._signs = np.random.default_rng(_SIGNS_SEED).choice((-1.0, 1.0), len(self._noises))
         self._expected = run.outputs(self._feed, [], [])
 
     def power(self, group: Sequence[int]) -> float:
@@ -215,7 +215,7 @@ def halved(number: int, runs: int | None, probes: Iterable[Probe]) -> list[float
 def _split(number: int, runs: int | None, probe: Probe) -> dict[tuple[int, ...], float]:
     """Groups of sources and their powers: the noisiest is halved, until as many runs are made as were allowed."""
     left = number if runs is None else runs
-    size = 1 if left >= number else -(-number // min(left, FIRST_GROUPS))
+    size = 1 if left >= number else -(-number // min(left, _FIRST_GROUPS))
     groups: list[tuple[float, tuple[int, ...]]] = []
 
     def measure(group: tuple[int, ...]) -> None:

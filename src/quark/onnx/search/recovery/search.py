@@ -55,13 +55,13 @@ MARGIN = 0.8
 RESERVE = 1.5
 """Seconds for the last resort, in times of those of the best model."""
 
-NO_HOPE = "left out: "
+_NO_HOPE = "left out: "
 """How the result of a step begins that was not tried for what another one gave."""
 
 REACH = 15.0
 """dB that steps bring a model at most: 25 searches on 16 models that wheels ship gained up to 14.5."""
 
-ALTERNATIVE = "as without samples"
+_ALTERNATIVE = "as without samples"
 """Name of a model that is made so, in the table of trials."""
 
 
@@ -304,7 +304,7 @@ class _Search:
         other = alternative.instead_of(before, self.scorer, self.fit, at_last)
         if other is not None:
             self.best = other
-            self._tell(Trial(ALTERNATIVE, before.score, other.score, self.fit.clock() - start, "kept"))
+            self._tell(Trial(_ALTERNATIVE, before.score, other.score, self.fit.clock() - start, "kept"))
         return other is not None
 
     def leave_out(self, step: Step) -> None:
@@ -389,10 +389,10 @@ class _Search:
         if self.target is not None or trial is None or trial.before is None:
             return ""
         if trial.after is None:
-            return trial.result if trial.result.startswith(NO_HOPE) else ""
+            return trial.result if trial.result.startswith(_NO_HOPE) else ""
         before, after = (self.scorer.metric.noise(value, 1) for value in (trial.before, trial.after))
         gain = 10 * math.log10(before / after) if before > 0 and after > 0 else math.copysign(math.inf, before)
-        return "" if gain >= step.least else f"{NO_HOPE}{trial.step} gained {gain:.2f} dB, less than {step.least:.1f}"
+        return "" if gain >= step.least else f"{_NO_HOPE}{trial.step} gained {gain:.2f} dB, less than {step.least:.1f}"
 
     def _situation(self, step: Step) -> Situation:
         work, left = self._work(step), max(0.0, MARGIN * (self.left(step) - self.best.seconds))

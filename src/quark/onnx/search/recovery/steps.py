@@ -37,12 +37,12 @@ from quark.onnx.search.change import Change, Situation
 from quark.onnx.search.noise.choices import FloatNodes, TensorRanges, choose_ranges, known_noise, leave_in_float
 
 TUNING = (AdaRoundConfig, AdaQuantConfig, GPTQConfig)
-FEW_BITS = 4
+_FEW_BITS = 4
 """Of weights: with them rounding each to its nearest code is what costs most."""
-STRICTER = 0.9
+_STRICTER = 0.9
 """Share of the noise that is allowed on the samples that layers are chosen with."""
 
-FEWEST_RUNS = 24
+_FEWEST_RUNS = 24
 """Runs that tell the noisiest groups of tensors from the others."""
 
 POWER_OF_TWO = {"min_max": "pof2_non_overflow", "mse": "pof2_min_mse"}
@@ -122,10 +122,10 @@ def floating(config: FloatNodes, where_lost: bool = False) -> Change:
             return "needs a target: it leaves no node in float that the target does not need"
         known = known_noise(settings, situation.noises) is not None
         # Fewer runs leave more tensors in groups.
-        configs = (replace(config, runs=runs) for runs in range(config.runs, FEWEST_RUNS - 1, -8))
+        configs = (replace(config, runs=runs) for runs in range(config.runs, _FEWEST_RUNS - 1, -8))
         fitting = next((one for one in configs if known or not situation.skipped(one.forwards)), None)
         if fitting is None:
-            return situation.skipped(replace(config, runs=FEWEST_RUNS).forwards)
+            return situation.skipped(replace(config, runs=_FEWEST_RUNS).forwards)
         prepared = _calibrated(settings, situation)
         return leave_in_float(prepared, fitting, settings, situation.noises, situation.measure)
 
@@ -155,7 +155,7 @@ def solve_few_bits(settings: Settings, _: Situation) -> Settings | None:
     """GPTQ, where weights have few bits."""
     weight = settings.specs.layer.weight
     tuned = any(isinstance(one, TUNING) for one in settings.algorithms)
-    if weight is None or not weight.has_zero_point or weight.dtype.bits > FEW_BITS or tuned:
+    if weight is None or not weight.has_zero_point or weight.dtype.bits > _FEW_BITS or tuned:
         return None
     # Biases make up for what is left.
     last = [one for one in settings.algorithms if isinstance(one, BiasCorrectionConfig)]
@@ -222,7 +222,7 @@ def raise_bits(settings: Settings, situation: Situation) -> Settings | str | Non
         target_layer_config=[],
         metric_output_index=goal.output,
         metric_distance_fn=distance,
-        metric_threshold=STRICTER * goal.metric.noise(goal.target, goal.samples),
+        metric_threshold=_STRICTER * goal.metric.noise(goal.target, goal.samples),
         metric_optimize_object="quality",
     )
     return replace(
@@ -304,7 +304,7 @@ OFTEN = 10
 SHORT = "AdaQuant, 30 iterations"
 ADAROUND, ADAQUANT = "AdaRound, 100 iterations", "AdaQuant, 300 iterations"
 LONGER, LONGEST = "AdaRound, 1000 iterations", "AdaQuant, 3000 iterations"
-FAR_ENOUGH = 0.02
+_FAR_ENOUGH = 0.02
 """Rate of a short learning, in scales of a weight: 30 falling steps move it by a third of a code at most.
 
 ResNet-18, held out, at .01, .03 and .06: 8 bits 27.40, 27.22, 27.11 dB; 4 bits 17.24, 17.95, 17.36."""
@@ -330,7 +330,7 @@ STEPS = (
     # Seconds, where learning takes minutes.
     Step("GPTQ, of weights of few bits", solve_few_bits),
     Step("the worst nodes in float", floating(FloatNodes())),
-    Step(SHORT, tuning(AdaQuantConfig(num_iterations=30, relative_rate=FAR_ENOUGH, log_period=OFTEN))),
+    Step(SHORT, tuning(AdaQuantConfig(num_iterations=30, relative_rate=_FAR_ENOUGH, log_period=OFTEN))),
     Step(ADAROUND, tuning(AdaRoundConfig(num_iterations=100, log_period=OFTEN)), SHORT, 4),
     Step(ADAQUANT, tuning(AdaQuantConfig(num_iterations=300, log_period=OFTEN)), ADAROUND, 3),
     Step(LONGER, tuning(AdaRoundConfig(log_period=OFTEN)), ADAROUND, 10, follows=ADAQUANT, least=ENOUGH),
@@ -338,16 +338,16 @@ STEPS = (
     Step("more bits for the most sensitive layers", raise_bits, wider=True),
     Step("more bits for all layers", raise_all_bits, last_resort=True, wider=True),
 )
-FEW_IN_FLOAT = tuple(
+_FEW_IN_FLOAT = tuple(
     Step(f"{share:.0%} of the nodes in float", floating(FloatNodes(share), where_lost=True))
     for share in (0.05, 0.1, 0.2)
 )
 QUICK_STEPS = (
     *(Step(f"ranges: {name}", change) for name, change in RANGES.items() if name != "Entropy"),
-    *FEW_IN_FLOAT,
+    *_FEW_IN_FLOAT,
     Step("ranges of each tensor", tensor_ranges(TensorRanges())),
     Step("BiasCorrection", algorithm(BiasCorrectionConfig())),
 )
 """Those that gain most for their seconds, for a configuration that nobody chose."""
-WEIGHTS_STEPS = (Step("BiasCorrection", algorithm(BiasCorrectionConfig())), *FEW_IN_FLOAT)
+WEIGHTS_STEPS = (Step("BiasCorrection", algorithm(BiasCorrectionConfig())), *_FEW_IN_FLOAT)
 """The steps for models of which weights alone are quantized."""

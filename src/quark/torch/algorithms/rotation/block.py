@@ -33,11 +33,11 @@ TOLERANCE = 1e-9
 """Largest relative change of what a block adds to its input, in float64; a wrong fold changes about all of it."""
 R1_SEED, R2_SEED = 1, 2
 """Of the random signs."""
-HEAD_SIZES = ("v_head_dim", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+_HEAD_SIZES = ("v_head_dim", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 """Attributes of attention modules that hold the features of a value head; the proof decides."""
 
-Stage = tuple[str, Callable[[nn.Module], None]]
-HeadRotation = tuple[ValuePath, list[torch.Tensor], Turning]
+_Stage = tuple[str, Callable[[nn.Module], None]]
+_HeadRotation = tuple[ValuePath, list[torch.Tensor], Turning]
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class BlockPlan:
 
     stream: Turning | None
     residual: Residual
-    heads: tuple[HeadRotation, ...]
+    heads: tuple[_HeadRotation, ...]
     online: dict[str, Rotation]
     queries: tuple[bool, int | None]
 
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[_Stage]:
         """The changes, in order."""
-        out: list[Stage] = []
+        out: list[_Stage] = []
         if self.stream is not None:
             out.append(("R1", self._fold_stream))
         if self.heads:
@@ -188,13 +188,13 @@ def _value_paths(block: nn.Module, single: Call, config: RotationConfig) -> list
     return paths
 
 
-def _heads(block: nn.Module, paths: list[ValuePath], config: RotationConfig) -> tuple[HeadRotation, ...]:
+def _heads(block: nn.Module, paths: list[ValuePath], config: RotationConfig) -> tuple[_HeadRotation, ...]:
     """R2 of each value path."""
     if not paths:
         raise StructureError(
             "R2: no layer was found whose outputs reach another one through attention alone. Possible: r2=False."
         )
-    named = [getattr(module, attribute, None) for module in block.modules() for attribute in HEAD_SIZES]
+    named = [getattr(module, attribute, None) for module in block.modules() for attribute in _HEAD_SIZES]
     sizes = [size for size in named if isinstance(size, int)]
     rotations = []
     for path in paths:

@@ -39,14 +39,14 @@ from quark.torch.layers.fake_quant import Mode
 from quark.torch.model.batches import hidden_width, to_device, tokens_in
 from quark.torch.model.blocks import Call, JoinedCalls, Unchanged, takes_joined
 
-REPORTED = 8
+_REPORTED = 8
 """Batches, at most, whose error is reported."""
 TOGETHER = 4096
 """Tokens, at most, of batches that run in one call: more would only take memory."""
-SCORED = 16
+_SCORED = 16
 """Tokens for each channel whose scores make G: of four times as many, learned weights were no better."""
-SQUARE_ERROR = "mean square error of the block"
-FISHER_ERROR = "mean square error of the block, by Fisher information"
+_SQUARE_ERROR = "mean square error of the block"
+_FISHER_ERROR = "mean square error of the block, by Fisher information"
 
 
 class AutoRound(ByScores):
@@ -59,7 +59,7 @@ class AutoRound(ByScores):
     def scored(self, model: nn.Module, data: Sequence[Any]) -> Sequence[Any]:
         """The first batches, as many as the moments of so wide an output need."""
         tokens = accumulate(tokens_in([batch]) for batch in data)
-        enough = SCORED * hidden_width(model) or float("inf")
+        enough = _SCORED * hidden_width(model) or float("inf")
         return data[: next((index for index, count in enumerate(tokens, 1) if count >= enough), len(data))]
 
     def enter(self, block: Block) -> None:
@@ -95,12 +95,12 @@ class AutoRound(ByScores):
             ) from error
         for weight in weights:
             weight.freeze()
-        report(block.name, first, last, SQUARE_ERROR if moments is None else FISHER_ERROR)
+        report(block.name, first, last, _SQUARE_ERROR if moments is None else _FISHER_ERROR)
 
     def _descend(self, loss: BlockLoss, weights: Sequence[LearnedRounding], batches: int) -> tuple[float, float]:
         """Take the steps; the loss before and after."""
         config, order = self.config, torch.Generator().manual_seed(0)
-        reported = range(min(REPORTED, batches))
+        reported = range(min(_REPORTED, batches))
         learned = [some.weight for weight in weights for some in weight.readers]
         for weight in weights:
             weight.attach()

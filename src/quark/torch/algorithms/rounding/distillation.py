@@ -56,7 +56,7 @@ UNSEEN, MOST_UNSEEN = 0.125, 8
 itself comes after the user's data."""
 REACH, FASTEST = 0.2, 0.02
 """How far steps of random sign may move a code, in mean steps of the grid, and the highest rate that this sets."""
-RETREATS = 2
+_RETREATS = 2
 """How often half of the way is gone back where what was learned is no better."""
 
 
@@ -126,7 +126,7 @@ class Distillation(Algorithm):
             before = self._mean_loss(model, {}, validation)
             self._learn(model, learned, seen)
             after = self._mean_loss(model, _values(learned), validation)
-            for _ in range(RETREATS if self.keeps_better else 0):
+            for _ in range(_RETREATS if self.keeps_better else 0):
                 if after < before:
                     break
                 for weight in learned:

@@ -20,7 +20,7 @@ from quark.torch.calibration.calibrate import FROM_OWN_RANGE, sharing_scales, te
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import Mode
 
-SIDE_BY_SIDE = 1 << 18
+_SIDE_BY_SIDE = 1 << 18
 """Elements of small weights, those of experts, whose scales are searched at once."""
 PIECE = 1 << 22
 """Elements of a large weight whose scales a CPU searches at once: the search has copies of them in float32."""
@@ -74,7 +74,7 @@ def _least_loss(
 ) -> Iterator[QParams]:
     """`weighted_qparams` of weights of one shape; rows have scales of their own, so those of many may be one weight."""
     alone = not by_row(spec) or spec.dtype.is_block or spec.scale_spec is not None or spec.code_spec is not None
-    step = 1 if alone else max(1, SIDE_BY_SIDE // weights[0].numel())
+    step = 1 if alone else max(1, _SIDE_BY_SIDE // weights[0].numel())
     for start in range(0, len(weights), step):
         batch, weighing = weights[start : start + step], importance[start : start + step]
         if len(batch) == 1:

@@ -38,7 +38,7 @@ from quark.torch.layers.linear import QuantLinear
 from quark.torch.layers.low_rank import branch_of
 from quark.torch.model.blocks.forwards import forward_instead
 
-LOWEST_SHARE = 0.5
+_LOWEST_SHARE = 0.5
 """Least share of the range that clipping may keep."""
 
 
@@ -227,7 +227,7 @@ class LearnedRounding:
             self.share.sub_(way, alpha=rate)
         else:
             self.share.addcmul_(sums[:2].sign(), self.outward, value=-rate)
-        self.share.clamp_(LOWEST_SHARE, 1.0)
+        self.share.clamp_(_LOWEST_SHARE, 1.0)
 
     def _params(self) -> QParams:
         first = qparams_from_range(self.clipped[0], self.clipped[1], self.spec, self.dtype)

@@ -44,7 +44,7 @@ DAMPING = 0.01
 """Share of the mean second moment that is added to each before their root is taken."""
 SCALES = (1e-5, 1e5)
 """Range of s."""
-NOT_DEFINITE = (
+_NOT_DEFINITE = (
     f"The second moments of the inputs ({{}} channels) are not positive definite, even with {DAMPING} of their mean "
     "added. Possible: more calibration data."
 )
@@ -224,7 +224,7 @@ class _Inputs:
     @classmethod
     def of(cls, group: InputGroup, rounded: InputGroup) -> _Inputs:
         root, failed = torch.linalg.cholesky_ex(damped(group.gram, DAMPING))
-        check(failed == 0, CalibrationError(NOT_DEFINITE.format(len(root))))
+        check(failed == 0, CalibrationError(_NOT_DEFINITE.format(len(root))))
         root = root.float()
         if rounded is group:
             return cls(group.gram, None, None, root)

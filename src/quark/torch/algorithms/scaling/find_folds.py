@@ -30,14 +30,14 @@ from quark.torch.model.record_forward import is_linear, record
 TOLERANCE = 1e-9
 """Largest change of a block's float64 output under a fold, relative to its largest value."""
 
-FOLLOWS = 1e-7
+_FOLLOWS = 1e-7
 """Largest relative deviation of a channel from the factor that it follows."""
 
 UNCHANGED, SILENT, NEITHER = -1, -2, -3
 """What a channel does that follows no factor: it stays as it is, it is always 0, it does anything else."""
 
 Answer = TypeVar("Answer")
-Asking = Generator[torch.Tensor, torch.Tensor, Answer]
+_Asking = Generator[torch.Tensor, torch.Tensor, Answer]
 """A search that gives what it has measured, and gets it on the host, float64."""
 
 
@@ -129,7 +129,7 @@ class _Search:
                 merged.append(item)
         return merged
 
-    def candidate(self, layers: tuple[str, ...], producer: str | None = None) -> Asking[Fold | Refusal]:
+    def candidate(self, layers: tuple[str, ...], producer: str | None = None) -> _Asking[Fold | Refusal]:
         """The first nearest node before `layers` whose channels pass factors on to their input, or all reasons."""
         reasons: dict[str, None] = {}
         for node in reversed(self.graph.sources(self.graph.calls[layers[0]][0].inputs[0])):
@@ -166,7 +166,7 @@ class _Search:
         others = tuple(reader for reader in readers if reader not in (*layers, *self.graph.uncalled))
         return others, [r for r in others if not self.has_columns(readers[r].module) or self.is_linear(r)]
 
-    def probe(self, layers: tuple[str, ...], node: Node, rows: torch.Tensor, values: list[int]) -> Asking[Fold | str]:
+    def probe(self, layers: tuple[str, ...], node: Node, rows: torch.Tensor, values: list[int]) -> _Asking[Fold | str]:
         """Give some output channels of a node distinct factors; see which input channels of its readers follow."""
         name = node.module
         if name is None or len(self.graph.calls[name]) > 1:
@@ -237,7 +237,7 @@ class _Search:
             )
 
 
-def answers(searches: Sequence[Asking[Answer]]) -> list[Answer]:
+def answers(searches: Sequence[_Asking[Answer]]) -> list[Answer]:
     """What searches that go side by side end with; what they ask in one round is read from the device at once."""
     found: dict[int, Answer] = {}
     replies: dict[int, torch.Tensor | None] = dict.fromkeys(range(len(searches)))
@@ -274,13 +274,13 @@ def _followed(before: torch.Tensor, after: torch.Tensor, factors: torch.Tensor) 
     ratio = torch.where(strong, after / torch.where(strong, before, 1.0), float("nan"))
     low, high = ratio.nan_to_num(float("inf")).amin(0), ratio.nan_to_num(-float("inf")).amax(0)
     seen = strong.any(0)
-    differ = seen & (high - low > FOLLOWS * high.abs())
+    differ = seen & (high - low > _FOLLOWS * high.abs())
     order = factors.argsort()
     middle = torch.where(seen, (low + high) / 2, 1.0)
-    place = torch.searchsorted(factors[order], middle - FOLLOWS * middle.abs()).clamp_max(len(factors) - 1)
+    place = torch.searchsorted(factors[order], middle - _FOLLOWS * middle.abs()).clamp_max(len(factors) - 1)
     index = order[place]
-    same = (middle - 1).abs() <= FOLLOWS
-    strange = ((factors[index] - middle).abs() > 2 * FOLLOWS * middle.abs()) & ~same
+    same = (middle - 1).abs() <= _FOLLOWS
+    strange = ((factors[index] - middle).abs() > 2 * _FOLLOWS * middle.abs()) & ~same
     found = torch.where(seen, torch.where(same, UNCHANGED, index), SILENT)
     return torch.where((differ | strange).any(), NEITHER, found)
 
@@ -300,7 +300,7 @@ def _agreed(followed: Sequence[torch.Tensor], count: int) -> torch.Tensor:
     return torch.where(fits, channels, NEITHER)
 
 
-def _offsets(norm: nn.Module, channels: int) -> Asking[dict[str, float]]:
+def _offsets(norm: nn.Module, channels: int) -> _Asking[dict[str, float]]:
     """Name -> c of each parameter of a norm that acts on its output as (c + parameter) * x, or as + parameter (c = 0).
 
     Empty if the module is nothing of the kind. Measured: LayerNorm and most RMSNorms have c = 0, Gemma's c = 1.
@@ -319,7 +319,7 @@ def _offsets(norm: nn.Module, channels: int) -> Asking[dict[str, float]]:
     spread = torch.stack([(change - change[0]).abs().amax() for change in moved.values()])
     middle = torch.stack([(start / change).nanmedian() for change in moved.values()])
     measured = yield torch.cat([spread, middle])
-    gains = [index for index in range(len(moved)) if float(measured[index]) > FOLLOWS]
+    gains = [index for index in range(len(moved)) if float(measured[index]) > _FOLLOWS]
     if len(gains) != 1:
         return {}
     gain, offset = list(moved)[gains[0]], float(measured[len(moved) + gains[0]])

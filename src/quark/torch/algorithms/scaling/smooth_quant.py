@@ -61,7 +61,7 @@ def smoothed(
 # AutoSmoothQuant ------------------------------------------------------------------------------------------------------
 
 
-LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "MSE": lambda error: error.square().mean(),
     "RMSE": lambda error: error.square().mean().sqrt(),
     "MAE": lambda error: error.abs().mean(),
@@ -80,9 +80,9 @@ class AutoSmoothQuant(Folding):
     def __init__(self, config: object) -> None:
         super().__init__(config)
         kind = self.config.compute_scale_loss
-        if kind not in LOSSES:
-            raise ConfigError(f"compute_scale_loss: {kind!r} is unknown. Possible: {', '.join(LOSSES)}.")
-        self.loss = LOSSES[kind]
+        if kind not in _LOSSES:
+            raise ConfigError(f"compute_scale_loss: {kind!r} is unknown. Possible: {', '.join(_LOSSES)}.")
+        self.loss = _LOSSES[kind]
 
     def enter(self, block: Block) -> None:
         self.block = block.module

@@ -27,7 +27,7 @@ from quark.torch.diffusion.network import set_types
 from quark.torch.formats import FORMATS
 from quark.torch.layers.replace import quantized_layers
 
-ALIGNMENT = 64
+_ALIGNMENT = 64
 """Bytes to which torch aligns what it allocates."""
 HALF = {torch.float16, torch.bfloat16}
 
@@ -161,7 +161,7 @@ class QuarkNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 def align_tensors(model: nn.Module) -> None:
     """Take tensors out of the mapped file that lie there as no allocator puts them: CPUs round sums otherwise."""
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
+        if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT:
             tensor.data = tensor.data.clone()
 
 

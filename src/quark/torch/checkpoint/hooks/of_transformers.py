@@ -151,7 +151,7 @@ def _is_quantized(config: Path) -> bool:
     return isinstance(found, dict) and "model_type" in found and bool(found.get("quantization_config"))
 
 
-MERGED = ("gate_up_proj", "up_proj", "down_proj")
+_MERGED = ("gate_up_proj", "up_proj", "down_proj")
 """What transformers calls the merged weights."""
 KINDS = ("", "_scale", "_zero_point", *(f"_{suffix}" for suffix in EXTRA_SUFFIXES))
 """Ends of the names of what is stored of a weight. Before 5.21 transformers merges all of it as it does the weights."""
@@ -189,7 +189,7 @@ class ReceivingExperts(UnfusedExperts):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        target = next((each for each in MERGED if name.startswith(each)), "")
+        target = next((each for each in _MERGED if name.startswith(each)), "")
         if target and isinstance(value, nn.Parameter) and not value.is_meta:
             self._hand_out(target, name.removeprefix(target), value)
 

@@ -17,22 +17,22 @@ from quark.torch.checkpoint.sources.encodings import ENCODINGS
 from quark.torch.checkpoint.sources.methods import COMPRESSED, MODELOPT, method_of, section_of
 from quark.torch.formats.gptq.auto_round import AUTO_ROUND
 
-Metas = Mapping[str, torch.Tensor]
+_Metas = Mapping[str, torch.Tensor]
 """Name of a stored tensor -> its dtype and shape, on the meta device."""
 
 
-def _is_byte(metas: Metas, name: str) -> bool:
+def _is_byte(metas: _Metas, name: str) -> bool:
     return name in metas and metas[name].dtype.itemsize == 1 and metas[name].dtype != torch.bool
 
 
-def _has_scale(metas: Metas, name: str) -> bool:
+def _has_scale(metas: _Metas, name: str) -> bool:
     parent, scale = name.rpartition(".")[0], name.removesuffix("_inv")
     return scale.endswith("weight_scale") and (
         _is_byte(metas, f"{parent}.weight") or f"{parent}.weight_packed" in metas
     )
 
 
-MARKS: dict[str, Callable[[Metas, str], bool]] = {
+_MARKS: dict[str, Callable[[_Metas, str], bool]] = {
     "bitsandbytes": lambda metas, name: ".quant_state.bitsandbytes__" in name or name.endswith(".SCB"),
     "torchao": lambda metas, name: name.endswith(("_qdata", ":qdata")),
     "mlx": lambda metas, name: (
@@ -56,7 +56,7 @@ BYTES = ("fp8", MODELOPT)
 """Values of `quant_method` of folders that hold their codes in bytes, whatever scales them is called."""
 
 
-def check_claim(folder: Path, config: Mapping[str, Any], metas: Metas) -> None:
+def check_claim(folder: Path, config: Mapping[str, Any], metas: _Metas) -> None:
     """Compare what a config says of quantization with what the weight files hold.
 
     Args:
@@ -68,7 +68,7 @@ def check_claim(folder: Path, config: Mapping[str, Any], metas: Metas) -> None:
         FormatError: The config names a quantizer whose codes are not there, or does not name that of the codes.
     """
     method = method_of(dict(config))
-    shown = {mark: name for name in metas for mark, is_mark in MARKS.items() if is_mark(metas, name)}
+    shown = {mark: name for name in metas for mark, is_mark in _MARKS.items() if is_mark(metas, name)}
     named = "names no quantizer" if method is None else f"says that it is quantized by {method!r:.40}"
     if unclaimed := next((mark for mark in shown if method is None or (mark in ENCODINGS and mark != method)), None):
         raise FormatError(
@@ -82,7 +82,7 @@ def check_claim(folder: Path, config: Mapping[str, Any], metas: Metas) -> None:
         )
 
 
-def _is_shown(method: str, metas: Metas, shown: Collection[str]) -> bool:
+def _is_shown(method: str, metas: _Metas, shown: Collection[str]) -> bool:
     """True for a folder that holds the codes of a quantizer, or for a quantizer whose codes are not known here."""
     if method in BYTES:
         return any(_is_byte(metas, name) for name in metas)

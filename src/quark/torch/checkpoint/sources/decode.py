@@ -20,7 +20,7 @@ from quark.core.scales import exp2
 from quark.errors import FormatError, NotSupportedError
 from quark.torch.formats.layout import unpack_words
 
-MX_GROUP = 32
+_MX_GROUP = 32
 """Values under one exponent in the MX formats."""
 
 
@@ -164,8 +164,8 @@ def float_shape(
     if stored.dtype not in (torch.uint8, torch.int8):
         return (*stored.shape[:-1], columns * 8)
     groups = scale.shape[-1] if scale is not None and scale.ndim and scale.dtype == torch.uint8 else 0
-    fp6 = groups > 0 and 4 * columns == 3 * MX_GROUP * groups
-    return (*stored.shape[:-1], MX_GROUP * groups if fp6 else 2 * columns)
+    fp6 = groups > 0 and 4 * columns == 3 * _MX_GROUP * groups
+    return (*stored.shape[:-1], _MX_GROUP * groups if fp6 else 2 * columns)
 
 
 def _one(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -27,9 +27,9 @@ ALGORITHMS = (
     "MIXED_PRECISION",
 )  # fmt: skip
 """Values of `quant_algo` of ModelOpt that are read: those of vLLM 0.33's modelopt.py. Others scale the inputs, too."""
-IN_BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+_IN_BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
 """Those of tiles of 128 x 128, of which the last may be cut."""
-FP4_DTYPES = {"fp8": torch.int8, MODELOPT: torch.uint8}
+_FP4_DTYPES = {"fp8": torch.int8, MODELOPT: torch.uint8}
 """Way -> the type of bytes that hold two values of FP4 each, under the name of the weight."""
 
 
@@ -109,14 +109,14 @@ def _algorithm(stored: dict[str, Any]) -> str:
 
 def fp4_dtype(quantization: dict[str, Any] | None) -> torch.dtype | None:
     """The type of stored weights of which each byte holds two values of FP4; None where none are."""
-    return FP4_DTYPES.get(str(method_of({"quantization_config": quantization})))
+    return _FP4_DTYPES.get(str(method_of({"quantization_config": quantization})))
 
 
 def tile_of(quantization: dict[str, Any] | None) -> Tile:
     """Rows and columns under a scale, where the config says it and the shape of the scales does not."""
     if quantization is None:
         return Tile()
-    if _algorithm(quantization) in IN_BLOCKS:
+    if _algorithm(quantization) in _IN_BLOCKS:
         return Tile(128, 128)
     sizes = quantization.get("weight_block_size")
     groups = set()

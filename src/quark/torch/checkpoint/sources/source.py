@@ -33,7 +33,7 @@ PARTS = (
 """Leaves that describe a stored weight or what is quantized beside it; none is a tensor of the float model."""
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 """After the name of experts in MXFP4: codes (experts, rows, groups, 16), exponents (experts, rows, groups)."""
-NOT_FINITE = "values are NaN or infinite"
+_NOT_FINITE = "values are NaN or infinite"
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
     values = tensor.float()
     wrong = values.isnan() if tensor.ndim == 0 else ~values.isfinite()
     if bool(wrong.any()):
-        raise FormatError(f"{name} cannot be read: its {NOT_FINITE}.")
+        raise FormatError(f"{name} cannot be read: its {_NOT_FINITE}.")
 
 
 class Source:

@@ -19,7 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-NAME_OF_ROW = {"fp4_e2m1": "fp4", "mxint8": "mx"}
+_NAME_OF_ROW = {"fp4_e2m1": "fp4", "mxint8": "mx"}
 """The member of `Dtype` for a row of core/dtypes.py that is called otherwise there."""
 
 
@@ -40,7 +40,7 @@ class Dtype(Enum, metaclass=_Rows):
 
     _ignore_ = "_name"
     for _name in (*dtypes.DTYPES, *block_types.BLOCK_TYPES):
-        vars()[NAME_OF_ROW.get(_name, _name)] = NAME_OF_ROW.get(_name, _name)
+        vars()[_NAME_OF_ROW.get(_name, _name)] = _NAME_OF_ROW.get(_name, _name)
 
     @property
     def row(self) -> dtypes.Dtype:
@@ -54,7 +54,7 @@ class Dtype(Enum, metaclass=_Rows):
     @staticmethod
     def from_row(row: dtypes.Dtype) -> Dtype:
         """The member of a row of core/dtypes.py; mxint8 is `mx`."""
-        return Dtype(NAME_OF_ROW.get(row.name, row.name))
+        return Dtype(_NAME_OF_ROW.get(row.name, row.name))
 
     @staticmethod
     def from_str(name: str) -> Dtype:

@@ -41,7 +41,7 @@ from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.model.passes import UnfusedExperts, made_again, prepare, undo
 from quark.torch.plan import Plan, chooser, make_plan
 
-RELEASED = 1 << 22
+_RELEASED = 1 << 22
 """Bytes of tensors that arrive before the pages of their files are given back."""
 ROLES = ("weight", "bias")
 """The tensors of a layer that arrive and may be quantized."""
@@ -217,7 +217,7 @@ class Arrivals:
             else:
                 filled.append(self._fill(place, tensor))
         self._read += tensor.nbytes
-        if self._read > RELEASED:
+        if self._read > _RELEASED:
             self._read = 0
             self._mapped.release(self._files)
             give_back_memory()

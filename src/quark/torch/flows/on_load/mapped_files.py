@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-MAPS = Path("/proc/self/maps")
+_MAPS = Path("/proc/self/maps")
 Mapping = tuple[int, int, str]
 """First byte, byte after the last one, path."""
 
@@ -45,7 +45,7 @@ def _private_mappings() -> Iterator[Mapping]:
     if sys.platform != "linux":
         return
     with suppress(OSError, ValueError):
-        for line in MAPS.read_text(errors="surrogateescape").splitlines():
+        for line in _MAPS.read_text(errors="surrogateescape").splitlines():
             place, rights, *_, path = line.split(maxsplit=5)
             if path.startswith("/") and rights.endswith("p"):
                 start, _, end = place.partition("-")

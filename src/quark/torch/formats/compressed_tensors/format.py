@@ -61,7 +61,7 @@ from quark.torch.formats.layout import Layout
 from quark.torch.layers.online_rotation import BUFFER
 from quark.torch.model.names import layers_in_model
 
-GLOBAL_SCALES = {"weight_scale_2": "weight_global_scale", "input_scale_2": "input_global_scale"}
+_GLOBAL_SCALES = {"weight_scale_2": "weight_global_scale", "input_scale_2": "input_global_scale"}
 FORMS = (
     *("dense", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized", "pack-quantized"),
     *("mxfp4-pack-quantized", "mxfp6-pack-quantized", "nvfp4-pack-quantized", "mixed-precision"),
@@ -181,10 +181,10 @@ class CompressedTensorsFormat(FolderFormat):
         parent, _, leaf = name.rpartition(".")
         if leaf == BUFFER:
             return f"{parent}{STORED}"
-        if spec is None or leaf not in ("weight", *GLOBAL_SCALES):
+        if spec is None or leaf not in ("weight", *_GLOBAL_SCALES):
             return kv_name(source, suffix) or name
         packed = leaf == "weight" and _compression(spec) in PACKED
-        return f"{parent}.weight_packed" if packed else f"{parent}.{GLOBAL_SCALES.get(leaf, leaf)}"
+        return f"{parent}.weight_packed" if packed else f"{parent}.{_GLOBAL_SCALES.get(leaf, leaf)}"
 
     def received(self, stored: str, tensor: torch.Tensor) -> Named | None:
         parent, _, leaf = stored.rpartition(".")

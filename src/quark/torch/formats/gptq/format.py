@@ -35,11 +35,11 @@ from quark.torch.formats.layout import WORD, Layout
 from quark.torch.model.names import published_names
 
 TYPES = ("int2", "int3", "int4", "int8", "uint2", "uint4", "uint8")
-VERSIONS = {"gptq": 1, "gptq_v2": 2}
+_VERSIONS = {"gptq": 1, "gptq_v2": 2}
 """checkpoint_format -> version of the zero points."""
-OVERRIDDEN = frozenset({"bits", "group_size", "sym"})
+_OVERRIDDEN = frozenset({"bits", "group_size", "sym"})
 """What a layer may have otherwise than the others."""
-BORROWER = "gptqmodel"
+_BORROWER = "gptqmodel"
 """The program whose zero points of 0 borrow from the next field, as `meta` names it."""
 
 
@@ -126,7 +126,7 @@ class GptqFolder(GptqFormat):
 
     def __init__(self, stored: dict[str, Any], layers: Mapping[str, TensorSpec], bare: frozenset[str]) -> None:
         writers = (stored.get("meta") or {}).get("quantizer") or []
-        borrows = any(str(writer).startswith(BORROWER) for writer in [writers, *writers])
+        borrows = any(str(writer).startswith(_BORROWER) for writer in [writers, *writers])
         self.variant = Variant(_version(stored), bool(stored.get("desc_act")), borrows)
         self.layers = layers
         self.bare = bare
@@ -166,7 +166,7 @@ def _linear(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 
 def _version(stored: dict[str, Any]) -> int:
-    return VERSIONS[str(stored.get("checkpoint_format") or stored.get("format") or "gptq").lower()]
+    return _VERSIONS[str(stored.get("checkpoint_format") or stored.get("format") or "gptq").lower()]
 
 
 def _refuse_forms(stored: dict[str, Any]) -> None:
@@ -174,10 +174,10 @@ def _refuse_forms(stored: dict[str, Any]) -> None:
     form = str(stored.get("checkpoint_format") or stored.get("format") or "gptq").lower()
     words = str(stored.get("pack_dtype") or "int32").removeprefix("torch.")
     other = next((key for key in ("adapter", "rotation", "is_marlin_format") if stored.get(key)), None)
-    if form not in VERSIONS or words != "int32" or other:
+    if form not in _VERSIONS or words != "int32" or other:
         what = f"{other}={stored[other]!r:.60}" if other else f"checkpoint_format={form!r}, pack_dtype={words!r}"
         raise NotSupportedError(
-            f"This gptq checkpoint has {what}; can be imported: checkpoint_format {', '.join(VERSIONS)}, in int32 "
+            f"This gptq checkpoint has {what}; can be imported: checkpoint_format {', '.join(_VERSIONS)}, in int32 "
             "words, without adapters and rotations."
         )
 
@@ -213,12 +213,12 @@ def _override(name: str, dynamic: Mapping[str, Any]) -> dict[str, Any]:
         if found and key.startswith("-:"):
             raise FormatError(f"{name} is quantized in the files, but {key!r:.80} of dynamic excludes it.")
         if found:
-            other = sorted(entries.keys() - OVERRIDDEN)
+            other = sorted(entries.keys() - _OVERRIDDEN)
             differing = [each for each in other if each in ("desc_act", "format", "pack_dtype") and entries[each]]
             if differing:
                 raise NotSupportedError(
                     f"{name}: dynamic has {differing[0]}={entries[differing[0]]!r:.40} for it; possible: "
-                    f"{', '.join(sorted(OVERRIDDEN))}."
+                    f"{', '.join(sorted(_OVERRIDDEN))}."
                 )
-            return {each: entries[each] for each in OVERRIDDEN & entries.keys()}
+            return {each: entries[each] for each in _OVERRIDDEN & entries.keys()}
     return {}

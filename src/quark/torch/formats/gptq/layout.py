@@ -24,7 +24,7 @@ from quark.core.spec import TensorSpec
 from quark.errors import NotSupportedError
 from quark.torch.formats.layout import CodedLayout, Tensors, float_scale_dtype, pack_words, unpack_words
 
-ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 """Bits -> a word with 1 in each field."""
 
 
@@ -146,7 +146,7 @@ class GptqLayout(CodedLayout):
     @property
     def _borrows(self) -> bool:
         """Whether the words of zero points, as integers, are those of version 2 less 1 in each field."""
-        return self.variant.borrows and self.spec.dtype.bits in ONES
+        return self.variant.borrows and self.spec.dtype.bits in _ONES
 
     def _columns(self, inputs: int) -> int:
         """Inputs in a group."""
@@ -162,7 +162,7 @@ class GptqLayout(CodedLayout):
             return QParams(scale, torch.full_like(scale, middle))
         # Of int32, so that what is carried out of the word is lost.
         less = 0 if self._borrows else self._less
-        fields = unpack_words(words + ONES[bits] if self._borrows else words, bits, shape[0])
+        fields = unpack_words(words + _ONES[bits] if self._borrows else words, bits, shape[0])
         return QParams(scale, (fields.t().float() + (less + self.spec.dtype.min)).contiguous())
 
     def _as_split(self, params: QParams, shape: tuple[int, ...]) -> QParams:

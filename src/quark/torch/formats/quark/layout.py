@@ -49,21 +49,21 @@ PACK_METHODS.register("reorder", AWQ_ORDER)
 PACK_METHODS.register("order", SEQUENTIAL)
 
 TRANSPOSED = frozenset({"int4", "uint4", "int2", "uint2"})
-FIRST_ON_TOP = frozenset({"uint2"})
-NATIVE_BITS = frozenset({8, 16, 32})
+_FIRST_ON_TOP = frozenset({"uint2"})
+_NATIVE_BITS = frozenset({8, 16, 32})
 """Widths that have a torch dtype; any other is packed into bytes."""
-NO_EXPONENT = 255
+_NO_EXPONENT = 255
 """The code of an E8M0 scale that is NaN."""
 PIECE = 1 << 20
 """Bytes of float32 that are turned into codes at once."""
-NIBBLES = 8
+_NIBBLES = 8
 """4-bit codes in a word; narrower and wider ones lie in bytes or words of their own."""
 
 
 class QuarkLayout(CodedLayout):
     """The `quark` layout of one tensor."""
 
-    word_rows = NIBBLES
+    word_rows = _NIBBLES
 
     def __init__(
         self, spec: TensorSpec, model_dtype: torch.dtype, pack_method: str = "reorder", real: bool = True
@@ -103,7 +103,7 @@ class QuarkLayout(CodedLayout):
         if compiled is not None:
             return compiled
         # Whole words and whole tiles; all rows where a scale spans rows.
-        unit, step = rows_together(self.spec, tuple(x.shape), NIBBLES), x.shape[0] if x.ndim else 1
+        unit, step = rows_together(self.spec, tuple(x.shape), _NIBBLES), x.shape[0] if x.ndim else 1
         if unit is not None:
             step = max(unit, PIECE // (4 * max(1, math.prod(x.shape[1:]))) // unit * unit)
         if x.is_meta or step >= x.shape[0]:
@@ -151,7 +151,7 @@ class QuarkLayout(CodedLayout):
             return decode(codes, dtype).to(torch.int32)
         if dtype.name in ("int4", "uint4"):
             return pack_int4(_whole_words(codes), self.order)
-        if dtype.bits not in NATIVE_BITS:
+        if dtype.bits not in _NATIVE_BITS:
             return pack_bits(_whole_words(codes), dtype.bits, _bit_order(dtype))
         return _as_native(codes, dtype)
 
@@ -163,7 +163,7 @@ class QuarkLayout(CodedLayout):
             values = stored.to(torch.float32)
         elif dtype.name in ("int4", "uint4"):
             values = decode(unpack_int4(stored, self.order), dtype)
-        elif dtype.bits not in NATIVE_BITS:
+        elif dtype.bits not in _NATIVE_BITS:
             values = decode(unpack_bits(stored, dtype.bits, _bit_order(dtype)), dtype)
         elif dtype.is_float and stored.dtype == torch.uint8:
             values = decode(stored, dtype)
@@ -212,7 +212,7 @@ class QuarkLayout(CodedLayout):
         if self.element.name == "int2" and not bool((tensors[""].abs() <= 2).all() and (tensors[""] < 2).all()):
             return "codes are no 2-bit integers"  # each has 32 bits to itself
         scale = tensors["scale"]
-        if self._is_exponent and bool((scale == NO_EXPONENT).any()):
+        if self._is_exponent and bool((scale == _NO_EXPONENT).any()):
             return "scale holds the exponent of NaN"
         return flaw(self.load_params(tensors, shape), self.spec)
 
@@ -323,7 +323,7 @@ def params_of_rows(params: QParams, spec: TensorSpec, rows: slice, shape: tuple[
 
 
 def _bit_order(dtype: Dtype) -> Sequence[int]:
-    return MSB_PAIRS if dtype.name in FIRST_ON_TOP else SEQUENTIAL
+    return MSB_PAIRS if dtype.name in _FIRST_ON_TOP else SEQUENTIAL
 
 
 def _whole_words(codes: torch.Tensor) -> torch.Tensor:

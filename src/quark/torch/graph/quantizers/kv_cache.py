@@ -31,7 +31,7 @@ from quark.torch.layers.fake_quant import FakeQuantize
 ATTENTION = "aten.scaled_dot_product_attention.default"
 PRODUCTS = ("aten.matmul.default", "aten.bmm.default")
 TRANSPOSE, UNSQUEEZE = "aten.transpose.int", "aten.unsqueeze.default"
-REPEATING = (*(f"aten.{name}.default" for name in ("reshape", "view", "clone", "contiguous", "expand")), UNSQUEEZE)
+_REPEATING = (*(f"aten.{name}.default" for name in ("reshape", "view", "clone", "contiguous", "expand")), UNSQUEEZE)
 """How keys and values are repeated for groups of queries."""
 Read = tuple[str, fx.Node, fx.Node]
 """What is read ("k" or "v"), who reads it, and the tensor."""
@@ -123,7 +123,7 @@ def _before_repeating(name: str, reader: fx.Node, tensor: fx.Node) -> tuple[fx.N
     if is_call(tensor, TRANSPOSE) and {axis % tensor.meta["val"].ndim for axis in tensor.args[1:]} == {2, 3}:
         reader, tensor = tensor, cast(fx.Node, tensor.args[0])
     chain = [tensor]  # (batch, heads, tokens, size) -> (batch, heads, 1, ...) -> (batch, heads, n, ...) -> joined
-    while is_call(chain[-1], *REPEATING):
+    while is_call(chain[-1], *_REPEATING):
         chain.append(cast(fx.Node, chain[-1].args[0]))
     if any(is_call(node, UNSQUEEZE) and node.args[1] == 2 for node in chain[-2:-1]):
         reader, tensor = chain[-2:]

@@ -17,7 +17,7 @@ from quark.torch.graph.operators import is_call
 LINEAR, COPY = "aten.linear.default", "aten.copy_.default"
 VIEWS = ("aten.slice.Tensor", "aten.select.int", "aten.narrow.default")
 """Parts of a tensor into which others are copied."""
-REPEATED = tuple(f"aten.{name}.default" for name in ("expand", "clone", "contiguous"))
+_REPEATED = tuple(f"aten.{name}.default" for name in ("expand", "clone", "contiguous"))
 Read = tuple[fx.Node, fx.Node]
 """Who reads a tensor, and the tensor."""
 Inside = Callable[[fx.Node], bool]
@@ -98,6 +98,6 @@ def _joined(reader: fx.Node, node: fx.Node, own: set[fx.Node], layer: set[fx.Nod
             waiting += [(node, x) for x in node.all_input_nodes]
             waiting += [(copy, copy.all_input_nodes[1]) for copy in _copies_into(node)]
         elif _is_made(node, inside):
-            while is_call(node, *REPEATED):
+            while is_call(node, *_REPEATED):
                 reader, node = node, node.all_input_nodes[0]
             yield reader, node

@@ -12,7 +12,7 @@ from torch import nn
 
 COUNTS = ("num_key_value_heads", "num_heads", "num_attention_heads")
 """What attention modules and configs call the number of heads, that of keys and values first."""
-QUERIES = ("num_attention_heads", "num_heads")
+_QUERIES = ("num_attention_heads", "num_heads")
 
 
 def holds(name: str) -> str:
@@ -45,7 +45,7 @@ def stored_heads(owner: nn.Module, name: str, config: Any) -> int | None:
     config = getattr(owner, "config", None) or config
     layer, parts = owner.get_submodule(name), holds(name.partition(".")[0])
     rows = getattr(layer, "out_features", 0)
-    queries, width = _first(QUERIES, owner, config), _first(("hidden_size",), config)
+    queries, width = _first(_QUERIES, owner, config), _first(("hidden_size",), config)
     size = _first(("head_dim",), owner, config) or (width // queries if queries and width else None)
     if not rows or size is None or is_latent(owner, name, config):
         return None

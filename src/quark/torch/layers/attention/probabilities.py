@@ -26,7 +26,7 @@ from quark.torch.layers.fake_quant import FakeQuantize, Mode
 
 NAME = "quark_eager"
 """Of our function among those of transformers: probabilities exist in eager attention only."""
-PROBABILITIES = "prob_output_quantizer"
+_PROBABILITIES = "prob_output_quantizer"
 """Child of an attention module; its scale is stored as `self_attn.prob_output_scale`."""
 
 
@@ -52,14 +52,14 @@ def quantize_attention(
     for name, spec in probabilities.items():
         quantizer = FakeQuantize(spec)
         quantizer.mode = Mode.off  # until it has a scale
-        modules[name].add_module(PROBABILITIES, quantizer)
+        modules[name].add_module(_PROBABILITIES, quantizer)
     restore = _call_ours(modules)
 
     def undo() -> None:
         restore()
         forget_caches()
         for name in probabilities:
-            modules[name]._modules.pop(PROBABILITIES, None)
+            modules[name]._modules.pop(_PROBABILITIES, None)
 
     return undo
 
@@ -128,7 +128,7 @@ def _attention(
     # Every modeling file has an eager function of its own: a soft cap or a sink may be part of it.
     function = sys.modules[type(module).__module__].eager_attention_forward
     output, weights = function(module, query, key, value, *args, **kwargs)
-    quantizer = module._modules.get(PROBABILITIES)
+    quantizer = module._modules.get(_PROBABILITIES)
     if not isinstance(quantizer, FakeQuantize) or quantizer.mode is Mode.off:
         return output, weights
     if quantizer.mode is Mode.observe:

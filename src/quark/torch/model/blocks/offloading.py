@@ -188,7 +188,7 @@ def _onload(model: nn.Module) -> dict[int, tuple[Any, Path | None]]:
             owner = _owner(module, name)
             _put(owner, name.rpartition(".")[2], value, known)
             found[id(owner)] = (hook.execution_device, folder)
-        hook.weights_map, hook.offload = AWAY if values else HostWeights(), False
+        hook.weights_map, hook.offload = _AWAY if values else HostWeights(), False
     _tie(model, found)
     return found
 
@@ -258,7 +258,7 @@ class _Away(HostWeights):
         return self
 
 
-AWAY = _Away()
+_AWAY = _Away()
 
 
 def _offload(part: OffloadedPart) -> None:
@@ -302,7 +302,7 @@ def _place_small(module: nn.Module, device: torch.device) -> None:
 
 def _hook_is_away(hook: Any) -> bool:
     """Whether a hook would bring weights, were they not there."""
-    return getattr(hook, "weights_map", None) is AWAY
+    return getattr(hook, "weights_map", None) is _AWAY
 
 
 def _hand_over(module: nn.Module, hook: Any, part: OffloadedPart) -> None:

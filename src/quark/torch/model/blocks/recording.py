@@ -247,7 +247,7 @@ def _is_stack(module: nn.Module) -> bool:
     return all(sum(isinstance(m, nn.Linear) for m in child.modules() if m is not child) > 1 for child in module)
 
 
-Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
+_Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """id of a tensor -> that tensor, and what is kept of it."""
 
 
@@ -255,7 +255,7 @@ def record_calls(
     model: nn.Module,
     names: Sequence[str],
     data: Iterable[Any],
-    keep: Callable[[Call, Kept], Call] = lambda call, _: call,
+    keep: Callable[[Call, _Kept], Call] = lambda call, _: call,
 ) -> dict[str, list[Call]]:
     """The call of each block for each batch; the hidden states are those of the first block for all of them.
 
@@ -284,12 +284,12 @@ def with_first(data: Iterable[Any]) -> tuple[Iterable[Any], Any]:
 
 
 def _record_one(
-    model: nn.Module, names: Sequence[str], data: Iterable[Any], keep: Callable[[Call, Kept], Call]
+    model: nn.Module, names: Sequence[str], data: Iterable[Any], keep: Callable[[Call, _Kept], Call]
 ) -> dict[str, list[Call]]:
     """See `record_calls`, for blocks that hand on their hidden state alone. Raises StructureError for others."""
     device = input_device(model)
     calls: dict[str, list[Call]] = {name: [] for name in names}
-    kept: Kept = {}
+    kept: _Kept = {}
 
     def note(name: str, call: Call) -> None:
         calls[name].append(keep(call, kept))

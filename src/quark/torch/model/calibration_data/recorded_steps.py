@@ -35,7 +35,7 @@ DENOISERS = ("transformer", "unet", "prior")
 """What pipelines of diffusers call their denoiser; one with a number after it is of other timesteps."""
 IDS = "input_ids"
 """What text encoders of transformers read."""
-NO_INPUTS = ("return_dict",)
+_NO_INPUTS = ("return_dict",)
 """Arguments that say how a result is returned."""
 
 
@@ -199,7 +199,7 @@ def caught(module: nn.Module, take: Callable[[dict[str, Any]], None]) -> Iterato
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = signature.bind_partial(*args, **kwargs).arguments
-        take({name: value for name, value in named.items() if value is not None and name not in NO_INPUTS})
+        take({name: value for name, value in named.items() if value is not None and name not in _NO_INPUTS})
 
     hook = module.register_forward_pre_hook(note, with_kwargs=True)
     try:

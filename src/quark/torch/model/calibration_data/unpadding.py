@@ -34,11 +34,11 @@ from quark.errors import CalibrationError
 from quark.torch.model.calibration_data.model_arguments import ModelArguments
 
 ATTENTION, KEY_PADDING, DECODER = "attention_mask", "key_padding_mask", "decoder_"
-IGNORED = -100
+_IGNORED = -100
 """What a label is at a position that no loss counts."""
-MASKED = -9e3
+_MASKED = -9e3
 """A value that is added to scores and is not above this masks: -1e4 rounded to bfloat16, and all that is lower."""
-OTHER_INPUTS = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values")
+_OTHER_INPUTS = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values")
 """Beginnings of names of what a mask of text does not belong to."""
 
 
@@ -151,7 +151,7 @@ def _real(mask: torch.Tensor) -> torch.Tensor:
     keys = mask.flatten(1, -2)
     is_read = keys != 0
     if mask.is_floating_point():  # 1 and 0, or what is added to scores: 0 and something very low
-        is_read = torch.where((mask < 0).any(), keys > MASKED, is_read)
+        is_read = torch.where((mask < 0).any(), keys > _MASKED, is_read)
     return is_read.any(1)
 
 
@@ -185,7 +185,7 @@ def _of_part(tensors: Mapping[str, torch.Tensor], prefix: str, prefixes: Sequenc
     if prefix:
         others: tuple[str, ...] = ()
     else:
-        others = (*filter(None, prefixes), DECODER, "encoder_", *(OTHER_INPUTS if "input_ids" in tensors else ()))
+        others = (*filter(None, prefixes), DECODER, "encoder_", *(_OTHER_INPUTS if "input_ids" in tensors else ()))
     own = [key for key in tensors if key != "labels" and key.startswith(prefix) and not key.startswith(others)]
     has_labels = "labels" in tensors and prefix == (DECODER if has_decoder else "")
     return [*own, "labels"] if has_labels else own
@@ -210,7 +210,7 @@ def _axes(name: str, x: torch.Tensor, real: torch.Tensor) -> tuple[int, ...]:
 
 def _labelled(tensors: Mapping[str, torch.Tensor]) -> PaddedAxis:
     """The side of a decoder that has no mask: it is padded after the last label that counts."""
-    counts = tensors["labels"] != IGNORED
+    counts = tensors["labels"] != _IGNORED
     real = counts.flip(1).cumsum(1).flip(1) > 0
     own = {name: x for name, x in tensors.items() if name.startswith(DECODER) or name == "labels"}
     return PaddedAxis("labels", real, {name: axes for name, x in own.items() if (axes := _axes(name, x, real))})
@@ -221,7 +221,7 @@ def _of_keys(tensors: Mapping[str, torch.Tensor]) -> Iterator[PaddedAxis]:
     for name, mask in tensors.items():
         if not name.endswith(KEY_PADDING) or mask.ndim != 2:
             continue
-        real = mask > MASKED if mask.is_floating_point() else mask == 0
+        real = mask > _MASKED if mask.is_floating_point() else mask == 0
         stem = name.removesuffix(KEY_PADDING).rstrip("_")
         axes = {key: (1,) for key, x in tensors.items() if key.startswith(stem) and x.shape[:2] == mask.shape}
         if len(axes) > 1:
@@ -341,7 +341,7 @@ def _rows_of(name: str, value: Any, count: int, is_cut: bool) -> Sequence[Any]:
 # Rows of images -------------------------------------------------------------------------------------------------------
 
 
-OF_KIND = {
+_OF_KIND = {
     "image": ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids"),
     "video": ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"),
     "audio": ("input_features", "input_features_mask", "feature_attention_mask", "audio_attention_mask"),
@@ -366,7 +366,7 @@ def _items_of_rows(
     if not isinstance(ids, torch.Tensor):
         return
     for kind, token in placeholders.items():
-        tensors = {name: x for name in OF_KIND[kind] if isinstance(x := named.get(name), torch.Tensor)}
+        tensors = {name: x for name in _OF_KIND[kind] if isinstance(x := named.get(name), torch.Tensor)}
         if not tensors:
             continue
         tokens = (ids == token).sum(1).tolist()

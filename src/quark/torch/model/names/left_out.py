@@ -30,7 +30,7 @@ def dropped_names(model: Any, stored: Iterable[str]) -> list[str]:
     return [name for name in found if target(name) not in own]
 
 
-FURTHER_TOKENS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers", "num_mtp_layers")
+_FURTHER_TOKENS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers", "num_mtp_layers")
 """Fields of configs that count the layers that predict further tokens: of DeepSeek, GLM and Kimi, of MiniMax, of
 Qwen 3.5, of MiMo. DeepSeek and those after it number these layers on after the last of the model."""
 
@@ -40,7 +40,7 @@ def _of_further_tokens(model: Any) -> list[str]:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = getattr(text, "num_hidden_layers", None)
-    counts = [getattr(part, field, None) for field in FURTHER_TOKENS for part in (text, config)]
+    counts = [getattr(part, field, None) for field in _FURTHER_TOKENS for part in (text, config)]
     more = max((count for count in counts if isinstance(count, int)), default=0)
     numbers = "|".join(str(layers + index) for index in range(more)) if isinstance(layers, int) else ""
     return [r"(^|\.)mtp(_\w+)?\.", *([rf"(^|\.)layers\.({numbers})\."] if numbers else [])]

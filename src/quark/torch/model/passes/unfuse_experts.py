@@ -40,7 +40,7 @@ TOLERANCE = 1e-6
 Names = tuple[str | None, str, str]
 """Names of the gate (None for experts without a layer of its own for it), up and down projections of an expert."""
 
-IN_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
+_IN_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 
 
 class UnfusedExperts(nn.Module):
@@ -382,7 +382,7 @@ def other_experts(model: nn.Module) -> dict[str, str]:
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             stacked = parameter.ndim == 3 and "expert" in f"{name}.{leaf}.{type(module).__name__}".lower()
-            if stacked or (parameter.ndim == 2 and IN_EXPERTS.search(name)):
+            if stacked or (parameter.ndim == 2 and _IN_EXPERTS.search(name)):
                 others[name] = leaf
     return others
 

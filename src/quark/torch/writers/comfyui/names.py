@@ -24,7 +24,7 @@ import torch
 
 from quark.errors import FormatError, NotSupportedError
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.")
+_PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """What whole checkpoints have before the names of the denoiser."""
 SWAP, SWAP_IN_LAST = "swap", "swap_in_last"
 NUMBER = re.compile(r"\.(\d+)\.")
@@ -154,7 +154,7 @@ def kind_of_class(class_name: str, names: Iterable[str]) -> DenoiserKind:
 def without_prefix(names: Iterable[str]) -> dict[str, str]:
     """Name of each tensor of a denoiser -> its name in the file; what else a whole checkpoint holds is left out."""
     names = list(names)
-    prefix = next((prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in names)), "")
+    prefix = next((prefix for prefix in _PREFIXES if any(name.startswith(prefix) for name in names)), "")
     return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
 

@@ -35,7 +35,7 @@ ROLES = {
     ),
 }  # fmt: skip
 """Role -> parts of original names, in the order in which they are asked (`img_tensor_get_type` of the patch)."""
-WIDER: dict[tuple[str, str], tuple[str, int, str]] = {
+_WIDER: dict[tuple[str, str], tuple[str, int, str]] = {
     ("q2_k", "values"): ("q3_k", 0, "q3_k"),
     ("q3_k_m", "values"): ("q5_k", 2, "q4_k"),
     ("q3_k_l", "values"): ("q5_k", 0, "q5_k"),
@@ -55,7 +55,7 @@ WIDER: dict[tuple[str, str], tuple[str, int, str]] = {
     ("q5_0", "down"): ("q5_1", 0, "q5_1"),
 }
 """Mix and role -> type of the first so many tensors of the role, their number, and type of all others."""
-FILE_MIXES = tuple(name for name in MIXES if not name.startswith("iq"))
+_FILE_MIXES = tuple(name for name in MIXES if not name.startswith("iq"))
 """Mixes that the tools write."""
 
 
@@ -102,9 +102,9 @@ def plan_blocks(
         NotSupportedError: A mix that the tools do not write.
     """
     for name in (mix, *layers.values()):
-        if name not in FILE_MIXES:
+        if name not in _FILE_MIXES:
             raise NotSupportedError(
-                f"ComfyUI-GGUF takes no denoiser in {name}. Possible: {', '.join(FILE_MIXES)}; or, in a safetensors "
+                f"ComfyUI-GGUF takes no denoiser in {name}. Possible: {', '.join(_FILE_MIXES)}; or, in a safetensors "
                 f"file, {POSSIBLE.partition(';')[0]}."
             )
     seen: dict[str, int] = {}
@@ -112,7 +112,7 @@ def plan_blocks(
     def chosen(name: str) -> str:
         role = next((role for role, parts in ROLES.items() if any(part in name for part in parts)), "")
         seen[role] = seen.get(role, 0) + 1
-        wide, count, rest = WIDER.get((mix, role), (MIXES[mix].base, 0, MIXES[mix].base))
+        wide, count, rest = _WIDER.get((mix, role), (MIXES[mix].base, 0, MIXES[mix].base))
         return wide if seen[role] <= count else rest
 
     types = {pattern: MIXES[name].base for pattern, name in layers.items()}

@@ -40,13 +40,13 @@ TILE = {FP8: 1, INT8: 1, MXFP8: 32, NVFP4: 16, INT4: 1}
 STORED = {
     FP8: torch.float8_e4m3fn, INT8: torch.int8, MXFP8: torch.float8_e4m3fn, NVFP4: torch.uint8, INT4: torch.int8
 }  # fmt: skip
-OF_TWO = (NVFP4, INT4)
+_OF_TWO = (NVFP4, INT4)
 """Formats of which a byte holds two values."""
-MIDDLE = 8
+_MIDDLE = 8
 """Of unsigned nibbles: the one that stands for zero."""
 ROWS, COLUMNS = 128, 4
 """Scales in a tile of cuBLAS."""
-HOLDS = {
+_HOLDS = {
     ("fp8_e4m3", "tensor", False, False): FP8,
     ("int8", "tensor", False, False): INT8,
     ("int8", "row", False, False): INT8,
@@ -93,7 +93,7 @@ def _weight_format(weight: TensorSpec) -> str | None:
         sharing = str(split.size) if split.axis in (-1, 1) else ""
     else:
         sharing = {PerTensor(): "tensor", PerChannel(0): "row"}.get(split, "")
-    return HOLDS.get((weight.dtype.name, sharing, blocks, weight.scale_spec is not None))
+    return _HOLDS.get((weight.dtype.name, sharing, blocks, weight.scale_spec is not None))
 
 
 def _takes_input(form: str, tensor: TensorSpec) -> bool:
@@ -133,7 +133,7 @@ def likes(shape: tuple[int, ...], spec: LayerSpec, dtype: torch.dtype, calibrate
     """
     form = format_of(spec)
     rows, columns = (whole(size, TILE[form]) for size in shape)
-    made = {"weight": _meta((rows, columns // 2 if form in OF_TWO else columns), STORED[form])}
+    made = {"weight": _meta((rows, columns // 2 if form in _OF_TWO else columns), STORED[form])}
     split = spec.weight.granularity if spec.weight is not None else PerTensor()
     if form in (MXFP8, NVFP4):
         assert isinstance(split, PerGroup)
@@ -197,10 +197,10 @@ def stored(
 
 
 def _codes(codes: torch.Tensor, form: str) -> torch.Tensor:
-    if form not in OF_TWO:
+    if form not in _OF_TWO:
         return codes.to(STORED[form])
     if form == INT4:
-        nibbles = (codes + MIDDLE).to(torch.uint8)
+        nibbles = (codes + _MIDDLE).to(torch.uint8)
         return (nibbles[:, 1::2] << 4 | nibbles[:, ::2]).view(torch.int8)
     bits = encode(codes, DTYPES["fp4_e2m1"]).to(torch.uint8)
     return bits[:, ::2] << 4 | bits[:, 1::2]

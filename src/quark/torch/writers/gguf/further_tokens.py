@@ -25,7 +25,7 @@ from quark.torch.plan import Plan
 from quark.torch.writers.gguf.format import GgufFormat
 from quark.torch.writers.gguf.of_model import tensor_names
 
-IN_MTP = re.compile(r"^(?:model\.)?mtp\.layers\.([0-9]{1,4})\.")
+_IN_MTP = re.compile(r"^(?:model\.)?mtp\.layers\.([0-9]{1,4})\.")
 """The number of a layer that is not numbered on after those of the model."""
 JOINS = {
     "fc": "eh_proj",
@@ -102,8 +102,8 @@ def _layer(weight: str, layers: int) -> str:
 
 def _in_block(name: str, layers: int) -> str | None:
     """The name that a tensor would have in a layer of the model of its number; None where it is in none."""
-    if IN_MTP.match(name):
-        return IN_MTP.sub(lambda found: f"model.layers.{layers + int(found[1])}.", name)
+    if _IN_MTP.match(name):
+        return _IN_MTP.sub(lambda found: f"model.layers.{layers + int(found[1])}.", name)
     joins, _, kind = name.removeprefix("model.").removeprefix("mtp.").rpartition(".")
     if joins in JOINS and name.startswith(("mtp.", "model.mtp.")):
         return f"model.layers.{layers}.{JOINS[joins]}.{kind}"

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 BLOCK_TYPES = frozenset({*MX_ELEMENTS, *BFP_FORMATS})
-OUTPUT_DTYPE_OPSET = 21
+_OUTPUT_DTYPE_OPSET = 21
 """The first whose QuantizeLinear has `output_dtype`."""
 
 Known = dict[tuple[object, ...], "ir.Value"]
@@ -148,7 +148,7 @@ def _pair(writer: GraphWriter, x: ir.Value, name: str, tensor: MarkedTensor, par
     attributes = {} if axis is None else {"axis": axis}
     scale, kind = np.asarray(to_numpy(params.scale), np.float32), code_type(spec.dtype)
     if spec.dtype.is_float:
-        writer.require(OUTPUT_DTYPE_OPSET, f"{tensor.name} ({spec})")
+        writer.require(_OUTPUT_DTYPE_OPSET, f"{tensor.name} ({spec})")
         return _float8(writer, x, name, scale, kind, attributes)
     writer.require(FIRST_OPSET[kind], f"{tensor.name} ({spec})")
     if spec.symmetric:
@@ -159,7 +159,7 @@ def _pair(writer: GraphWriter, x: ir.Value, name: str, tensor: MarkedTensor, par
         for other in (np.nextafter(scale, np.float32(np.inf)), np.nextafter(scale, np.float32(0))):
             scale = np.where(np.rint(lowest / scale) == wanted, scale, other)
     zero = np.zeros_like(scale) if params.zero_point is None else to_numpy(params.zero_point)
-    if kind == "INT8" and writer.opset >= OUTPUT_DTYPE_OPSET:
+    if kind == "INT8" and writer.opset >= _OUTPUT_DTYPE_OPSET:
         kind, zero = "UINT8", zero + 128
     inputs = [
         writer.constant(f"{name}_scale", scale),

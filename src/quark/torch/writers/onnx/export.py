@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FILE = "quark_model.onnx"
 PLAIN_OPSET, DEFAULT_OPSET = 20, 21
-PLAIN_TYPES = frozenset({"int8", "uint8", "int32", "uint32", "bfloat16", "float16"})
+_PLAIN_TYPES = frozenset({"int8", "uint8", "int32", "uint32", "bfloat16", "float16"})
 """Types that opset 20 holds, per tensor and per channel; all others need 21."""
 
 
@@ -141,7 +141,7 @@ def _quantized_graph(
                 "Only a model from ModelQuantizer.quantize_model can be exported; this one is not quantized."
             )
         specs = [tensor.spec for tensor in tensors.values()]
-        plain = all(s.dtype.name in PLAIN_TYPES and isinstance(s.split, (PerTensor, PerChannel)) for s in specs)
+        plain = all(s.dtype.name in _PLAIN_TYPES and isinstance(s.split, (PerTensor, PerChannel)) for s in specs)
         exported = _traced(model, args, kwargs, opset or (PLAIN_OPSET if plain else DEFAULT_OPSET), options)
     writer, known = GraphWriter(exported, typed=True), Known()
     for node in [node for node in exported.graph if node.domain == MARKER_DOMAIN]:

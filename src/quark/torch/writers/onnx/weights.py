@@ -34,7 +34,7 @@ from quark.onnx_ops.element_types import BLOCKED_OPSET, FIRST_OPSET, code_type
 from quark.onnx_ops.graph_writer import GraphWriter
 from quark.torch.writers.onnx.marked_tensors import MarkedTensor
 
-E8M0_BIAS = 127
+_E8M0_BIAS = 127
 
 
 @dataclass(frozen=True)
@@ -199,8 +199,8 @@ def _scale(writer: GraphWriter, name: str, scale: NumpyArray, spec: TensorSpec, 
     if scale.ndim == 0:
         return writer.constant(name, np.asarray(_multiplied(scale, spec, params), np.float32))
     if spec.is_block:
-        exponents = np.frexp(scale)[1] - 1 + E8M0_BIAS
-        powers = np.exp2(np.arange(256, dtype=np.float64) - E8M0_BIAS).clip(max=2.0**127)
+        exponents = np.frexp(scale)[1] - 1 + _E8M0_BIAS
+        powers = np.exp2(np.arange(256, dtype=np.float64) - _E8M0_BIAS).clip(max=2.0**127)
         stored = writer.constant(f"{name}_exponent", exponents.clip(0, 255), writer.kind("UINT8"))
         return _lookup(writer, name, stored, "e8m0_values", powers)
     second = params.second

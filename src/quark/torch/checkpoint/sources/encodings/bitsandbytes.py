@@ -31,21 +31,21 @@ TABLES = {
                          0, -1 / 192, -2 / 3, -1, -1 / 3, -1 / 2, -1 / 6, -1 / 4]),
 }  # fmt: skip
 """Values by their codes, as the kernels have them; `quant_map` in a file repeats them."""
-STATE = re.compile(r"\.quant_state\.bitsandbytes__(\w+)$")
+_STATE = re.compile(r"\.quant_state\.bitsandbytes__(\w+)$")
 """After the name of a weight in 4 bits: the JSON that describes it, and the name of its table."""
 SCB, ROW_FORMAT = ".SCB", ".weight_format"
 INT8 = torch.tensor(7.874015718698502e-3)
 """1 / 127, as the library multiplies by it."""
-STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8)
+_STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8)
 """Types that bytes of codes are labelled with, so that FSDP can shard them (`bnb_4bit_quant_storage`)."""
-NESTED = ("nested_blocksize", "nested_offset")
+_NESTED = ("nested_blocksize", "nested_offset")
 
 
 def encoded_weights(files: Files, quantization: dict[str, Any]) -> list[EncodedWeight]:
     """The weights in 4 bits and in LLM.int8. Raises as `Encoding` says."""
     found = []
     for name in files:
-        if match := STATE.search(name):
+        if match := _STATE.search(name):
             found.append(_of_4_bits(files, name.removesuffix(match[0]), name, match[1]))
         elif name.endswith(SCB):
             found.append(_of_int8(files, name.removesuffix(SCB)))
@@ -59,11 +59,11 @@ def _of_4_bits(files: Files, name: str, state_name: str, table: str) -> EncodedW
     shape, blocksize = tuple(state["shape"]), state["blocksize"]
     count = math.prod(shape)
     blocks = -(-count // blocksize)
-    codes = files[require_part(files, name, STORAGE)].meta(name)
+    codes = files[require_part(files, name, _STORAGE)].meta(name)
     if codes.numel() * codes.element_size() != -(-count // 2):
         raise FormatError(f"{name} holds {codes.numel() * codes.element_size()} bytes, which are no weight of {shape}.")
     nested = "nested_absmax" if f"{name}.nested_absmax" in files else None
-    if (nested is not None) != all(state.get(key) is not None for key in NESTED):
+    if (nested is not None) != all(state.get(key) is not None for key in _NESTED):
         raise FormatError(f"{state_name} and the tensors beside it differ in whether scales are quantized, too.")
     kinds = {"absmax": ((torch.uint8 if nested else torch.float32,), (blocks,)), "quant_map": ((torch.float32,), (16,))}
     if nested:

@@ -28,11 +28,11 @@ from quark.torch.checkpoint.sources.encoded import (
 )
 
 SCALES, BIASES = ".scales", ".biases"
-AFFINE = "affine"
-AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+_AFFINE = "affine"
+_AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 FLOAT_MODES = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 """Mode -> the size of its groups, and bits of a code."""
-DEFAULTS = {AFFINE: (64, 4), **FLOAT_MODES}
+DEFAULTS = {_AFFINE: (64, 4), **FLOAT_MODES}
 """Mode -> size of groups and bits of a code, where the config says neither."""
 
 
@@ -60,11 +60,13 @@ def _groups(layer: str, quantization: dict[str, Any]) -> Groups:
     """How a layer is quantized: as the config says of it alone, else of all."""
     own = quantization.get(layer, quantization)
     said = own if isinstance(own, dict) else {}
-    mode = said.get("mode") or AFFINE
+    mode = said.get("mode") or _AFFINE
     if mode not in DEFAULTS:
         raise NotSupportedError(f"{layer}: the mode {mode!r:.40} of MLX is not read. Possible: {', '.join(DEFAULTS)}.")
     size, bits = (said.get(key) or usual for key, usual in zip(("group_size", "bits"), DEFAULTS[mode], strict=True))
-    right = type(size) is int and size > 0 and bits in AFFINE_BITS if mode == AFFINE else (size, bits) == DEFAULTS[mode]
+    right = (
+        type(size) is int and size > 0 and bits in _AFFINE_BITS if mode == _AFFINE else (size, bits) == DEFAULTS[mode]
+    )
     if not right or not isinstance(own, dict):
         raise FormatError(
             f"{layer}: config.json says groups of {size!r:.20} in {bits!r:.20} bits of the mode {mode}"
@@ -76,7 +78,7 @@ def _groups(layer: str, quantization: dict[str, Any]) -> Groups:
 def _weight(files: Files, layer: str, groups: Groups) -> EncodedWeight:
     name, scales = f"{layer}.weight", layer + SCALES
     words = files[require_part(files, name, (torch.uint32,))].meta(name)
-    require_part(files, scales, FLOATS if groups.mode == AFFINE else (torch.uint8,))
+    require_part(files, scales, FLOATS if groups.mode == _AFFINE else (torch.uint8,))
     grid = tuple(files[scales].meta(scales).shape)
     fits = words.ndim >= 2 and len(grid) == words.ndim and grid[:-1] == tuple(words.shape[:-1])
     if not fits or 32 * words.shape[-1] != grid[-1] * groups.size * groups.bits:
@@ -85,7 +87,7 @@ def _weight(files: Files, layer: str, groups: Groups) -> EncodedWeight:
             f"{groups.size} in {groups.bits} bits, as config.json says."
         )
     parts = {CODES: name, "scale": scales}
-    if groups.mode == AFFINE:
+    if groups.mode == _AFFINE:
         parts["bias"] = require_part(files, layer + BIASES, FLOATS, grid)
     shape = (*grid[:-1], grid[-1] * groups.size)
     return EncodedWeight(name, parts, shape, partial(_decode, layer, groups, shape[-1]))
@@ -95,7 +97,7 @@ def _decode(layer: str, groups: Groups, columns: int, parts: Tensors) -> Rows:
     codes = parts[CODES].flatten(0, -2).view(torch.uint8)
     stored = parts["scale"].view(torch.float8_e4m3fn) if groups.mode == "nvfp4" else parts["scale"]
     scale = scales(layer + SCALES, stored).flatten(0, -2)
-    bias = scales(layer + BIASES, parts["bias"]).flatten(0, -2) if groups.mode == AFFINE else None
+    bias = scales(layer + BIASES, parts["bias"]).flatten(0, -2) if groups.mode == _AFFINE else None
 
     def rows(piece: slice) -> torch.Tensor:
         stored = codes[piece]
@@ -103,7 +105,7 @@ def _decode(layer: str, groups: Groups, columns: int, parts: Tensors) -> Rows:
             values = stored.view(torch.float8_e4m3fn).float()
         else:
             values = unpack_bits(stored, groups.bits)[:, :columns]
-            values = values.float() if groups.mode == AFFINE else decode(values, DTYPES["fp4_e2m1"])
+            values = values.float() if groups.mode == _AFFINE else decode(values, DTYPES["fp4_e2m1"])
         grouped = values.reshape(len(values), -1, groups.size) * scale[piece, :, None]
         return (grouped if bias is None else grouped + bias[piece, :, None]).flatten(1)
 

@@ -37,19 +37,19 @@ from quark.torch.checkpoint.sources.encoded import (
 NAMES, KIND, ATTRIBUTES = "tensor_names", "_type", "_data"
 PLAIN = "Tensor"
 """Class of what is not quantized."""
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 BYTES = (torch.int8, torch.uint8)
 INT4 = "Int4Tensor"
-CODE_TYPES = {
+_CODE_TYPES = {
     "Int8Tensor": (torch.int8,),
     "IntxUnpackedToInt8Tensor": (torch.int8,),
-    "Float8Tensor": FLOAT8,
+    "Float8Tensor": _FLOAT8,
     INT4: BYTES,
 }
 """Class -> dtypes of its codes."""
-OF_INPUTS = ("act_quant_scale", "act_quant_zero_point")
+_OF_INPUTS = ("act_quant_scale", "act_quant_zero_point")
 """Scales of inputs, which are passed over."""
-BEFORE_INPUTS = "act_pre_scale"
+_BEFORE_INPUTS = "act_pre_scale"
 """Factors of inputs; a weight that has them is that of no float model."""
 
 
@@ -60,12 +60,12 @@ def encoded_weights(files: Files, quantization: dict[str, Any]) -> list[EncodedW
         kind, attributes, parts = row.get(KIND), row.get(ATTRIBUTES), _parts(files, name)
         if kind == PLAIN:
             made += [_plain(files, name, parts[ATTRIBUTES])] if ATTRIBUTES in parts else []
-        elif kind in CODE_TYPES:
+        elif kind in _CODE_TYPES:
             made.append(_weight(files, name, kind, attributes if isinstance(attributes, dict) else {}, parts))
         else:
             raise NotSupportedError(
                 f"{name} is of torchao's class {kind!r:.60}, whose layout is not read. Possible: "
-                f"{', '.join(CODE_TYPES)}, or the model that it was made from."
+                f"{', '.join(_CODE_TYPES)}, or the model that it was made from."
             )
     return made
 
@@ -95,7 +95,7 @@ def _json(path: Path, name: str, text: str) -> Any:
 def _parts(files: Files, name: str) -> dict[str, str]:
     """Role -> name of the stored tensor, of the parts that are there."""
     parent, _, leaf = name.rpartition(".")
-    roles = ("qdata", "scale", "zero_point", "scale_and_zero", BEFORE_INPUTS, *OF_INPUTS, ATTRIBUTES)
+    roles = ("qdata", "scale", "zero_point", "scale_and_zero", _BEFORE_INPUTS, *_OF_INPUTS, ATTRIBUTES)
     spelled = {role: (f"{parent}._{leaf}_{role}", f"{name}:{role}") for role in roles}
     return {role: part for role, known in spelled.items() for part in known if part in files}
 
@@ -115,14 +115,14 @@ def _plain(files: Files, name: str, part: str) -> EncodedWeight:
 def _weight(
     files: Files, name: str, kind: str, attributes: Mapping[str, Any], parts: Mapping[str, str]
 ) -> EncodedWeight:
-    if BEFORE_INPUTS in parts:
+    if _BEFORE_INPUTS in parts:
         raise NotSupportedError(
-            f"{name} is stored for inputs that are scaled ({BEFORE_INPUTS}), and is the weight of no float model. "
+            f"{name} is stored for inputs that are scaled ({_BEFORE_INPUTS}), and is the weight of no float model. "
             "Possible: the model that it was made from."
         )
     if missing := [role for role in ("qdata", "scale", *(["zero_point"] if kind == INT4 else [])) if role not in parts]:
         raise FormatError(f"The checkpoint has no {missing[0]} of {name}, which its metadata name.")
-    codes = files[require_part(files, parts["qdata"], CODE_TYPES[kind])].meta(parts["qdata"])
+    codes = files[require_part(files, parts["qdata"], _CODE_TYPES[kind])].meta(parts["qdata"])
     if codes.ndim < 2:
         raise FormatError(f"{parts['qdata']} has shape {tuple(codes.shape)}; a weight has two axes or more.")
     shape = (*codes.shape[:-1], codes.shape[-1] * (2 if kind == INT4 else 1))
