@@ -14,11 +14,11 @@ from onnx import TensorProto, helper, numpy_helper
 from quark.core.granularity import PerChannel
 from quark.core.spec import LayerSpec, spec
 from quark.errors import FormatError
+from quark.onnx import quantize_dynamic
 from quark.onnx.config.settings import QDQSettings, Settings, SpecSettings
 from quark.onnx.evaluation.ort_fusion import Fusion, inspect_fusion
 from quark.onnx.evaluation.ort_fusion_rules import REASONS
 from quark.onnx.graph.model_file import load
-from quark.onnx.quantizer import quantize_dynamic
 from quark.onnx.search.settle import quantize
 from quark.onnx_ops.saving import save
 from tests.models.onnx_zoo import Reader, cnn, images, mlp, vectors
