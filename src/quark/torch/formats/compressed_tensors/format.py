@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.base.libraries.compressed_tensors import MXFP6, THREE_BITS, TILES, undecoded_before
+from quark.base.libraries.compressed_tensors import MXFP6, THREE_BITS, TILES, undecoded_before, unread_caches
 from quark.base.libraries.transformers import is_conv1d
 from quark.core.granularity import PerBlock
 from quark.core.names.patterns import matches_any
@@ -116,7 +116,8 @@ class CompressedTensorsFormat(FolderFormat):
 
     def undecoded(self, folder: Folder) -> str | None:
         kinds = {kind for spec in folder.specs.values() if (kind := young_kind(spec)) is not None}
-        return " ".join(filter(None, (undecoded_experts(folder), undecoded_before(kinds)))) or None
+        caches = unread_caches() if folder.cache_specs else None
+        return " ".join(filter(None, (undecoded_experts(folder), undecoded_before(kinds), caches))) or None
 
     def check_rotations(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
         refuse_rotations(layers, folder.rotated)
