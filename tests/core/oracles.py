@@ -52,6 +52,7 @@ def nearest(x: Values, table: Values, ties: str = "even", signed: bool = True) -
         signed: Whether -table belongs to the type.
     """
     x = np.clip(np.asarray(x, np.float64), -table[-1] if signed else 0.0, table[-1])
+    x = x if signed else np.abs(x)  # the larger one of -0.0 and 0.0 is either
     magnitude = np.abs(x)
     low = np.clip(np.searchsorted(table, magnitude, side="right") - 1, 0, len(table) - 1)
     high = np.minimum(low + 1, len(table) - 1)
