@@ -120,7 +120,7 @@ STAND_ALONE = {
     "torch/flows/check_plan.py:_of_other_type": _COMPLEX,
     "torch/flows/file2file.py:_of_own_range": _COMPLEX,
     "torch/flows/float_layers.py:_built_in_float": _COMPLEX,
-    "torch/flows/from_disk.py:_require_values": _COMPLEX,
+    "torch/flows/weights_on_disk.py:_require_values": _COMPLEX,
     "torch/flows/resume.py:_series": _EACH,
     "torch/formats/compressed_tensors/format.py:_group_of": _EACH,
     "torch/formats/compressed_tensors/format.py:_kind": _EACH,

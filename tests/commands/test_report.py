@@ -18,9 +18,9 @@ from huggingface_hub import ModelCard
 from transformers import ViTConfig, ViTForImageClassification
 
 import quark as package
-from quark.commands.folders.report import input_range
 from quark.core.metrics import kl, kl_by_row
 from quark.errors import ConfigError
+from quark.jobs.folders.compared.layer_damage import input_range
 from quark.jobs.folders.models import load_model
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.layers.replace import quantized_layers

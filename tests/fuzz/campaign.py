@@ -114,7 +114,7 @@ def preload() -> None:
 
     import quark.commands.folders.evaluate
     import quark.commands.inspect
-    import quark.jobs.folders.measure
+    import quark.jobs.folders.compared.measure
     import quark.jobs.folders.model_inputs
     import quark.jobs.folders.schemes
     import quark.jobs.run_file

@@ -15,10 +15,11 @@ import quark
 from quark.errors import CalibrationError, ConfigError, FormatError, QuarkError
 from quark.jobs import request_of
 from quark.jobs.evaluate import EvaluateFolders, MeasuredPipeline, evaluate_pipeline
-from quark.jobs.folders.measure import compare_outputs
+from quark.jobs.folders.compared.measure import compare_outputs
 from quark.jobs.folders.pipeline import requests_of
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.checkpoint.opened import OpenedFolder
+from quark.torch.flows.parted import PartedModel
 from quark.torch.model.calibration_data.stored_batches import write_batch
 from tests.commands.program import quark as program
 from tests.models.denoisers import denoiser, step
@@ -197,8 +198,9 @@ def test_components_that_are_not_there_and_files_that_end_early_are_named(
 
 
 def test_data_that_a_model_does_not_take_are_shown() -> None:
+    pair = [PartedModel(torch.nn.Linear(3, 2)) for _ in range(2)]
     with pytest.raises(CalibrationError, match=r"does not take batch 1, float32 \(1, 4\): RuntimeError"):
-        compare_outputs(torch.nn.Linear(3, 2), torch.nn.Linear(3, 2), [torch.zeros(1, 3), torch.zeros(1, 4)])
+        compare_outputs(*pair, [torch.zeros(1, 3), torch.zeros(1, 4)])
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ the metadata count is there, and no other.
 from __future__ import annotations
 
 import math
+import mmap
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -37,6 +38,15 @@ def open_gguf(file: Path) -> Any:
     except (OSError, ValueError, TypeError, IndexError, KeyError, OverflowError, RecursionError) as error:
         raise FormatError(f"{file} is no GGUF file, or a damaged one: {error}.") from None
     return reader
+
+
+def release_pages(reader: Any) -> None:
+    """Give back the memory of what was read of a file; it is read again when it is used."""
+    place: Any = reader.data
+    while place is not None and not isinstance(place, mmap.mmap):
+        place = getattr(place, "base", None)
+    if isinstance(place, mmap.mmap) and hasattr(place, "madvise"):
+        place.madvise(mmap.MADV_DONTNEED)
 
 
 @cache

@@ -19,7 +19,7 @@ from quark.jobs.request import FolderRequest, JobRequest, Kinds, is_pipeline
 from quark.jobs.words import check_words, members, scheme_names
 
 if TYPE_CHECKING:
-    from quark.jobs.folders.measure import FolderComparison
+    from quark.jobs.folders.compared.measure import FolderComparison
 
 MEASURED_ON = "Held-out data to measure on. Default: --calib."
 
@@ -142,28 +142,27 @@ def _of_folder(request: CompareFolders, job: ComparisonJob) -> ComparedSchemes:
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.gguf import MIXES
     from quark.jobs.folders.calibration import Calibration, counted
-    from quark.jobs.folders.measure import ALL, compare_outputs
-    from quark.jobs.folders.models import inputs_of, load_model, open_folder, skeleton_of
+    from quark.jobs.folders.compared.candidates import Candidates
+    from quark.jobs.folders.compared.measure import ALL
+    from quark.jobs.folders.compared.pairs import reads_in_parts
+    from quark.jobs.folders.models import inputs_of, open_folder, skeleton_of
     from quark.jobs.folders.schemes import config_of
     from quark.jobs.words import GGUF
-    from quark.torch import ModelQuantizer
     from quark.torch.flows.predicted_size import float_bytes, plan_of
 
     model, load = _network(request.model), request.load
     folder = open_folder(model, request.trust_remote_code)
-    before = load_model(folder, load, dequantize=True)
-    inputs = inputs_of(model, before)
+    skeleton = skeleton_of(folder)
+    candidates = Candidates(folder, load, reads_in_parts(folder, load, request.stream))
+    inputs = inputs_of(model, skeleton if candidates.streams else candidates.before.model)
     batches = inputs.read(job.data, request.windows or ALL, request.length)
     samples = Calibration(request.calib).read(inputs)
     asked, perplexity = FolderRequest(model=model, trust_remote_code=request.trust_remote_code), list[float]()
-    skeleton = skeleton_of(folder)
 
     def measure(name: str) -> SchemeResult:
         form = GGUF if name in MIXES else "quark"
         config = config_of(asked, folder, name, form)
-        quantizer = ModelQuantizer(config)
-        after = quantizer.freeze(quantizer.quantize_model(load_model(folder, load, dequantize=True), samples))
-        comparison = compare_outputs(before, after, batches)
+        comparison = candidates.compared(config, form, samples, batches)
         perplexity.extend((comparison.perplexity or ())[:1])
         return _row(name, plan_of(folder, config, form).after, comparison)
 

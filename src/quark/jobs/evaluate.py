@@ -25,10 +25,12 @@ from quark.jobs.request import (
 
 if TYPE_CHECKING:
     from quark.core.metrics import Comparison
-    from quark.jobs.folders.measure import MeasuredFolders
+    from quark.jobs.folders.compared.measure import MeasuredFolders
     from quark.onnx import PathDataReader
     from quark.onnx.evaluation.compare_models import Report
     from quark.torch.flows.denoiser_costs import DenoiserCosts
+
+IN_BLOCKS = "Load one block of each model at a time; the results are the same. Default: if memory is too small."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ class MeasureFolders(MeasureRequest):
     dtype: str = same_as(FolderRequest, "dtype")
     trust_remote_code: bool = same_as(FolderRequest, "trust_remote_code")
     keep_unexpected: bool = same_as(FolderRequest, "keep_unexpected")
+    stream: bool | None = same_as(FolderRequest, "stream", help=IN_BLOCKS)
 
     @property
     def load(self) -> Loading:
@@ -177,8 +180,10 @@ def _evaluate(request: EvaluateFolders) -> MeasuredFolders:
     """Compare a float model that is a folder with its quantized one. Raises QuarkError as `evaluate_folders` does."""
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.jobs.folders.card import check_card, figures_of
-    from quark.jobs.folders.measure import ALL, coded_layers, measure_folders
-    from quark.jobs.folders.models import inputs_of, load_model, open_folder
+    from quark.jobs.folders.compared.layer_damage import coded_layers
+    from quark.jobs.folders.compared.measure import ALL, measure_folders
+    from quark.jobs.folders.compared.pairs import open_pair
+    from quark.jobs.folders.models import inputs_of, open_folder
     from quark.torch.writers.model_card import add_figures
 
     model, quantized, data = request.model, request.quantized, held_out(request)
@@ -190,25 +195,20 @@ def _evaluate(request: EvaluateFolders) -> MeasuredFolders:
         if getattr(request, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} is for the pictures of a pipeline of diffusers, and {model} is one model.")
-    folder = open_folder(model, request.trust_remote_code)
+    folder, made = open_folder(model, request.trust_remote_code), None
     if is_gguf(quantized):
-        from quark.torch import import_model_from_gguf
-
         require_regular(quantized)
-        before, after = (load_model(folder, request.load, dequantize=True) for _ in range(2))
-        import_model_from_gguf(after, quantized)
     else:
         made = open_folder(quantized, request.trust_remote_code)
         for each in (folder, made):
             each.check()
         _require_same_architecture(folder.config, made.config)
-        before = load_model(folder, request.load, dequantize=True)
-        after = load_model(made, request.load)
-    if not coded_layers(after):
+    before, after = open_pair(folder, quantized if made is None else made, request.load, request.stream)
+    if not coded_layers(after.model):
         raise ConfigError(f"{quantized} holds no quantized layer; it is a float model.")
-    inputs = inputs_of(model, before)
+    inputs = inputs_of(model, before.model)
     batches = inputs.read(data, request.windows or ALL, request.length)
-    measured = measure_folders(model, quantized, (before, after), inputs, batches)
+    measured = measure_folders(model, quantized, (before, after), inputs, batches, page=request.report is not None)
     if request.card:
         add_figures(quantized, figures_of(measured, data, request.length))
         logger.info("The figures are in the model card of %s.", quantized)
@@ -242,9 +242,7 @@ def evaluate_pipeline(request: EvaluateFolders) -> MeasuredPipeline:
     for path, other in ((request.model, request.quantized), (request.quantized, request.model)):
         if not is_pipeline(path):
             raise ConfigError(f"{path} is one model, and {other} a pipeline. Possible: the folder of one, in both.")
-    pictures = bool(request.prompt) or request.report is not None
-    if request.num_inference_steps is not None and not pictures:
-        raise ConfigError("--num-inference-steps applies to pictures only. Possible: --prompt TEXT, or --report FILE.")
+    pictures = _shows_pictures(request)
     made, steps = request.quantized, held_out(request)
     coded = [name for name in components(made) if _is_quantized(made / name)]
     known = denoisers(request.model)
@@ -260,11 +258,27 @@ def evaluate_pipeline(request: EvaluateFolders) -> MeasuredPipeline:
         )
         for name in names
     }
-    if not pictures:
-        return MeasuredPipeline(measured, {})
+    return MeasuredPipeline(measured, _pictures(request, measured) if pictures else {})
+
+
+def _pictures(request: EvaluateFolders, measured: Mapping[str, MeasuredFolders]) -> Mapping[str, DenoiserCosts]:
+    """The pictures of both pipelines by the name of the denoiser; none of what was read block by block."""
+    if not all(each.seconds for each in measured.values()):
+        logger.info("No pictures: both pipelines would have to be in memory.")
+        return {}
     from quark.jobs.folders.pictures import pictures_of
 
-    return MeasuredPipeline(measured, pictures_of(request.model, measured, request.prompt, request.num_inference_steps))
+    return pictures_of(request.model, measured, request.prompt, request.num_inference_steps)
+
+
+def _shows_pictures(request: EvaluateFolders) -> bool:
+    """Whether pictures are made, which both pipelines in memory can. Raises ConfigError where that cannot be."""
+    if request.prompt and request.stream:
+        raise ConfigError("--prompt with --stream: pictures need both models in memory. Possible: one of them.")
+    pictures = bool(request.prompt) or (request.report is not None and not request.stream)
+    if request.num_inference_steps is not None and not pictures:
+        raise ConfigError("--num-inference-steps applies to pictures only. Possible: --prompt TEXT, or --report FILE.")
+    return pictures
 
 
 def _require_same_architecture(before: dict[str, Any], after: dict[str, Any]) -> None:

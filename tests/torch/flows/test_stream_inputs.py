@@ -18,6 +18,7 @@ from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.flows.checkpoint_job import CheckpointJob
 from quark.torch.flows.from_disk import FromDisk
 from quark.torch.flows.replaced import replaced
+from quark.torch.flows.weights_on_disk import in_folder
 from quark.torch.model.meta_model import fill_buffers
 from quark.torch.writers.folder import QUARK
 from tests.models.doors import HYBRID, float_folder
@@ -54,7 +55,7 @@ def on_disk(source: Path) -> Iterator[tuple[Any, FromDisk]]:
     with replaced(job.model, job.plan):
         found = job.contents()
         fill_buffers(job.model)
-        yield job.model, FromDisk(job.model, job.checkpoint, found.sources, found.ties, torch.device("cpu"))
+        yield job.model, FromDisk(job.model, in_folder(found.sources, found.ties, job.checkpoint), torch.device("cpu"))
 
 
 @pytest.mark.slow

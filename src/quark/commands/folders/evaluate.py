@@ -11,7 +11,7 @@ from quark.base.command_line import new_table, results
 from quark.commands.results.tables import counted
 from quark.core.metrics import Comparison
 from quark.jobs.evaluate import EvaluateFolders, MeasuredPipeline, held_out
-from quark.jobs.folders.measure import WHY_SLOW, MeasuredFolders, Output
+from quark.jobs.folders.compared.measure import IN_BLOCKS, WHY_SLOW, MeasuredFolders, Output
 
 
 def show_folders(measured: MeasuredFolders, request: EvaluateFolders) -> None:
@@ -50,7 +50,7 @@ def _show(measured: MeasuredFolders, request: EvaluateFolders) -> None:
     """Print what was measured."""
     console = results()
     console.print(_summary(measured))
-    console.print(WHY_SLOW, highlight=False, soft_wrap=True)
+    console.print(WHY_SLOW if measured.seconds else IN_BLOCKS, highlight=False, soft_wrap=True)
     console.print(
         _outputs(measured.comparison.outputs, f"{counted(len(measured.batches), 'sample')} of {held_out(request).name}")
     )
@@ -68,8 +68,9 @@ def _show(measured: MeasuredFolders, request: EvaluateFolders) -> None:
 
 def _summary(measured: MeasuredFolders) -> Table:
     perplexity, kl = measured.comparison.perplexity, measured.comparison.kl
+    times = ["latency ms"] if measured.seconds else []
     of_text = [*(["perplexity"] if perplexity else []), *([] if kl is None else ["KL nats"])]
-    table = new_table("", "size MB", *of_text, "latency ms", title="Float against quantized")
+    table = new_table("", "size MB", *of_text, *times, title="Float against quantized")
     for index, name in enumerate(("float", "quantized")):
         cells = [f"{measured.sizes[index] / 1e6:.2f}"]
         if perplexity:
@@ -77,7 +78,7 @@ def _summary(measured: MeasuredFolders) -> Table:
             cells.append(f"{perplexity[index]:.3f}{change}")
         if kl is not None:
             cells.append(f"{kl:.4g}" if index else "")
-        table.add_row(name, *cells, f"{measured.seconds[index] * 1e3:.1f}")
+        table.add_row(name, *cells, *(f"{seconds * 1e3:.1f}" for seconds in measured.seconds[index : index + 1]))
     return table
 
 

@@ -42,7 +42,8 @@ def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
     asked = EvaluateFolders(
         model=request.model, quantized=output, data=request.calib or DEFAULT_TEXT, windows=WINDOWS, length=LENGTH,
         device=request.device, dtype=request.dtype, trust_remote_code=request.trust_remote_code,
-        keep_unexpected=request.keep_unexpected, card=request.calib is None and not fitted and not result.parts,
+        keep_unexpected=request.keep_unexpected, stream=request.stream,
+        card=request.calib is None and not fitted and not result.parts,
     )  # fmt: skip
     if result.parts:
         words = "Measured on the calibration data."

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
-from typing import Any, cast
+from collections.abc import Mapping
 
 import torch
 
 from quark.commands.results.tables import counted
-from quark.core.granularity import PerTensor
-from quark.core.quantize import fake_quantize
 from quark.jobs.evaluate import MeasuredPipeline
-from quark.jobs.folders.measure import WHY_SLOW, MeasuredFolders, coded_layers, decoded_weight
-from quark.report.figures import MOST_BARS, ClippedHistogram, bars, histogram, token_divergence
+from quark.jobs.folders.compared.layer_damage import coded_layers, worst_first
+from quark.jobs.folders.compared.measure import IN_BLOCKS, WHY_SLOW, MeasuredFolders
+from quark.report.figures import MOST_BARS, bars, histogram, token_divergence
 from quark.report.page import Figure, PageTable, Section
-from quark.torch.calibration.timesteps import ranges_by_timestep
 from quark.torch.checkpoint.sources.methods import method_of
 from quark.torch.flows.denoiser_costs import picture_section, range_section, timestep_section
 from quark.torch.layers.base import QuantLayer
-from quark.torch.layers.fake_quant import FakeQuantize
-from quark.torch.model.batches import forward_batch, input_device
 from quark.torch.model.model_folder import read_config
 from quark.torch.writers.model_card import described
 
-MOST_HISTOGRAMS, MOST_TOKENS, CONTEXT = 6, 20, 12
-HUGE = 1e30
-"""A value beyond each range: what it is quantized to is an end of the range."""
+MOST_TOKENS, CONTEXT = 20, 12
 
 
 def folder_sections(measured: MeasuredFolders, words: str = "") -> list[Section]:
@@ -78,13 +69,14 @@ def _what(measured: MeasuredFolders) -> PageTable:
 
 def _costs(measured: MeasuredFolders) -> Section:
     perplexity = measured.comparison.perplexity
-    headers = ["", "size MB", "of float", *(["perplexity", "change"] if perplexity else []), "latency ms"]
+    times = ["latency ms"] if measured.seconds else []
+    headers = ["", "size MB", "of float", *(["perplexity", "change"] if perplexity else []), *times]
     rows = []
     for i, name in enumerate(("float", "quantized")):
         cells = [f"{measured.sizes[i] / 1e6:.2f}", f"{measured.sizes[1] / measured.sizes[0]:.1%}" if i else ""]
         if perplexity:
             cells += [f"{perplexity[i]:.3f}", f"{perplexity[1] / perplexity[0] - 1:+.2%}" if i else ""]
-        rows.append([name, *cells, f"{measured.seconds[i] * 1e3:.1f}"])
+        rows.append([name, *cells, *(f"{seconds * 1e3:.1f}" for seconds in measured.seconds[i : i + 1])])
     outputs = [
         (name, f"{output.comparison.sqnr:.2f}", f"{output.comparison.cosine:.6f}",
          f"{output.agreed / output.rows:.2%}" if output.rows else "")
@@ -95,7 +87,8 @@ def _costs(measured: MeasuredFolders) -> Section:
         outputs,
         f"Outputs over {counted(len(measured.batches), 'sample')}",
     )
-    return Section("Size, latency, outputs", WHY_SLOW, [PageTable(headers, rows), of_outputs])
+    words = WHY_SLOW if measured.seconds else IN_BLOCKS
+    return Section("Size, latency, outputs", words, [PageTable(headers, rows), of_outputs])
 
 
 def _tokens(measured: MeasuredFolders) -> Section:
@@ -127,13 +120,13 @@ def _timesteps(measured: MeasuredFolders) -> list[Section]:
     errors = measured.comparison.by_timestep
     if errors is None:
         return []
-    ranges = ranges_by_timestep(measured.before, [*measured.damage], measured.batches)
-    return [timestep_section(errors), range_section(ranges)]
+    ranges = measured.by_timestep
+    return [timestep_section(errors), *([] if ranges is None else [range_section(ranges)])]
 
 
 def damage_section(damage: Mapping[str, tuple[float, float]]) -> Section:
     """What each layer lost, in the order of the model."""
-    worst = sorted(damage, key=lambda name: _worst_first(damage[name][1]))[:MOST_BARS]
+    worst = sorted(damage, key=lambda name: worst_first(damage[name][1]))[:MOST_BARS]
     drawn = [(name, pair) for name, pair in damage.items() if name in set(worst)]
     some = "" if len(drawn) == len(damage) else f" The {len(drawn)} worst of {len(damage)} are drawn."
     words = (
@@ -149,57 +142,11 @@ def damage_section(damage: Mapping[str, tuple[float, float]]) -> Section:
     return Section("Damage by layer", words, [table], figures)
 
 
-def _worst_first(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
 def _ranges(measured: MeasuredFolders) -> Section:
     """Histograms of the layers whose outputs lost most."""
-    names = sorted(measured.damage, key=lambda name: _worst_first(measured.damage[name][1]))[:MOST_HISTOGRAMS]
-    layers = coded_layers(measured.after)
-    inputs = _float_inputs(measured.before, names, measured.batches[0])
-    histograms = []
-    with torch.no_grad():
-        for name in names:
-            layer = layers[name]
-            if name in inputs and isinstance(layer, QuantLayer) and layer.quantizer("input") is not None:
-                histograms.append(ClippedHistogram.of(f"{name} (input)", _array(inputs[name]), input_range(layer)))
-            weight = cast(torch.Tensor, measured.before.get_submodule(name).weight)
-            decoded = decoded_weight(layer)
-            ends = (float(decoded.min()), float(decoded.max()))
-            histograms.append(ClippedHistogram.of(f"{name} (weight)", _array(weight), ends))
     words = "Float values of the first sample, worst output first; lines where the codes end."
     return Section(
-        "Ranges of the worst layers", words, figures=[Figure(histogram(each), each.caption) for each in histograms]
+        "Ranges of the worst layers",
+        words,
+        figures=[Figure(histogram(each), each.caption) for each in measured.histograms],
     )
-
-
-def input_range(layer: QuantLayer) -> tuple[float, float] | None:
-    """What the codes of a layer's input reach; None where each input has a range of its own."""
-    quantizer = layer.quantizer("input")
-    if not isinstance(quantizer, FakeQuantize) or quantizer.spec.dynamic or quantizer.scale is None:
-        return None
-    if not isinstance(quantizer.spec.granularity, PerTensor):
-        return None
-    ends = torch.tensor([-HUGE, HUGE], device=quantizer.scale.device)
-    low, high = fake_quantize(ends, quantizer.params, quantizer.spec).tolist()
-    return low, high
-
-
-def _float_inputs(model: Any, names: Sequence[str], batch: Any) -> dict[str, torch.Tensor]:
-    """What layers of a float model read."""
-    seen: dict[str, torch.Tensor] = {}
-
-    def note(name: str, module: Any, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
-            seen[name] = args[0].detach()
-
-    with ExitStack() as hooks, torch.no_grad():
-        for name in names:
-            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(partial(note, name)))
-        forward_batch(model, batch, input_device(model))
-    return seen
-
-
-def _array(x: torch.Tensor) -> Any:
-    return x.detach().float().cpu().numpy()

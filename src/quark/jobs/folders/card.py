@@ -11,7 +11,7 @@ from quark.errors import ConfigError
 from quark.goals.efforts import DEFAULT_TEXT
 
 if TYPE_CHECKING:
-    from quark.jobs.folders.measure import MeasuredFolders
+    from quark.jobs.folders.compared.measure import MeasuredFolders
     from quark.torch.writers.model_card import Figures
 
 _OF_PACKAGE = "text of the package openquark"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quark.base.log import logger
 from quark.errors import ConfigError, QuarkError, one_line
-from quark.jobs.folders.measure import MeasuredFolders
+from quark.jobs.folders.compared.measure import MeasuredFolders
 
 if TYPE_CHECKING:
     from quark.torch.flows.denoiser_costs import DenoiserCosts

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -38,9 +37,8 @@ from quark.torch.calibration.work_device import WorkDevice, bytes_of
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.model.batches import calibration_step, evaluating, input_device, named_outputs, to_device, to_host
-from quark.torch.model.blocks import BlockOutput, Call
-from quark.torch.model.blocks.forwards import forward_instead, without_caches
-from quark.torch.model.blocks.streams import StreamCall
+from quark.torch.model.blocks import Call
+from quark.torch.model.blocks.after_blocks import blocks_aside, given_around
 
 SEED = 0
 """Of the labels of the first batch; those of each next one have the next number, whichever process draws them."""
@@ -137,7 +135,7 @@ class ScorePasses:
         scores, positions = [], 0
         with self.weights.around(self.names), _in_float(self.model), torch.no_grad():
             device, finite = input_device(self.model), []
-            arounds = self._arounds(calls)
+            arounds = given_around(self.model, self.names, calls[self.names[0]])
             with torch.enable_grad(), self.watching(None) as count_batch:
                 outputs = self.store.read(self.inputs_of(len(self.names)))
                 for index, (batch, hidden) in enumerate(zip(part_of(self.data), outputs, strict=True)):
@@ -156,15 +154,6 @@ class ScorePasses:
         self.store.keep(self.scores_of(len(self.names)), scores)
         self.store.keep_result(TAIL, {"positions": positions, **result})
 
-    def _arounds(self, calls: Mapping[str, list[Call]]) -> list[Callable[[int, torch.Tensor], Any]]:
-        """For each batch what blocks return, of their index and of the hidden state after the last one."""
-        first, block = calls[self.names[0]][0], self.model.get_submodule(self.names[0])
-        if isinstance(first, StreamCall):
-            return [call.around for call in calls[self.names[0]] if isinstance(call, StreamCall)]
-        output = BlockOutput()
-        output.see(self.names[0], first.to(input_device(block)), block)
-        return [lambda index, hidden: output.of(hidden)] * len(calls[self.names[0]])
-
     def _likelihood(
         self,
         batch: Any,
@@ -178,10 +167,7 @@ class ScorePasses:
         with ExitStack() as aside:
             handle = self.model.register_forward_hook(lambda module, args, result: seen.append(result))
             aside.callback(handle.remove)
-            aside.enter_context(without_caches(self.model))
-            for index, name in enumerate(self.names):
-                given = partial(_given, around, index, hidden)
-                aside.enter_context(forward_instead(self.model.get_submodule(name), given))
+            aside.enter_context(blocks_aside(self.model, self.names, around, hidden))
             calibration_step(self.model, batch, device, 0)
         return _drawn_likelihood(self.model, seen[0], generator, self.needs_logits)
 
@@ -215,11 +201,6 @@ class ScorePasses:
         if not self.keeps_scores:
             self.store.drop(self.scores_of(index + 1))
         self.store.drop(self.inputs_of(index + 1))
-
-
-def _given(around: Callable[[int, torch.Tensor], Any], index: int, hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
-    """The forward of a block that stands aside."""
-    return around(index, hidden)
 
 
 def _in_float(module: nn.Module) -> AbstractContextManager[None]:

@@ -32,6 +32,7 @@ from quark.torch.flows.checkpoint_job import CheckpointJob
 from quark.torch.flows.from_disk import FromDisk
 from quark.torch.flows.replaced import prepared
 from quark.torch.flows.resume import fingerprint_of_data, fingerprint_of_files, in_use
+from quark.torch.flows.weights_on_disk import in_folder
 from quark.torch.model.blocks.offloading import onloaded
 from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.folder_files import shard_files
@@ -191,7 +192,7 @@ def _on_disk(
     def weights() -> BlockWeights:
         contents = job.contents()
         job.model.float()
-        found = FromDisk(job.model, job.checkpoint, contents.sources, contents.ties, device)
+        found = FromDisk(job.model, in_folder(contents.sources, contents.ties, job.checkpoint), device)
         fill_buffers(job.model)
         return found
 

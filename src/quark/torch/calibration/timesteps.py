@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,16 +73,18 @@ class RangesByTimestep:
 
     Attributes:
         times: Of the calls that had one.
+        call: The number among these of the call that runs; None: none does.
         largest: Name -> number of the call -> largest magnitude, where it was computed.
     """
 
     times: list[float] = field(default_factory=list)
+    call: int | None = None
     largest: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
 
     def note(self, name: str, x: Any) -> None:
         """Take what a module reads in the current call."""
-        if self.times and isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel():
-            of_calls, call, value = self.largest.setdefault(name, {}), len(self.times) - 1, x.detach().abs().amax()
+        if (call := self.call) is not None and isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel():
+            of_calls, value = self.largest.setdefault(name, {}), x.detach().abs().amax()
             of_calls[call] = torch.maximum(of_calls[call], value) if call in of_calls else value
 
     def buckets(self) -> tuple[list[TimestepBucket], list[RangeByTimestep]]:
@@ -127,15 +130,10 @@ def noting_ranges(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterato
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         time = timestep_of({**dict(zip(parameters, args, strict=False)), **kwargs})
         if time is not None:
+            found.call = len(found.times)
             found.times.append(time)
 
-    def noted(name: str) -> Any:
-        return lambda _, x: found.note(name, x)
-
-    with ExitStack() as hooks:
-        hooks.enter_context(model.register_forward_pre_hook(begin, with_kwargs=True))
-        for name, module in modules.items():
-            hooks.enter_context(hook_input(module, noted(name)))
+    with model.register_forward_pre_hook(begin, with_kwargs=True), _noting(found, modules):
         yield found
 
 
@@ -144,6 +142,31 @@ def ranges_by_timestep(model: nn.Module, names: Sequence[str], batches: Sequence
     with noting_ranges(model, {name: model.get_submodule(name) for name in names}) as found:
         run_batches(model, batches)
     return found
+
+
+@contextmanager
+def ranges_of_batches(modules: Mapping[str, nn.Module], batches: Sequence[Any]) -> Iterator[RangesByTimestep]:
+    """Within: what modules read of a batch is noted once its number is the `call`; nothing without timesteps.
+
+    The modules may run on all batches one after the other, as those of a block that is alone in memory do.
+    """
+    times = [timestep_of(batch) for batch in batches]
+    found = RangesByTimestep([time for time in times if time is not None])
+    with _noting(found, modules if len(found.times) == len(times) else {}):
+        yield found
+
+
+@contextmanager
+def _noting(found: RangesByTimestep, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Within: what modules read is noted."""
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(hook_input(module, partial(_note_input, found, name)))
+        yield
+
+
+def _note_input(found: RangesByTimestep, name: str, _: Any, x: Any) -> None:
+    found.note(name, x)
 
 
 class ErrorsByTimestep:

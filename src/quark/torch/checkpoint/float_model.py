@@ -66,11 +66,16 @@ def load_float_model(
         check_metas(folder.path, folder.skeleton, tensors, folder.names(folder.skeleton))
     model = load_whole(folder, keep_unexpected=keep_unexpected, source=source, dtype=dtype, **options)
     if source is not None:
-        named = folder.names(model)
-        weights = {name for name, stored in named.items() if name.endswith(".weight") and source.is_coded(stored)}
-        own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        model.decoded_layers = tuple(name.removesuffix(".weight") for name in named if name in weights & own)
+        model.decoded_layers = decoded_layers(folder, model)
     return model.eval()
+
+
+def decoded_layers(folder: OpenedFolder, model: Any) -> tuple[str, ...]:
+    """Names of the layers of a float model whose weights a folder stores in codes."""
+    named, source = folder.names(model), folder.source
+    weights = {name for name, stored in named.items() if name.endswith(".weight") and source.is_coded(stored)}
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return tuple(name.removesuffix(".weight") for name in named if name in weights & own)
 
 
 def load_whole(

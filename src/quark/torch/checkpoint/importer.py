@@ -81,13 +81,29 @@ def import_model_from_safetensors(
             del config.quantization_config
             chosen = model_class(folder.path, config, folder.trust_remote_code)
             model = empty_of_class(chosen, config, config.dtype, attn_implementation=attn_implementation).eval()
+    fill_from_folder(model, folder)
+    return model if device is None else model.to(device)
+
+
+def fill_from_folder(model: nn.Module, folder: OpenedFolder) -> nn.Module:
+    """Load a quantized folder into its float model; weights stay in the files of the folder until they are used.
+
+    Args:
+        model: With or without weights; changed in place.
+        folder: In the quark format, or that of another program.
+
+    Raises:
+        FormatError: As `import_model_from_safetensors`.
+    """
+    stored = read_quantization_config(folder)
+    form = FORMATS[stored["quant_method"]]
     if any(buffer.is_meta for _, buffer in getattr(model, "named_non_persistent_buffers", list)()):
         fill_buffers(model)  # rotary tables: no checkpoint holds them
-    files = [file.path for file in folder.files]
     dtype = folder.dtype if folder.is_network else named_dtype(folder.config)
-    content = replace(_resolved(form, stored, files, model), dtype=dtype)
-    load_stored(model, content.form or form, content, read_tensors(files))
-    return model if device is None else model.to(device)
+    content = replace(_resolved(form, stored, [file.path for file in folder.files], model), dtype=dtype)
+    tensors = ((name, file.read(name)) for file in folder.files for name in file.names)
+    load_stored(model, content.form or form, content, tensors)
+    return model
 
 
 def _resolved(form: FolderFormat, stored: dict[str, Any], files: list[Path], model: nn.Module) -> Stored:
@@ -184,7 +200,7 @@ def _untie(model: nn.Module, own: dict[str, torch.Tensor], loaded: dict[str, tor
 
 def _assign(module: nn.Module, leaf: str, tensor: torch.Tensor, quantized: bool) -> None:
     present: torch.Tensor = getattr(module, leaf)
-    device = torch.device("cpu") if present.is_meta else present.device
+    device = tensor.device if present.is_meta else present.device
     stays = tensor.dtype if quantized or not tensor.is_floating_point() else present.dtype
     tensor = tensor.to(device, stays)
     # Nothing can be written into values that are one in memory (`expand`), or that belong to inference mode.

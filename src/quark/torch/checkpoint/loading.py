@@ -7,6 +7,8 @@ model needs the memory of the checkpoint, not of the float model.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
@@ -81,12 +83,27 @@ class StoredTensor(nn.Module):
         super().__init__()
         self.layout = layout
         self.shape = shape
+        self._kept: dict[int, torch.Tensor] | None = None
         for name in ("scale", "zero_point"):
             self.register_buffer(name, tensors.get(name))
 
     def forward(self, stored: torch.Tensor, extras: Extras | None = None) -> torch.Tensor:
         """The float tensor; `extras` are the stored tensors that live on the layer."""
-        return self.layout.load({"": stored, **self._params(extras)}, self.shape)
+        if self._kept is not None and id(stored) in self._kept:
+            return self._kept[id(stored)]
+        decoded = self.layout.load({"": stored, **self._params(extras)}, self.shape)
+        if self._kept is not None:
+            self._kept[id(stored)] = decoded
+        return decoded
+
+    @contextmanager
+    def decoding_once(self) -> Iterator[None]:
+        """Within: what is decoded is kept, and not decoded again; the stored tensors stay as they are."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
 
     def _params(self, extras: Extras | None) -> Tensors:
         own = {"scale": self.scale, "zero_point": self.zero_point}

@@ -20,7 +20,7 @@ from quark.base.libraries.transformers import folder_of, left_out
 from quark.errors import FormatError, as_format_error
 from quark.torch.checkpoint.safetensors_file import TensorFile
 from quark.torch.checkpoint.sources.claims import check_claim
-from quark.torch.checkpoint.sources.methods import READ, method_of, quantization_of, readable_quantization
+from quark.torch.checkpoint.sources.methods import AS_FLOAT, READ, method_of, quantization_of, readable_quantization
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.diffusion.component import STEM, is_component
 from quark.torch.diffusion.network import common_dtype
@@ -93,6 +93,11 @@ class OpenedFolder:
         if self.method not in READ and (self.method in FORMATS or self.method in AUTO_ROUND):
             return False
         return quantization_of(self.config, self.path) is not None
+
+    @property
+    def computes_in_float(self) -> bool:
+        """Whether no layer of it computes with codes: it is float, or quantized in a way that is decoded when read."""
+        return self.method is None or self.method in AS_FLOAT
 
     @cached_property
     def files(self) -> Sequence[TensorFile]:

@@ -116,6 +116,11 @@ class TensorFile:
             first = begin // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, first, begin + _bytes(like) - first)
 
+    def release_all(self) -> None:
+        """Give back the memory of all that was read, as `release` does of one tensor."""
+        if hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def _entry(self, row: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
         if any(type(size) is not int or size < 0 for size in row["shape"]):
             raise ValueError(f"{row['shape']!r:.80} is no shape")

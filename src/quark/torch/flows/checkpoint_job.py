@@ -127,14 +127,9 @@ class CheckpointJob:
             logger.warning("%s", undecoded)
         made, ties, in_folder = list(writer.entries()), tied_names(self.model), self.origins.of(self.model)
         others = (name for form in writer.forms for name in form.members[1:])
-        sources = _sources([*(name for name, _, _ in made if name in ties), *others], in_folder, ties)
+        sources = sources_of([*(name for name, _, _ in made if name in ties), *others], in_folder, ties)
         self._check_ties(in_folder, ties)
-        unexpected = sorted({*self.checkpoint.names()} - names_of(in_folder, ties) - {*self._beside})
-        if unexpected:
-            raise FormatError(
-                f"{self.folder.path} holds {len(unexpected)} tensors that the class of its config.json has no place "
-                f"for: {', '.join(unexpected[:5])}. Possible: keep_unexpected (--keep-unexpected), which copies them."
-            )
+        refuse_unexpected(self.folder, in_folder, ties, self._beside)
         there = self.folder.names(self.model) if writer.forms else {}
         copied = {form.members[0]: {file: there[n] for file, n in form.files.items()} for form in writer.forms}
         return Contents(writer, made, sources, ties, copied)
@@ -179,7 +174,28 @@ def create_files(writer: Writer, output: Path, begun: bool = False) -> dict[str,
     return first_then_all(lambda first: writer.create(output, begun or not first))
 
 
-def _sources(names: Iterable[str], in_folder: Mapping[str, Origin], ties: Mapping[str, list[str]]) -> dict[str, Origin]:
+def refuse_unexpected(
+    folder: OpenedFolder, in_folder: Mapping[str, Origin], ties: Mapping[str, list[str]], beside: Iterable[str]
+) -> None:
+    """Raise FormatError for tensors that the class of a model has no place for.
+
+    Args:
+        folder: Holds them.
+        in_folder: Name in the model -> where it lies in the folder.
+        ties: Name in the model -> all names of the same parameter.
+        beside: Tensors that are taken over as they are.
+    """
+    unexpected = sorted({*folder.source.names()} - names_of(in_folder, ties) - {*beside})
+    if unexpected:
+        raise FormatError(
+            f"{folder.path} holds {len(unexpected)} tensors that the class of its config.json has no place "
+            f"for: {', '.join(unexpected[:5])}. Possible: keep_unexpected (--keep-unexpected), which copies them."
+        )
+
+
+def sources_of(
+    names: Iterable[str], in_folder: Mapping[str, Origin], ties: Mapping[str, list[str]]
+) -> dict[str, Origin]:
     """Name in the model -> where it lies in the folder. Raises FormatError for tensors that the folder lacks."""
     sources, missing = {}, []
     for name in names:

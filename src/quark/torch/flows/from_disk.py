@@ -7,30 +7,25 @@ goes on there, and gives the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from quark.base.files import check_apart, check_file, check_folder, check_place, move_file, move_folder
 from quark.base.log import logger, severity
 from quark.base.memory_and_disk import give_back_memory
-from quark.errors import FormatError, StructureError
+from quark.errors import FormatError
 from quark.torch.algorithms import algorithms_of
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.block_loop import LoopState, is_inside
-from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import calibrate_weights
 from quark.torch.calibration.distributed import first_then_all, rank, wait, world
 from quark.torch.calibration.reached import check_reached
 from quark.torch.checkpoint.opened import OpenedFolder
-from quark.torch.checkpoint.sources.origins import Origin
-from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob, Contents, create_files
 from quark.torch.flows.per_block import blocks_without_weights, observed_tensors, quantize_blocks, refuse_whole
@@ -38,6 +33,7 @@ from quark.torch.flows.predicted_size import FolderPlan
 from quark.torch.flows.preflight import estimate, preflight
 from quark.torch.flows.replaced import attention_quantized, replaced
 from quark.torch.flows.resume import MODEL, Manifest, fingerprint_of_data, fingerprint_of_files, in_use
+from quark.torch.flows.weights_on_disk import WeightsOnDisk, in_folder
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention.probabilities import forget_ranges
 from quark.torch.model.calibration_data import calibration_data
@@ -154,7 +150,7 @@ class _Run:
         self.job, self.model, self.layers, self.manifest, self.output = job, job.model, layers, manifest, output
         writer = contents.writer
         self.writer = writer
-        self.weights = FromDisk(job.model, job.checkpoint, contents.sources, contents.ties, device)
+        self.weights = FromDisk(job.model, in_folder(contents.sources, contents.ties, job.checkpoint), device)
         self.places = create_files(writer, output, manifest.begun)
         self.dropped = {name: make for name, make, _ in writer.carried}
         self.planned = {
@@ -219,102 +215,15 @@ class _Run:
             self.writer.put(name, make(), self.places)
 
 
-class FromDisk(BlockWeights):
-    """Brings the weights of a module from the checkpoint; takes them away with all that quantizing left there."""
-
-    whole = False
-
-    def __init__(
-        self,
-        model: nn.Module,
-        checkpoint: Source,
-        sources: Mapping[str, Origin],
-        ties: Mapping[str, list[str]],
-        device: torch.device,
-    ) -> None:
-        self.model, self.checkpoint, self.device = model, checkpoint, device
-        self.sources = {alias: source for name, source in sources.items() for alias in ties[name]}
-        self.empty = dict(model.state_dict(keep_vars=True))
-
-    def bring(self, name: str, recurse: bool = True, device: torch.device | None = None) -> None:
-        """Put the weights of the module in place."""
-        for full, tensor in self._own(name, recurse):
-            if tensor.is_meta:
-                x = self.sources[full].read(self.checkpoint, tensor.dtype, tuple(tensor.shape))
-                # A copy: what quantizing writes into must not be pages of the file.
-                self._put(full, x.to(device or self.device, copy=True))
-                self.sources[full].release(self.checkpoint)
+class FromDisk(WeightsOnDisk):
+    """Brings the float weights of a module from a checkpoint; takes them away with all that quantizing left there."""
 
     def take(self, name: str) -> None:
         """Leave the module as it was before it was brought."""
-        for full, _ in self._own(name, True):
-            self._put(full, self.empty[full])
+        super().take(name)
         module = self.model.get_submodule(name)
         for layer in module.modules():
             if isinstance(layer, QuantLayer):
                 layer.attach(layer.spec)
         forget_ranges(module)
         give_back_memory()
-
-    @contextmanager
-    def around(self, names: Sequence[str]) -> Iterator[None]:
-        """Within: the first block is there, and modules outside the blocks get their weights when they are called.
-
-        Embeddings have theirs from the start: models make their inputs where the weight of one is.
-        """
-        inside = [m for name in names for m in self.model.get_submodule(name).modules()]
-        outside = {name: m for name, m in self.model.named_modules() if all(m is not other for other in inside)}
-        cpu = torch.device("cpu")
-
-        def called(name: str) -> Callable[..., None]:
-            def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                _require_values(name, args, kwargs)
-                if name in outside:
-                    self.bring(name, recurse=False, device=cpu)
-
-            return before
-
-        handles = [
-            self.model.get_submodule(name).register_forward_pre_hook(called(name), with_kwargs=True)
-            for name in dict.fromkeys((*outside, *names))
-        ]
-        for name, module in outside.items():
-            if isinstance(module, nn.Embedding):
-                self.bring(name, recurse=False, device=cpu)
-        self.bring(names[0], device=cpu)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for name in (*outside, names[0]):
-                for full, _ in self._own(name, name == names[0]):
-                    self._put(full, self.empty[full])
-
-    def _own(self, name: str, recurse: bool) -> list[tuple[str, torch.Tensor]]:
-        """The tensors of a module that the checkpoint has, by their full names."""
-        module = self.model.get_submodule(name)
-        prefix = f"{name}." if name else ""
-        found = [
-            *module.named_parameters(recurse=recurse, remove_duplicate=False),
-            *module.named_buffers(recurse=recurse),
-        ]
-        return [(prefix + leaf, tensor) for leaf, tensor in found if prefix + leaf in self.sources]
-
-    def _put(self, full: str, tensor: torch.Tensor) -> None:
-        parent, _, leaf = full.rpartition(".")
-        module = self.model.get_submodule(parent)
-        if leaf in module._parameters:
-            given = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
-            module._parameters[leaf] = given
-        else:
-            module._buffers[leaf] = tensor
-
-
-def _require_values(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise StructureError for an input without values: computed from it, a tensor holds whatever was in memory."""
-    if any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves((args, dict(kwargs)))):
-        raise StructureError(
-            f"{name}: the model makes an input of it on the device of weights that are not read yet. Possible: "
-            "quantize the model in memory (--no-stream, or quantize_model)."
-        )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.model.batches import forward_batch, named_outputs
+from quark.torch.model.batches import forward_batch, input_device, named_outputs
 from quark.torch.model.blocks.calls import Call, short_call
+from quark.torch.model.blocks.forwards import forward_instead, without_caches
+from quark.torch.model.blocks.recording import BlockOutput
 from quark.torch.model.blocks.streams import StreamCall
 from quark.torch.model.tied_weights import overlapping
 
@@ -82,6 +84,45 @@ def around_hidden(call: Call, block: nn.Module) -> Callable[[int, torch.Tensor],
         return lambda index, hidden: hidden
     kind, others = type(output), tuple(output[1:])
     return lambda index, hidden: kind((hidden, *others))
+
+
+def given_around(
+    model: nn.Module, names: Sequence[str], calls: Sequence[Call]
+) -> list[Callable[[int, torch.Tensor], Any]]:
+    """For each batch what blocks return, of their index and of the hidden state after the last one.
+
+    Args:
+        model: Its first block is there, and runs once.
+        names: Of its blocks, in running order.
+        calls: Of the first block, one for each batch.
+    """
+    first, block = calls[0], model.get_submodule(names[0])
+    if isinstance(first, StreamCall):
+        return [call.around for call in calls if isinstance(call, StreamCall)]
+    output = BlockOutput()
+    output.see(names[0], first.to(input_device(block)), block)
+    return [lambda index, hidden: output.of(hidden)] * len(calls)
+
+
+@contextmanager
+def blocks_aside(
+    model: nn.Module, names: Sequence[str], around: Callable[[int, torch.Tensor], Any], hidden: torch.Tensor
+) -> Iterator[None]:
+    """Within: the blocks of a model do not run, and return what `around` says of the last one's hidden state."""
+    with ExitStack() as aside:
+        aside.enter_context(without_caches(model))
+        for index, name in enumerate(names):
+            aside.enter_context(
+                forward_instead(model.get_submodule(name), partial(_given_hidden, around, index, hidden))
+            )
+        yield
+
+
+def _given_hidden(
+    around: Callable[[int, torch.Tensor], Any], index: int, hidden: torch.Tensor, *_: Any, **__: Any
+) -> Any:
+    """The forward of a block that stands aside."""
+    return around(index, hidden)
 
 
 def without_blocks(model: nn.Module, names: Sequence[str]) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ from quark.gguf.architectures.table import architecture_of
 from quark.gguf.block_bytes import halves_of
 from quark.gguf.hyperparameters import refuse_other_config
 from quark.gguf.names import block_of, expert_of, import_gguf, part_name
-from quark.gguf.reader import open_gguf
+from quark.gguf.reader import open_gguf, release_pages
 from quark.gguf.types import CASTS, SPECS
 from quark.torch.checkpoint.importer import load_stored
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats import Stored
+from quark.torch.formats.format import Named
 from quark.torch.layers import layer_class
 from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.passes import undo
@@ -61,16 +62,63 @@ def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn
 @with_weights
 def import_opened(model: nn.Module, path: Path, reader: Any) -> nn.Module:
     """The model with the values of a GGUF file that is open, its layers quantized as the file has them."""
+    config, values = _contents(model, path, reader)
+    load_stored(model, GgufFormat(), Stored(config), ((value.name, value.read()) for value in values))
+    return model
+
+
+def import_lazily(model: nn.Module, file: Path) -> dict[str, InGguf]:
+    """Let a float model without weights have the layers of a GGUF file; matrices stay in the file.
+
+    Each tensor is read once, so that what is wrong with it is known. Raises as `import_model_from_gguf`.
+
+    Returns:
+        Name of a tensor of the model that is left on the meta device -> where it lies.
+    """
+    reader = open_gguf(file)
+    config, values = _contents(model, file, reader)
+    left: dict[str, InGguf] = {}
+
+    def tensors() -> Iterator[Named]:
+        own = set(model.state_dict())  # with the layers of the file: they are there when the first tensor is asked for
+        for value in values:
+            x = value.read()
+            if x.ndim > 1 and value.name in own:
+                left[value.name] = InGguf(value, reader)
+                x = x.to("meta")
+                release_pages(reader)
+            yield value.name, x
+
+    load_stored(model, GgufFormat(), Stored(config), tensors())
+    return left
+
+
+@dataclass(frozen=True)
+class InGguf:
+    """A tensor that lies in a GGUF file, which is mapped."""
+
+    value: TensorReader
+    reader: Any
+
+    def read(self, like: torch.Tensor) -> torch.Tensor:
+        """Its values or blocks, as a model that was loaded at once has them."""
+        return self.value.read()
+
+    def release(self) -> None:
+        """Give back the memory of what was read of the file."""
+        release_pages(self.reader)
+
+
+def _contents(model: nn.Module, path: Path, reader: Any) -> tuple[QConfig, list[TensorReader]]:
+    """What a file says of the layers of a model, and its tensors."""
     architecture = architecture_of(getattr(model, "config", None))
     named = named_tensors(path, reader, model, architecture)
     refuse_other_config(path, reader, model.config, "of the model. Possible: the float model that the file is of.")
     config = _config(model, named)
     # The values are made while the model changes: what they depend on is known before.
-    values = [
+    return config, [
         TensorReader(model, architecture, name, tensor, coded=is_coded(name, config)) for name, tensor in named.items()
     ]
-    load_stored(model, GgufFormat(), Stored(config), ((value.name, value.read()) for value in values))
-    return model
 
 
 def is_coded(name: str, config: QConfig) -> bool:

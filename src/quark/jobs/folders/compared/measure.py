@@ -1,0 +1,263 @@
+"""What the models of two folders give for the same batches: outputs, perplexity, latency, the damage of each layer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quark.base.progress import progress
+from quark.core.metrics import Comparison, kl_by_row
+from quark.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quark.jobs.folders.compared.layer_damage import LayerDamage
+    from quark.jobs.folders.model_inputs import ModelInputs, StepInputs
+    from quark.report.figures import ClippedHistogram
+    from quark.torch.calibration.timesteps import RangesByTimestep
+    from quark.torch.flows.parted import PartedModel
+
+ALL = 1 << 62
+"""More samples than there are."""
+WHY_SLOW = (
+    "Latency is that of PyTorch with weights that are decoded in each forward (fake quantization), so it is no faster "
+    "here; the program that the format is for multiplies codes, and so does quark.torch.accelerate."
+)
+IN_BLOCKS = "Both models ran block by block, with the weights of one block in memory, so there is no latency."
+LARGEST_PIECE = 1 << 18
+"""Values of an output that are compared at once, in float64: larger arrays are asked of the system, and cleared by it,
+each time."""
+
+
+@dataclass
+class Output:
+    """One output of both models: how near they are, and for logits how often the greatest is the same."""
+
+    comparison: Comparison = field(default_factory=Comparison)
+    agreed: int = 0
+    rows: int = 0
+
+    def update(self, expected: Any, found: Any, classes: bool) -> None:
+        """Add the values of one batch; with `classes` the last axis is that of classes or tokens."""
+        expected, found = (x.reshape(-1, x.shape[-1] if x.ndim else 1) for x in (expected, found))
+        for one, other in zip(*(x.split(max(1, LARGEST_PIECE // x.shape[1])) for x in (expected, found)), strict=True):
+            self.comparison.update(one, other)
+            if classes:
+                self.agreed += int((one.argmax(1) == other.argmax(1)).sum())
+                self.rows += len(one)
+
+
+@dataclass(frozen=True)
+class FolderComparison:
+    """What running both models on the same batches showed.
+
+    Attributes:
+        perplexity: Of the float and of the quantized model; None where they do not give the next token.
+        outputs: By name.
+        divergence: Of each window of tokens, the KL divergence at each of its tokens in nats, (length,) in float64;
+            of other models empty.
+        by_timestep: Of a denoiser, how near its first output is by timestep: `ErrorsByTimestep`; of others None.
+    """
+
+    perplexity: tuple[float, float] | None
+    outputs: Mapping[str, Output]
+    divergence: Sequence[Any] = ()
+    by_timestep: Any = None
+
+    @property
+    def kl(self) -> float | None:
+        """The mean KL divergence of the next token in nats; None where the models do not give it."""
+        if not self.divergence:
+            return None
+        import torch
+
+        return float(torch.cat(list(self.divergence)).mean())
+
+
+@dataclass(frozen=True)
+class MeasuredFolders:
+    """Two models and what was measured of them.
+
+    Attributes:
+        model, quantized: Their places.
+        before, after: The float and the quantized model; without weights where these were read block by block.
+        inputs: What they take.
+        batches: What ran.
+        comparison: Of the outputs.
+        sizes: Bytes of each.
+        seconds: Latency of each for the first batch; empty where weights were read block by block.
+        damage: Layer -> SQNR in dB of its weight and of its output; see `LayerDamage`.
+        histograms: Of the worst layers, where a page is asked for; else empty.
+        by_timestep: What layers of a denoiser read by timestep, where a page is asked for; else None.
+    """
+
+    model: Path
+    quantized: Path
+    before: Any
+    after: Any
+    inputs: ModelInputs | StepInputs
+    batches: Sequence[Any]
+    comparison: FolderComparison
+    sizes: Sequence[int]
+    seconds: Sequence[float]
+    damage: Mapping[str, tuple[float, float]]
+    histograms: Sequence[ClippedHistogram] = ()
+    by_timestep: RangesByTimestep | None = None
+
+    @property
+    def outputs(self) -> Mapping[str, Comparison]:
+        """How near each output is."""
+        return {name: output.comparison for name, output in self.comparison.outputs.items()}
+
+
+def measure_folders(
+    model: Path,
+    quantized: Path,
+    models: tuple[PartedModel, PartedModel],
+    inputs: ModelInputs | StepInputs,
+    batches: Sequence[Any],
+    page: bool = False,
+) -> MeasuredFolders:
+    """Run the models of two folders on the batches.
+
+    Args:
+        model, quantized: Their places.
+        models: The float and the quantized one.
+        inputs: What they take.
+        batches: To run, of one sample each.
+        page: Whether to collect what a page shows beside figures.
+
+    Raises:
+        ConfigError: Their outputs have other shapes.
+        CalibrationError: They do not take a batch.
+    """
+    from quark.jobs.folders.compared.layer_damage import LayerDamage  # imports torch: after --help
+    from quark.jobs.folders.models import folder_bytes
+
+    before, after = (each.model for each in models)
+    layers = LayerDamage(before, after, page)
+    if page:
+        from quark.torch.calibration.timesteps import ranges_of_batches
+
+        with ranges_of_batches({name: before.get_submodule(name) for name in layers.names}, batches) as ranges:
+            comparison = compare_outputs(*models, batches, layers, ranges)
+    else:
+        ranges, comparison = None, compare_outputs(*models, batches, layers)
+    sizes = [folder_bytes(model), quantized.stat().st_size if quantized.is_file() else folder_bytes(quantized)]
+    seconds = [] if models[0].is_streamed else [latency(each, batches[0]) for each in (before, after)]
+    return MeasuredFolders(
+        model, quantized, before, after, inputs, batches, comparison, sizes, seconds, layers.damage, layers.histograms,
+        ranges,
+    )  # fmt: skip
+
+
+class NextTokens:
+    """What two models of text give the next token: likelihoods of the real one, and the divergence between them."""
+
+    def __init__(self) -> None:
+        self.likelihoods, self.tokens = [0.0, 0.0], 0
+        self.divergence: list[Any] = []
+
+    def update(self, ids: Any, logits: Sequence[Any]) -> None:
+        """Add the logits of both models for token ids, (samples, length)."""
+        import torch
+
+        from quark.torch.llm.text import negative_log_likelihood
+
+        self.tokens += ids.numel() - len(ids)
+        rows = [values.flatten(0, -2) for values in logits]
+        size = max(1, LARGEST_PIECE // rows[0].shape[-1])
+        parts = zip(*(torch.split(x, size) for x in rows), strict=True)
+        self.divergence.append(torch.cat([kl_by_row(*part) for part in parts]).cpu())
+        for index, values in enumerate(logits):
+            self.likelihoods[index] += negative_log_likelihood(values, ids)
+
+    @property
+    def perplexity(self) -> tuple[float, float] | None:
+        """Of both; None without tokens."""
+        first, second = (math.exp(value / self.tokens) if self.tokens else math.nan for value in self.likelihoods)
+        return (first, second) if self.tokens else None
+
+
+class ComparedOutputs:
+    """The outputs of a float and a quantized model, batch by batch."""
+
+    def __init__(self) -> None:
+        from quark.torch.calibration.timesteps import ErrorsByTimestep  # imports torch: after --help
+
+        self.outputs: dict[str, Output] = {}
+        self.by_timestep, self.text = ErrorsByTimestep(), NextTokens()
+
+    def update(self, batch: Any, made: Sequence[Any]) -> None:
+        """Add what both models made of a batch. Raises ConfigError for outputs of other shapes."""
+        import torch
+
+        from quark.torch.model.batches import named_outputs
+
+        pair = [dict(named_outputs(output)) for output in made]
+        for name, expected in pair[0].items():
+            found = pair[1].get(name)
+            if found is None or found.shape != expected.shape:
+                raise ConfigError(f"The output {name!r} is of another shape, or missing, in the quantized model.")
+            self.outputs.setdefault(name, Output()).update(expected, found, "logits" in name)
+        if pair[0]:
+            self.by_timestep.update(batch, *(next(iter(each.values())) for each in pair))
+        if isinstance(batch, torch.Tensor) and "logits" in pair[0]:
+            self.text.update(batch.to(pair[0]["logits"].device), [values["logits"] for values in pair])
+
+    def result(self) -> FolderComparison:
+        """What all batches showed."""
+        text = self.text
+        return FolderComparison(text.perplexity, self.outputs, text.divergence, self.by_timestep or None)
+
+
+def compare_outputs(
+    before: PartedModel,
+    after: PartedModel,
+    batches: Sequence[Any],
+    layers: LayerDamage | None = None,
+    ranges: RangesByTimestep | None = None,
+) -> FolderComparison:
+    """Run both models on the batches, of one sample each: at once, or block by block.
+
+    Args:
+        before, after: The float and the quantized model.
+        batches: To run.
+        layers: Looks at layers on the first batch.
+        ranges: Notes what layers read.
+
+    Raises:
+        CalibrationError: A batch that they do not take.
+        ConfigError: Their outputs have other shapes.
+    """
+    from quark.torch.flows.parted import parts_of
+
+    compared, blocks = ComparedOutputs(), before.find_blocks(batches[0], layers.names if layers else ())
+    visits = ((part, index) for part in parts_of((before, after), batches, blocks) for index in range(len(batches)))
+    for part, index in progress(visits, "compare", total=(1 + len(blocks)) * len(batches)):
+        if ranges is not None:
+            ranges.call = index
+        with layers.watching(part.holds) if layers and index == 0 else nullcontext():
+            made = part.run(index, batches[index])
+        if part.block is None:
+            compared.update(batches[index], made)
+    return compared.result()
+
+
+def latency(model: Any, batch: Any) -> float:
+    """The median of five runs on a batch, in seconds."""
+    import torch
+
+    from quark.torch.model.batches import evaluating, forward_batch, input_device, named_outputs
+
+    device, times = input_device(model), []
+    with evaluating(model), torch.no_grad():
+        for _ in range(5):
+            start = time.perf_counter()
+            next(named_outputs(forward_batch(model, batch, device)))[1].flatten()[0].item()  # waits for a device
+            times.append(time.perf_counter() - start)
+    return sorted(times)[2]
