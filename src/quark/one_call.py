@@ -17,13 +17,13 @@ from quark.errors import ConfigError, QuarkError
 if TYPE_CHECKING:
     from quark.jobs.compare import ComparedSchemes
     from quark.jobs.evaluate import MeasuredFiles, MeasuredPipeline
-    from quark.jobs.folders.measure import MeasuredFolders
+    from quark.jobs.folders.compared.measure import MeasuredFolders
     from quark.jobs.request import Kinds
 
 OF_THE_COMMAND = ("report", "write_recipe", "log_file")
 """Options that say what the command writes beside its output."""
 OF_QUANTIZE = {"for": "goal", "calib": "data", "force": "overwrite", "format": "export_format"}
-OF_CONVERT = {"export-format": "format"}
+OF_CONVERT = {"export-format": "format", "force": "overwrite"}
 """Options that have other names as keywords."""
 IN_MEMORY = "transformers"
 """The goal of a module that stays in memory: every scheme computes there."""
@@ -220,6 +220,7 @@ def convert(
     *,
     requantize: str | None = None,
     dtype: str | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write a quantized model in another format, with exactly the same values, as `quark convert` does.
 
@@ -231,6 +232,7 @@ def convert(
         requantize: Scheme or GGUF mix to quantize to again, if the format cannot store the codes.
         dtype: With "float": "float32", "float16", "bfloat16", or "auto" (default): 16 bits, to which values of blocks
             are rounded, if they hold the float tensors of the file.
+        overwrite: Replace an existing output.
 
     Returns:
         The path that a program loads.
@@ -243,7 +245,13 @@ def convert(
     from quark.jobs.request import request_for
 
     with _spelled(OF_CONVERT, CONVERT):
-        said = {"output": output, "format": format, "requantize": requantize, "dtype": dtype}
+        said = {
+            "output": output,
+            "format": format,
+            "requantize": requantize,
+            "dtype": dtype,
+            "force": overwrite or None,
+        }
         request = request_for(CONVERT, model, said)
         require_quantized_model(request.model)
         made = run_conversion(resolve_conversion(request)).path

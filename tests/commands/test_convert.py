@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import quark as package
 from quark.torch import import_model_from_gguf
 from tests.commands.program import quark
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT
@@ -36,6 +37,21 @@ def test_codes_go_round_all_formats(folder: Path, tmp_path: Path) -> None:
     assert direct.keys() == around.keys()
     assert all(torch.equal(direct[name].float(), around[name].float()) for name in direct)
     assert (tmp_path / "round" / "tokenizer.json").exists()
+
+
+def test_an_output_is_replaced_where_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    out, before = tmp_path / "out", {path.name: path.read_bytes() for path in folder.iterdir()}
+    shutil.copytree(folder, out)
+    (out / "old.json").write_text("{}")
+    words = "convert", folder, "--format", "quark", "-o"
+    refused = quark(*words, out)
+    assert refused.code == 1 and "exists already" in refused.err and (out / "old.json").exists()
+    assert (
+        quark(*words, out, "--force").code == 0 and not (out / "old.json").exists() and (out / "config.json").exists()
+    )
+    assert quark(*words, folder, "--force").code == 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert package.convert(folder, out, "quark", overwrite=True) == out
 
 
 def test_values_are_rounded_anew_only_where_it_is_asked(folder: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from quark.jobs.convert import CONVERT, ConvertRequest, require_quantized_model,
 def convert(request: ConvertRequest) -> None:
     """Write a quantized model in another format, with exactly the same values. The float model is not needed.
 
-    If a format cannot store the same values, this is an error, unless --requantize names a scheme. No file is replaced.
+    If a format cannot store the same values, this is an error, unless --requantize names a scheme.
 
     A GGUF file becomes a model folder of float values, unless --format says otherwise.
 

@@ -47,6 +47,7 @@ class ConvertRequest(ModelRequest):
     requantize: str | None = option(
         None, "Scheme or GGUF mix to quantize to again, if the format cannot store the codes."
     )
+    force: bool = same_as(JobRequest, "force")
     log_file: Path | None = same_as(JobRequest, "log_file")
 
 
@@ -96,15 +97,16 @@ def resolve_conversion(request: ConvertRequest) -> ConversionJob:
     if request.format == ONNX:
         raise ConfigError("--format onnx: quark.torch.export_onnx writes the ONNX file of a loaded model.")
     form = str(request.format)
-    export = Export(request.model, request.output, form, "real_quantized", "reorder", "5GB", force=False)
+    export = Export(request.model, request.output, form, "real_quantized", "reorder", "5GB", request.force)
     if form == FLOAT:
         _check_float(request)
         check_apart(request.output, request.model)
-        check_folder(request.output, overwrite=False)
+        check_folder(request.output, request.force)
         return ConversionJob(request, export)
     if request.dtype != "auto":
         raise ConfigError(f"--dtype applies to --format float, and not to {form}, whose codes stay as they are.")
     export.check([])
+    check_apart(export.path, request.model)
     export.check_output(None)
     return ConversionJob(request, export)
 
@@ -143,7 +145,7 @@ def _as_float(request: ConvertRequest) -> ConvertedModel:
     from quark.jobs.folders.models import folder_bytes
     from quark.torch.writers.gguf.folder_of_file import folder_of_gguf
 
-    with atomic_folder(request.output) as folder:
+    with atomic_folder(request.output, request.force) as folder:
         made = folder_of_gguf(request.model, folder, dtype_named(request.dtype))
         made.fill()
         exact, dtype = made.tensors.holds_all(), str(made.dtype).removeprefix("torch.")
