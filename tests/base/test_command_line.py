@@ -62,7 +62,7 @@ FAILURES: dict[str, tuple[Callable[[], None], int, str]] = {
     "foreign": (
         raising(TypeError("bad\nthing.")),
         1,
-        r"Unexpected TypeError in base/command_line.py, line \d+: bad",
+        r"Unexpected TypeError in quark/base/command_line.py, line \d+: bad",
     ),
     "pipe of a worker": (raising(BrokenPipeError(32, "Broken pipe")), 1, "Unexpected BrokenPipeError in .*: .*Broken"),
     "end of a file": (raising(EOFError()), 1, "Unexpected EOFError"),
@@ -72,7 +72,7 @@ FAILURES: dict[str, tuple[Callable[[], None], int, str]] = {
         "x{60} ... is no path of this system: File name too long.",
     ),
     "depth": (deep, 1, "Unexpected RecursionError in .*: maximum recursion depth"),
-    "memory": (raising(MemoryError()), 1, r"Out of memory in base/command_line.py, line \d+\."),
+    "memory": (raising(MemoryError()), 1, r"Out of memory in quark/base/command_line.py, line \d+\."),
     "memory of numpy": (raising(MemoryError("Unable to allocate 1 GiB")), 1, "Out of memory in .*: Unable to allocate"),
     "a package that is absent": (
         raising(ModuleNotFoundError("No module named 'onnxslim'", name="onnxslim")),

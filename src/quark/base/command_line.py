@@ -45,7 +45,7 @@ DEBUG_HELP = (
     f"Anywhere on the line: {DEBUG} (or {DEBUG_VARIABLE}=1) shows the traceback of an error; {JSON} prints what is "
     f"printed as one JSON object; {QUIET} logs warnings only; {VERBOSE} logs more."
 )
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 PATIENCE = 10.0
 """Seconds for which a silent process waits before it ends, because torchrun then ends the one that speaks."""
 
