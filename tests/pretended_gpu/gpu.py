@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from tests.pretended_gpu import tensor
-from tests.pretended_gpu.meter import Meter, is_pinned, pin
+from tests.pretended_gpu.meter import Meter, bound, is_pinned, pin
 from tests.pretended_gpu.tensor import DeviceTensor, point_at
 
 MEMORY = 80 << 30
@@ -31,12 +31,14 @@ class PretendedGpu:
         count: How many.
         where: Whether the lines that launch and wait are noted, which takes time.
         memory: Bytes that each says it has.
+        most: Bytes beyond those there are now that fit onto each; what is more raises an error. None: all fits.
 
     Attributes:
         meter: The counters.
     """
 
-    def __init__(self, count: int = 1, where: bool = True, memory: int = MEMORY) -> None:
+    def __init__(self, count: int = 1, where: bool = True, memory: int = MEMORY, most: int | None = None) -> None:
+        self.most = most
         self.count, self.memory, self.meter, self.selected = count, memory, Meter(where), 0
 
     def __enter__(self) -> PretendedGpu:
@@ -44,6 +46,9 @@ class PretendedGpu:
         tensor.current.append(self.meter)
         self._stack.callback(tensor.current.pop)
         self.meter.reset()
+        if self.most is not None:
+            full = {index: self.meter.alive(index) + self.most for index in range(self.count)}
+            self._stack.enter_context(mock.patch.dict(bound, full))
         for patch in (*self._patches_of_cuda(), *self._patches_of_torch()):
             self._stack.enter_context(patch)
         self._stack.enter_context(self._modes())

@@ -35,7 +35,11 @@ class Life:
     __slots__ = ("__weakref__", "index", "nbytes")
 
     def __init__(self, index: int, nbytes: int) -> None:
-        self.index, self.nbytes = index, nbytes
+        self.index, self.nbytes = index, 0
+        if _alive[index] + nbytes > bound.get(index, 1 << 62):
+            asked = f"Tried to allocate {nbytes / 2**20:.2f} MiB. GPU {index} has {bound[index] / 2**20:.2f} MiB"
+            raise torch.OutOfMemoryError(f"CUDA out of memory. {asked}.")
+        self.nbytes = nbytes
         _alive[index] += nbytes
         _peak[index] = max(_peak[index], _alive[index])
 
@@ -49,6 +53,8 @@ class Life:
         _alive[self.index] -= self.nbytes
 
 
+bound: dict[int, int] = {}
+"""Device -> bytes, beyond which it is full; without an entry all fits."""
 _alive: Counter[int] = Counter()
 _peak: Counter[int] = Counter()
 lives: weakref.WeakValueDictionary[tuple[int, int], Life] = weakref.WeakValueDictionary()

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from quark.base.log import UnfailingStream, logger
+from quark.base.memory_and_disk import asked_bytes, is_out_of_memory
 from quark.base.progress import bars
 from quark.errors import INTERRUPTED, USAGE, QuarkError, UsageError, is_interrupt, one_line
 
@@ -203,6 +204,12 @@ def _run(app: typer.Typer, name: str, words: list[str], debug: bool) -> int:
     return 0
 
 
+FREES_A_DEVICE = (
+    "Possible: --stream, where one block visits the device; shorter samples (--length); other programs off it; "
+    "--device cpu."
+)
+
+
 def _unexpected(error: Exception, debug: bool) -> str:
     """What is said of an error that nobody foresaw: its kind, where it came up, and what to do."""
     # This file is always among them.
@@ -212,6 +219,9 @@ def _unexpected(error: Exception, debug: bool) -> str:
         return f"This needs the package {package}, which is not installed: pip install {_bringing(package)}."
     if isinstance(error, MemoryError):
         return f"Out of memory {place}{f': {error}' if str(error) else ''}."
+    if is_out_of_memory(error):
+        asked = asked_bytes(error)
+        return f"The device is full, {place}{f', where {asked} were asked for' if asked else ''}. {FREES_A_DEVICE}"
     if isinstance(error, OSError) and error.errno in _NO_PATH and error.filename is not None:
         return f"{str(error.filename)[:60]} ... is no path of this system: {error.strerror}."
     message = f"Unexpected {type(error).__name__} {place}: {error}".rstrip(".")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import sys
 from contextlib import suppress
@@ -29,6 +30,19 @@ def available_memory() -> int | None:
         return None
     # Of the limit nothing is taken off for what the container holds: most of that is files, which give way.
     return min([sum(rows.values()), *_limits()])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the memory of the host or of a device is full, whoever raised it."""
+    # PyTorch's own class is not imported here; a driver that is called by another library only says it.
+    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return known or (isinstance(error, RuntimeError) and "out of memory" in str(error).lower())
+
+
+def asked_bytes(error: BaseException) -> str:
+    """How much memory was asked for when there was too little, as PyTorch says it: "2.00 GiB"; empty: unknown."""
+    found = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    return found[1] if found else ""
 
 
 def give_back_memory() -> None:

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from quark.base.log import logger
+from quark.base.memory_and_disk import is_out_of_memory
 from quark.core.array import Array, is_torch, namespace
 
 Key = tuple[object, ...]
@@ -65,12 +66,22 @@ class Trust:
         if torch is not None and torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():
             plain()  # nothing can be read while a graph of launches is recorded
             return
-        is_right, undo = prepare()
+        try:
+            is_right, undo = prepare()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            plain()  # there is no room to check it: another time
+            return
         why = "what it computes is not what the formulas say"
         try:
             kernel()
             right = bool(is_right())
         except Exception as error:  # noqa: BLE001 - a compiler or a driver fails in ways of its own
+            if is_out_of_memory(error):
+                undo()
+                plain()  # which is no fault of the kernel: the next time it is checked again
+                return
             right, why = False, f"it does not run ({type(error).__name__})"
             logger.debug("The kernel to %s on %s: %s", self.purpose, device, error)
         if right:

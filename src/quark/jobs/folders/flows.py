@@ -174,9 +174,11 @@ def _preflight_data(job: FolderJob, plan: FolderPlan, export: Export) -> Sequenc
         OutputError, TooLittleMemoryError: The disk or the memory is too small.
     """
     from quark.jobs.folders.models import inputs_of
+    from quark.torch.calibration.device_memory import check_device
     from quark.torch.checkpoint.shards import predicted_bytes
     from quark.torch.flows.check_plan import check_data, check_plan
     from quark.torch.flows.preflight import estimate, preflight
+    from quark.torch.model.batches import named_device
 
     config, meta = job.config, plan.meta
     data = job.calibration.read(inputs_of(job.request.model, meta))
@@ -187,5 +189,7 @@ def _preflight_data(job: FolderJob, plan: FolderPlan, export: Export) -> Sequenc
     check_data(meta, plan.layers, data)
     needed = estimate(meta, output, algorithms_in(config), data, whole=True)
     preflight(needed, export.output, data, "--stream, fewer --samples, or a machine with more")
+    possible = "--stream, where one block visits the device, or --device cpu"
+    check_device(named_device(job.request.device), needed.weights + needed.solver, "The model", possible)
     _say_time(job, meta, data)
     return data

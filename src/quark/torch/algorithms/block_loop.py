@@ -22,6 +22,7 @@ from quark.core.checks import gathered
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.calibrate import calibrate_weights
+from quark.torch.calibration.device_memory import naming_what_fills
 from quark.torch.calibration.distributed import part_of
 from quark.torch.calibration.work_device import Recorded, WorkDevice, bytes_of, settle
 from quark.torch.layers import QuantLayer
@@ -143,13 +144,14 @@ def loop_over_blocks(
     left = progress(names[state.done :], loop, len(names), name=_shown, done=state.done)
     with between_blocks(model, names, calls, weights):
         for index, name in enumerate(left, state.done):
-            weights.bring(name)
             try:
-                place = place_of(weights.where(model.get_submodule(name)))
-                own_calls = place.calls(calls.pop(name, []))
-                # Not bound to a name, so that its inputs are freed when its outputs are there.
-                with gathered():
-                    state = LoopState(index + 1, *work(_block(model, name, own_calls, place, state, groups)))
+                with naming_what_fills(name, weights.device):
+                    weights.bring(name)
+                    place = place_of(weights.where(model.get_submodule(name)))
+                    own_calls = place.calls(calls.pop(name, []))
+                    # Not bound to a name, so that its inputs are freed when its outputs are there.
+                    with gathered():
+                        state = LoopState(index + 1, *work(_block(model, name, own_calls, place, state, groups)))
                 if place.on_host:
                     settle(place.device)
                 if index + 1 == len(names):

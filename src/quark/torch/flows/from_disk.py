@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from quark.torch.algorithms import algorithms_of
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.block_loop import LoopState, is_inside
 from quark.torch.calibration.calibrate import calibrate_weights
+from quark.torch.calibration.device_memory import filled_a_device, halves_of, with_smaller_batches
 from quark.torch.calibration.distributed import first_then_all, rank, wait, world
 from quark.torch.calibration.reached import check_reached
 from quark.torch.checkpoint.opened import OpenedFolder
@@ -83,10 +85,19 @@ def stream(
     (check_file if target.is_file else check_folder)(output, overwrite)
     job = CheckpointJob(config, source, target, keep_unexpected, data, plan)
     batches = None if data is None else list(calibration_data(job.model, data) or ())
-    settings = _settings(config, target, [source.path / "config.json", *job.files], batches)
     refuse_whole(algorithms_of(config.algo_config or []))
     work = check_place(output.with_name(f"{output.name}.partial"), overwrite=True) if work is None else work.resolve()
     check_apart(work, source.path, whole=not target.is_file)
+    with_smaller_batches(partial(_write, job, target, output, work, torch.device(device)), batches)
+    logger.info("Quantized %s to %s.", source.path, output)
+
+
+def _write(
+    job: CheckpointJob, target: OutputTarget, output: Path, work: Path, device: torch.device, batches: list[Any] | None
+) -> None:
+    """Quantize a folder, see `stream`, on these batches."""
+    config = job.config
+    settings = _settings(config, target, [job.folder.path / "config.json", *job.files], batches)
     with (
         replaced(job.model, job.plan) as layers,
         attention_quantized(job.model, config, job.plan, layers),
@@ -96,9 +107,9 @@ def stream(
         contents = job.contents()
         check_reached(job.model, layers, batches)
         manifest = first_then_all(lambda first: Manifest.open(work, settings))
-        with _kept_if_begun(manifest):
+        with _kept_if_begun(manifest, batches):
             made = manifest.folder / MODEL / output.name if target.is_file else manifest.folder / MODEL
-            run = _Run(job, contents, layers, manifest, made, torch.device(device))
+            run = _Run(job, contents, layers, manifest, made, device)
             run.quantize(algorithms_of(config.algo_config or []), batches)
         wait()
         if rank() == 0:
@@ -106,18 +117,18 @@ def stream(
             (move_file if target.is_file else move_folder)(made, output)
             manifest.remove()
         wait()
-    logger.info("Quantized %s to %s.", source.path, output)
 
 
 @contextmanager
-def _kept_if_begun(manifest: Manifest) -> Iterator[None]:
-    """Remove the folder of a run that fails before a block is finished, or of which the files are damaged: nothing can
-    go on from there.
+def _kept_if_begun(manifest: Manifest, batches: list[Any] | None) -> Iterator[None]:
+    """Remove the folder of a run that fails before a block is finished, of which the files are damaged, or which begins
+    again on smaller batches: nothing can go on from there.
     """
     try:
         yield
     except Exception as error:
-        if rank() == 0 and (not manifest.begun or isinstance(error, FormatError)):
+        again = filled_a_device(error) and batches is not None and halves_of(batches) is not None
+        if rank() == 0 and (not manifest.begun or again or isinstance(error, FormatError)):
             manifest.remove()
         raise
 

@@ -43,6 +43,7 @@ from quark.torch.calibration.calibrate import (
 )
 from quark.torch.calibration.expert_tokens import ExpertCalibration
 from quark.torch.config.config import QConfig
+from quark.torch.flows.preflight import check_gpu
 from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.modes import layer_quantizers, observing, quantizers_off
@@ -114,6 +115,7 @@ def quantize_blocks(
         with quantizers_off(layers.values()):
             names = find_blocks(model, blocks_path(model, algorithms), batch, layers)
     _refuse_outside(waiting_ranges(model, layers), names)
+    check_gpu(model, names, any(algorithm.reads_inputs for algorithm in algorithms), data, weights.device)
     if data is not None and any(algorithm.learns for algorithm in algorithms):
         data = list(data)  # they read it, too
     with quantizers_off(layers.values()):

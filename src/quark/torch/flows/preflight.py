@@ -8,17 +8,19 @@ free by this count would end in the middle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from quark.base.log import logger
 from quark.base.memory_and_disk import available_memory, check_disk, check_memory, free_disk
 from quark.base.progress import write_event
 from quark.core.array import DEVICE_CHUNK
+from quark.torch.calibration.device_memory import HELPS, check_device, free_on
 from quark.torch.calibration.work_device import ON_DEVICE
 from quark.torch.model.batches import hidden_width, tokens_in
 from quark.torch.model.blocks import find_blocks
@@ -53,16 +55,17 @@ class OnGpu:
         return self.block + self.solver + self.work + self.batches
 
 
-def on_gpu(model: nn.Module, tokens: int) -> OnGpu:
+def on_gpu(model: nn.Module, tokens: int, names: Sequence[str] | None = None) -> OnGpu:
     """What GPTQ has on a GPU at once: `block + 8 n^2 + max(3 chunks, 36 max(elements, rows n)) + waiting batches`.
 
     Args:
         model: With or without weights.
         tokens: Of all calibration data.
+        names: Of the blocks; None: those of one list.
     """
-    names = find_blocks(model)
+    names = find_blocks(model) if names is None else names
     block = max((model.get_submodule(name) for name in names), key=_bytes)
-    wide = max(m.in_features for m in block.modules() if isinstance(m, nn.Linear))
+    wide = max((m.in_features for m in block.modules() if isinstance(m, nn.Linear)), default=0)
     item = next(p.element_size() for p in block.parameters())
     from quark.torch.algorithms.rounding.gptq import ELEMENTS, LEAST_ROWS  # where it runs
 
@@ -70,6 +73,31 @@ def on_gpu(model: nn.Module, tokens: int) -> OnGpu:
     # What a block reads and gives, and what its widest layer reads.
     between = item * tokens * (2 * hidden_width(model) + wide)
     return OnGpu(_bytes(block), 8 * wide**2, max(CANDIDATES * DEVICE_CHUNK, rows), min(ON_DEVICE, between))
+
+
+def check_gpu(
+    model: nn.Module, names: Sequence[str], solving: bool, data: Iterable[Any] | None, device: torch.device | None
+) -> None:
+    """Raise TooLittleMemoryError where the largest block, and the matrices of its solver, do not fit onto a GPU.
+
+    Args:
+        model: With or without weights.
+        names: Of its blocks, which visit the device one at a time.
+        solving: Whether an algorithm reads the inputs of layers.
+        data: Calibration batches.
+        device: Where blocks run; None, or a CPU: nothing is to be looked at.
+    """
+    if device is None or device.type != "cuda":
+        return
+    made = on_gpu(model, tokens_in(data) if isinstance(data, Sequence) else 0, names)
+    least = made.block + (made.solver if solving else 0)
+    there = {name: _bytes(model.get_submodule(name)) for name in names}
+    largest = max(there, key=there.__getitem__)
+    check_device(
+        device, least, f"The block {largest or 'that is the model'}{' with its solver' if solving else ''}", HELPS
+    )
+    if solving:
+        logger.info("On %s about %s.", device, _beside(made.together, free_on(device)))
 
 
 @dataclass(frozen=True)
