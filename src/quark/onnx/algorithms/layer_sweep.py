@@ -25,7 +25,7 @@ from quark.onnx.operators import PRODUCTS
 
 
 class RealRows:
-    """What the tensors of samples hold at real positions, whose rows are apart; never columns.
+    """Cuts the tensors of samples to their real positions, of which each is a row; never cuts columns.
 
     Args:
         padding: Of the model that the samples are for.
@@ -43,7 +43,7 @@ class RealRows:
         return found if found.shape[-1:] == array.shape[-1:] else array
 
     def examples(self, sample: int, rows: NumpyArray) -> list[NumpyArray]:
-        """What a call gave, (1, rows, ..), apart for each example of the sample; else as it is."""
+        """Split rows that a call gave, (1, rows, ..), by the examples of the sample; leave others whole."""
         if not self._padding.masks or rows.ndim < 3 or len(rows) > 1:
             return [rows]
         for real in self._padding.real(self._data[sample]).values():
@@ -95,7 +95,7 @@ class Visit:
     _real: RealRows | None
 
     def quantized_outputs(self) -> Iterator[NumpyArray]:
-        """What it gives in the quantized model now, before its activation, sample by sample."""
+        """Yield the layer's output in the quantized model as it is now, before its activation, sample by sample."""
         found = self._walk.peek(self._output)
         return found if self._real is None else itertools.starmap(self._real, enumerate(found))
 

@@ -182,11 +182,8 @@ def bias_of(node: ir.Node) -> ir.Value | None:
     """The constant bias of a layer: its own, or that of the Add after a MatMul."""
     index = rule_of(node.op_type).bias
     value = node.inputs[index] if index is not None and index < len(node.inputs) else None
-    return value if is_constant(value) else _added(node)
-
-
-def _added(node: ir.Node) -> ir.Value | None:
-    """The constant that an Add after a MatMul alone reads."""
+    if is_constant(value):
+        return value
     added = matmul_bias(node)
     value = added[0].inputs[added[1]] if added is not None else None
     return value if value is not None and len(value.uses()) == 1 else None

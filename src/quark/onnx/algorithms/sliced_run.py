@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ CODES = ("UINT8", "INT8", "UINT16", "INT16")
 
 
 def holds_codes(value: ir.Value) -> bool:
-    """Whether a QuantizeLinear gives a tensor of codes that numpy has; the type is that of its zero point."""
+    """Return True where a QuantizeLinear gives a tensor of codes that numpy has; the type is that of its zero point."""
     node = value.producer()
     if node is None or node.op_type != "QuantizeLinear" or len(node.inputs) < 3 or node.inputs[2] is None:
         return False
@@ -39,7 +40,7 @@ def holds_codes(value: ir.Value) -> bool:
 
 
 def has_plain_codes(model: ir.Model) -> bool:
-    """Whether all codes of activations are of types that numpy has, made by operators that each runtime has."""
+    """Return True where all codes of activations have a type of numpy, and are made by operators of every runtime."""
     for node in model.graph:
         if node.domain not in ("", "ai.onnx", "com.microsoft"):
             return False
@@ -80,7 +81,7 @@ class SlicedRun:
             # The same for every sample: never kept for each.
             if all(_is_fixed(value) or value.producer() in self._static for value in values):
                 self._static.add(node)
-        self._held: set[ir.Value] = set()
+        self._stored: set[ir.Value] = set()
         self._constants: dict[ir.Value, NumpyArray] = {}
         self._todo = {node for goal in self.goals for node in self._slice(goal, set(self._reads))}
 
@@ -94,7 +95,7 @@ class SlicedRun:
         for sample, arrays in enumerate(self._compute(nodes, kept)):
             for value, array in zip(kept, arrays, strict=True):
                 self.store[self, sample, value] = array
-        self._held.update(kept)
+        self._stored.update(kept)
         self._todo = later | again
         self._forget()
 
@@ -129,14 +130,14 @@ class SlicedRun:
         while stack:
             value = stack.pop()
             producer = value.producer()
-            if value in self._held or producer is None or producer in found or producer not in among:
+            if value in self._stored or producer is None or producer in found or producer not in among:
                 continue
             found.add(producer)
             stack += self._reads[producer]
         return sorted(found, key=self._order.__getitem__)
 
     def _frontier(self, nodes: Sequence[ir.Node], later: set[ir.Node]) -> tuple[list[ir.Value], set[ir.Node]]:
-        """What is kept of a slice, and its nodes that run again, as what they give is not."""
+        """Return the tensors that are kept of a slice, and its nodes that run again, as their outputs are not."""
         inside, again = set(nodes), set[Any]()
         needed = {value for node in later for value in self._reads[node]} | self.goals
         stack = [value for node in nodes for value in node.outputs if value in needed]
@@ -147,7 +148,7 @@ class SlicedRun:
             if producer not in inside or producer in again or value in kept:
                 continue
             assert producer is not None
-            if value in self.goals or (producer not in self._static and self._is_kept(value, producer)):
+            if self._is_kept(value, producer):
                 kept[value] = None
             else:
                 again.add(producer)
@@ -155,27 +156,27 @@ class SlicedRun:
         return list(kept), again
 
     def _is_kept(self, value: ir.Value, producer: ir.Node) -> bool:
-        """Whether a tensor may wait, or is computed again from what does."""
+        """Return True where a tensor is kept, False where it is computed again."""
+        if value in self.goals:
+            return True
+        if producer in self._static:
+            return False
         if self.in_codes and producer.op_type in QDQ:
             return holds_codes(value)
         return value.dtype is not None and value.dtype.name in KEPT
 
     def _forget(self) -> None:
         needed = {value for node in self._todo for value in self._reads[node]} | self.goals
-        for value in self._held - needed:
+        for value in self._stored - needed:
             for sample in range(self.count):
                 self.store.pop((self, sample, value))
-        self._held &= needed
-
-    def _read_around(self, nodes: Sequence[ir.Node]) -> list[ir.Value]:
-        """What the nodes of a slice read that none of them gives."""
-        made = {value for node in nodes for value in node.outputs}
-        return list(dict.fromkeys(value for node in nodes for value in self._reads[node] if value not in made))
+        self._stored &= needed
 
     def _compute(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> Iterator[list[NumpyArray]]:
         """The outputs of a slice, sample by sample."""
-        read = self._read_around(nodes)
-        inputs = [value for value in read if not _is_fixed(value)]
+        made = set(chain.from_iterable(node.outputs for node in nodes))
+        read = dict.fromkeys(chain.from_iterable(self._reads[node] for node in nodes))
+        inputs = [value for value in read if not _is_fixed(value) and value not in made]
         proto, weights = self._proto(nodes, inputs, [value for value in read if _is_fixed(value)], outputs)
         # A slice that begins after a DequantizeLinear, as one not in codes may, has no integers to compute with.
         in_float = not (self.in_codes and integer_kernels_are_exact())
@@ -228,5 +229,5 @@ class SlicedRun:
 
 
 def _is_fixed(value: ir.Value) -> bool:
-    """Whether a value is an initializer."""
+    """Return True where a value is an initializer."""
     return value.producer() is None and value.const_value is not None and not value.is_graph_input()

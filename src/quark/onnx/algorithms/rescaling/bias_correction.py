@@ -90,10 +90,10 @@ def correct_where_certain(quantized: QuantizedLayers) -> int:
 
 
 def learning_starts_corrected(settings: Settings) -> bool:
-    """Whether biases are corrected unasked before weights are learned, not after.
+    """Return True where biases are corrected unasked before weights are learned, not after.
 
     What is learned makes up for a mean error in its own way, and a correction on top of it fits the samples: on OCR
-    direction, two sets held out, A8W8 with AdaRound had 10.5 and 17.2 dB by one after it, 12.5 and 26.8 by one before.
+    direction, two held-out sets, A8W8 with AdaRound had 10.5 and 17.2 dB by one after it, 12.5 and 26.8 by one before.
     Scales that are powers of two clip, and what they clip changes with the weights: 11.2 and 21.3 dB by one after it,
     7.1 and 18.6 by one before.
     """
@@ -140,7 +140,9 @@ def _rows(data: Samples) -> int:
 def _correct(quantized: QuantizedLayers, data: Samples, skips: bool = False) -> int:
     """Correct every bias; layers with too few examples keep theirs where they may be skipped."""
     least = _least(quantized.decision.settings)
-    layers, count = [layer for layer in quantized.layers if _qualifies(layer)], 0
+    own = [layer for layer in quantized.layers if not layer.shared and layer.factor != 0]
+    layers = [x for x in own if x.offset is not None and x.offset.shape == (output_channels(x.counterpart),)]
+    count = 0
     means = _Means(quantized, data)
     goals = means.of_float(layers)
     model = quantized.decision.model
@@ -164,7 +166,7 @@ def _correct(quantized: QuantizedLayers, data: Samples, skips: bool = False) -> 
 
 @dataclass(frozen=True)
 class _Read:
-    """What a layer reads in the quantized model: codes, and what decodes them; or floats.
+    """The tensor that a layer reads in the quantized model: codes, and what decodes them; or floats.
 
     Attributes:
         value: The tensor that waits.
@@ -181,9 +183,9 @@ class _Read:
         codes = source.inputs[0] if source is not None and is_plain_decoder(source) else None
         return cls(codes, source) if codes is not None and holds_codes(codes) else cls(value, None)
 
-    def __call__(self, held: NumpyArray) -> NumpyArray:
-        """The floats that are read."""
-        return held if self.decoder is None else decoded_codes(self.decoder, held)
+    def __call__(self, array: NumpyArray) -> NumpyArray:
+        """Return the floats that the layer reads, of the tensor's array in one sample."""
+        return array if self.decoder is None else decoded_codes(self.decoder, array)
 
 
 def _move_bias(quantized: QuantizedLayers, layer: QuantizedLayer, differences: NumpyArray, least: int) -> None:
@@ -195,8 +197,10 @@ def _move_bias(quantized: QuantizedLayers, layer: QuantizedLayer, differences: N
         differences: Of each example the mean over positions, float output less quantized one, (examples, channels).
         least: How many examples it takes.
     """
-    offset, before = layer.offset, _written(quantized, layer)
+    offset, decision = layer.offset, quantized.decision
     assert offset is not None
+    spec = decision.placement.weights.get((layer.node, 2))
+    before = offset if spec is None else decoded(offset, decision.qparams.weights[layer.node, 2], spec)
     # What rounding the bias itself adds to the output is no error that another bias could make up for.
     rounding = layer.factor * (before - offset)
     try:
@@ -204,11 +208,6 @@ def _move_bias(quantized: QuantizedLayers, layer: QuantizedLayer, differences: N
     except CalibrationError as error:
         raise CalibrationError(f"{layer.name}: {error}") from None
     layer.offset = offset + change.astype(np.float32)
-
-
-def _qualifies(layer: QuantizedLayer) -> bool:
-    own = layer.offset is not None and layer.offset.shape == (output_channels(layer.counterpart),)
-    return own and not layer.shared and layer.factor != 0
 
 
 def _axis(layer: QuantizedLayer) -> int:
@@ -273,10 +272,3 @@ class _Means:
 
 def _open(proto: onnx.ModelProto, weights: Mapping[str, Any], arena: bool) -> onnxruntime.InferenceSession:
     return open_session(proto, threads=os.cpu_count() or 1, in_float=True, weights=weights, arena=arena)
-
-
-def _written(quantized: QuantizedLayers, layer: QuantizedLayer) -> NumpyArray:
-    """The bias that the quantized model computes with."""
-    spec, offset = quantized.decision.placement.weights.get((layer.node, 2)), layer.offset
-    assert offset is not None
-    return offset if spec is None else decoded(offset, quantized.decision.qparams.weights[layer.node, 2], spec)

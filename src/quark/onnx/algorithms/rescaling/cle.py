@@ -108,12 +108,12 @@ def _pair(node: ir.Node) -> Pair | None:
 
 
 def _is_unshared(value: ir.Value) -> bool:
-    """Whether a constant may be changed: an initializer that one node reads."""
+    """Return True where a constant may be changed: an initializer that one node reads."""
     return is_constant(value) and value.const_value is not None and len(value.uses()) == 1
 
 
 def _is_layer(node: ir.Node) -> bool:
-    """Whether a node is a layer whose channels can be rescaled: dense, or depthwise."""
+    """Return True where a node is a layer whose channels can be rescaled: dense, or depthwise."""
     if not is_op(node, *LAYERS) or node.inputs[1] is None or not _is_unshared(node.inputs[1]):
         return False
     weight, group = constant(node.inputs[1]), node.attributes.get_int("group", 1)
@@ -125,7 +125,7 @@ def _is_layer(node: ir.Node) -> bool:
 
 
 def _reads_channels(node: ir.Node, axis: int | None, channels: int) -> bool:
-    """Whether a node is a layer of so many channels along this axis."""
+    """Return True where a node is a layer of so many channels along this axis."""
     return _is_layer(node) and result_axis(node) == axis and _second(node).size == channels
 
 
@@ -141,25 +141,21 @@ def _is_one_position(value: ir.Value) -> bool:
 
 
 def _keeps_scale(node: ir.Node, index: int, axis: int | None) -> bool:
-    """Whether f(s x) = s f(x) for a positive scale of each channel, which lie along an axis of x."""
+    """Return True where f(s x) = s f(x) for a positive scale of each channel; channels lie along an axis of x."""
     if index != 0 or len(node.outputs) != 1:
         return False
     if is_op(node, *HOMOGENEOUS, "PRelu"):
         return True
-    if is_op(node, "ReduceMean"):
-        return axis == 1 and _averages_positions(node)
-    return is_op(node, "Pad") and axis == 1 and _pads_positions(node)
-
-
-def _averages_positions(mean: ir.Node) -> bool:
-    shape, axes = dims(mean.inputs[0]), axes_of(mean)
-    if shape is None or axes is None or not mean.attributes.get_int("keepdims", 1):
-        return False
-    return all(axis % len(shape) > 1 for axis in axes)
+    if axis == 1 and is_op(node, "ReduceMean"):
+        shape, axes = dims(node.inputs[0]), axes_of(node)
+        if shape is None or axes is None or not node.attributes.get_int("keepdims", 1):
+            return False
+        return all(one % len(shape) > 1 for one in axes)
+    return axis == 1 and is_op(node, "Pad") and _pads_positions(node)
 
 
 def _pads_positions(pad: ir.Node) -> bool:
-    """Whether what is added at the ends of positions is a value of them, or zero."""
+    """Return True where what is added at the ends of positions is a value of them, or zero."""
     pads = constant(pad.inputs[1]) if len(pad.inputs) > 1 else None
     if pads is None or pads.reshape(2, -1)[:, :2].any() or len(pad.inputs) > 3:
         return False

@@ -25,7 +25,7 @@ from quark.onnx.operators import CONVOLUTIONS, PRODUCTS
 
 
 def is_plain_decoder(node: ir.Node | None) -> bool:
-    """Whether a node is a DequantizeLinear whose scale is constant, one or one for each channel."""
+    """Return True where a node is a DequantizeLinear whose scale is constant, one or one for each channel."""
     if node is None or node.op_type != "DequantizeLinear":  # of ONNX or com.microsoft
         return False
     block: int = node.attributes.get_int("block_size", 0)
@@ -33,7 +33,7 @@ def is_plain_decoder(node: ir.Node | None) -> bool:
 
 
 def decoded_codes(node: ir.Node, codes: NumpyArray) -> NumpyArray:
-    """What a DequantizeLinear of one scale, or of one for each channel, makes of codes, float32."""
+    """Decode codes as a DequantizeLinear with one scale, or with one for each channel, does; float32."""
     scale = np.asarray(constant(node.inputs[1]), np.float32)
     zero = constant(node.inputs[2]) if len(node.inputs) > 2 else None
     shape = [1] * codes.ndim
@@ -89,7 +89,7 @@ class LinearMeans:
         return self.node.op_type, self.weight.shape[2:], attributes.get_string("auto_pad", ""), *geometry
 
     def inputs(self, x: NumpyArray) -> NumpyArray:
-        """What the means follow from: means of the rows that a product reads, or `window` of a convolution."""
+        """Return what the means follow from: means of the rows that a product reads, or `window` of a convolution."""
         return position_means(x, -1) if self.node.op_type in PRODUCTS else self.window(x)
 
     def window(self, x: NumpyArray) -> NumpyArray:
@@ -132,7 +132,7 @@ class LinearMeans:
 
 
 def _is_linear(node: ir.Node) -> bool:
-    """Whether the weight and the geometry of a node are ones that the formula has."""
+    """Return True where the weight and the geometry of a node are ones that the formula has."""
     if node.domain not in ("", "ai.onnx"):
         return False
     attributes = node.attributes

@@ -205,14 +205,11 @@ def _read(path: str) -> list[Mapping[str, Any]]:
         raise ConfigError(f'{path}: expected {{"R1_pairs": [pairs]}} and nothing else.')
     for pair in pairs:
         known = isinstance(pair, dict) and set(pair) <= set(KEYS)
-        lists = known and all(_is_names(pair.get(key)) for key in KEYS[:2])
-        if not lists or not isinstance(pair.get("norm_node"), (str, type(None))):
+        lists = [pair.get(key) for key in KEYS[:2]] if known else [None]
+        named = all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists)
+        if not named or not isinstance(pair.get("norm_node"), (str, type(None))):
             raise ConfigError(f"{path}: expected lists prev_nodes and next_nodes, and a norm_node; got {pair}.")
     return pairs
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _named(name: str, known: Mapping[str, Any], key: str, path: str) -> Any:

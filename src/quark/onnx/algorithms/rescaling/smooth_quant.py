@@ -38,7 +38,7 @@ from quark.onnx_ops.graph_writer import add_constant
 _COMMUTES = ("Relu", "LeakyRelu", "PRelu", "Identity")
 """Ops f(x, ...) with f(s x) = s f(x) for positive s; pools move between positions, and are none before a MatMul."""
 DYNAMIC = spec("uint8", symmetric=False)
-"""What DynamicQuantizeLinear quantizes to."""
+"""The type of what DynamicQuantizeLinear gives."""
 
 
 class _ChannelStatistics:
@@ -130,7 +130,7 @@ def _groups(model: ir.Model, placement: Placement) -> list[Group]:
 
 
 def _is_quantized_before(value: ir.Value, placement: Placement) -> bool:
-    """Whether a tensor only holds values that were rounded already: a Mul comes too late for them."""
+    """Return True where a tensor only holds values that were rounded already: a Mul comes too late for them."""
     producer = value.producer()
     moves = producer is not None and rule_of(producer.op_type).moves(producer)
     return moves and producer is not None and producer.inputs[0] in placement.activations
@@ -165,7 +165,7 @@ class _Search:
         return None
 
     def _keeps_channels(self, node: ir.Node) -> bool:
-        """Whether the last axis of what a node reads and writes are the channels."""
+        """Return True where the last axis of what a node reads and writes are the channels."""
         shapes = [dims(value) for value in (node.inputs[0], node.outputs[0])]
         return all(shape and shape[-1] == self.channels for shape in shapes)
 

@@ -1,1 +1,1 @@
-"""What AdaRound and AdaQuant need of an ONNX layer: rows to learn from, and parameters that can be obeyed."""
+"""An ONNX layer for AdaRound and AdaQuant: rows to learn from, and parameters that can be obeyed."""

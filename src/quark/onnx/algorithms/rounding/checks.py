@@ -1,4 +1,4 @@
-"""What AdaRound and AdaQuant are asked for, checked before any work: every parameter is obeyed, or refused by name."""
+"""Checks, before any work, the parameters of AdaRound and AdaQuant: each is obeyed, or refused by name."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ of them in files."""
 
 @dataclass(frozen=True)
 class Tuned:
-    """What became of one layer.
+    """The outcome of one layer.
 
     Attributes:
         name, op_type: Of the layer.
@@ -277,7 +277,7 @@ class EndToEnd:
         return float(np.mean([np.linalg.norm(got.astype(np.float64) - wanted) for wanted, got in pairs]))
 
     def falls(self) -> bool:
-        """Whether it is less than the least so far."""
+        """Measure the distance; return True where it is less than the least so far."""
         now = self.distance()
         better, self.best = now < self.best, min(now, self.best)
         return better
@@ -327,7 +327,7 @@ def merged(data: Samples, count: int, model: ir.Model) -> Samples:
 
 
 def _bias(layer: QuantizedLayer, outputs: int, learned: bool) -> NumpyArray | None:
-    """What is added to the product, (outputs,), or None: of a MatMul, whose bias another node adds, what is learned."""
+    """Return what is added to a product, (outputs,), or None; zeros where the Add after a MatMul may learn its bias."""
     offset, inputs = layer.offset, layer.counterpart.inputs
     if layer.counterpart.op_type == "MatMul":
         return np.zeros(outputs, np.float32) if learned and offset is not None and offset.size == outputs else None

@@ -47,13 +47,14 @@ REFINEMENTS = 1
 
 
 def solve_weights(quantized: QuantizedLayers, config: GPTQConfig) -> int:
-    """Round the weights of every layer that qualifies, unless nearest is better; return how many there are.
+    """Round the integer matrices that one layer reads, unless nearest is better; return how many there are.
 
     Raises:
         CalibrationError: No data, or none that reaches a layer; NaN among what it reads.
     """
     data = required(quantized.data, config)
-    layers = [layer for layer in quantized.layers if _qualifies(layer)]
+    own = [x for x in quantized.layers if x.spec.has_zero_point and not x.shared and x.node.op_type in PRODUCTS]
+    layers = [x for x in own if x.weight.ndim == 2 and not x.node.attributes.get_int("transA", 0)]
     problems: dict[ir.Value, Problem] = {}
     left = Counter(quantized.input_of(layer) for layer in layers)
     for visit in sweep(quantized, layers, data):
@@ -71,7 +72,7 @@ def solve_weights(quantized: QuantizedLayers, config: GPTQConfig) -> int:
 
 @dataclass
 class Problem:
-    """What layers that read one tensor have in common.
+    """The problem that all layers which read one tensor solve.
 
     Attributes:
         order: The column that `feedback` and `importance` have at each place.
@@ -154,15 +155,8 @@ class _FittedScales:
         return QParams(self.stored, self.layer.params.zero_point)
 
 
-def _qualifies(layer: QuantizedLayer) -> bool:
-    """Whether a layer has a matrix of its own in integers."""
-    matrix = layer.node.op_type in PRODUCTS and layer.weight.ndim == 2
-    rows = not layer.node.attributes.get_int("transA", 0)
-    return matrix and rows and layer.spec.has_zero_point and not layer.shared
-
-
 def _rows_are_outputs(layer: QuantizedLayer) -> bool:
-    """Whether the rows of the weight are output channels, as with transB."""
+    """Return True where the rows of the weight are output channels, as with transB."""
     return output_axis(layer.counterpart) == 0
 
 

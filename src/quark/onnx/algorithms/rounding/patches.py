@@ -38,7 +38,7 @@ class _Dense:
 
     @property
     def flipped(self) -> bool:
-        """Whether the weight lies in memory as (columns, outputs)."""
+        """True where the weight lies in memory as (columns, outputs)."""
         return not self.transposed_weight
 
     def matrix(self, weight: Any) -> Any:
@@ -54,7 +54,7 @@ class _Dense:
         return tuple(y.shape[1:-1])
 
     def rows(self, x: NumpyArray, sample: int, shape: Sequence[int], positions: NumpyArray) -> NumpyArray:
-        """What the outputs at some of the positions are products of, (positions, columns)."""
+        """Return the rows that the outputs at some of the positions are products of, (positions, columns)."""
         x = x.T if self.transposed_input else x
         return np.asarray(x[sample].reshape(-1, x.shape[-1])[positions] * np.float32(self.factor))
 
@@ -103,7 +103,7 @@ class _Convolution:
         return tuple(y.shape[2:])
 
     def rows(self, x: NumpyArray, sample: int, shape: Sequence[int], positions: NumpyArray) -> NumpyArray:
-        """What the outputs at some of the positions are products of, (positions, groups * columns)."""
+        """Return the rows that the outputs at some of the positions are products of, (positions, groups * columns)."""
         padded, reach = self._padded(x[sample], shape)
         windows = np.lib.stride_tricks.sliding_window_view(padded, reach, tuple(range(1, padded.ndim)))
         turn = -1 if self.transposed else 1

@@ -18,7 +18,7 @@ from quark.onnx.graph.model_file import constant
 
 @dataclass(frozen=True)
 class WorstLayers:
-    """What recovery asks for.
+    """An algorithm for the worst layers, as recovery asks for it.
 
     Attributes:
         algorithm: The config of an algorithm of AFTER.
