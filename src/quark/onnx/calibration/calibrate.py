@@ -74,7 +74,7 @@ def activation_params(prepared: Prepared, placement: Placement, settings: Settin
         return {}
     # A search that has its statistics in memory compares schemes, of which each has ranges of its own.
     range_file = settings.calibration.range_file if prepared.statistics is None else None
-    restored = _restored(_given_ranges(settings, range_file), classes, placement)
+    restored = _restored(settings, range_file, classes, placement)
     observers = {root: restored.get(root) or make_observer(placement.activations[root], settings) for root in classes}
     open_classes = {root: names for root, names in classes.items() if root not in restored}
     if settings.calibration.figures:
@@ -82,7 +82,11 @@ def activation_params(prepared: Prepared, placement: Placement, settings: Settin
     statistics = _observe(prepared, open_classes, observers, settings)
     if TARGETS[settings.qdq.target].unsigned_positive:
         for root, free in _from_zero(observers, placement).items():
-            observers[root] = _again(observers[root], free, settings, open_classes.get(root, []), statistics)
+            if statistics is not None and open_classes.get(root):
+                observers[root] = solved_observer(open_classes[root], free, settings, statistics)
+            else:
+                seen, observers[root] = observers[root], make_observer(free, settings)
+                observers[root].restore(seen.state())
     observers = with_values(observers, placement)
     masks = leave_masks_in_float(prepared.model.graph, observers, placement, mask_values(prepared.model))
     params = {root: _solved(root.name, observer) for root, observer in observers.items() if root not in masks}
@@ -167,18 +171,14 @@ def solved_observer(names: list[str], spec: TensorSpec, settings: Settings, stat
     return statistics.solved[key]
 
 
-def _given_ranges(settings: Settings, path: str | None) -> dict[str, tuple[float, float]]:
-    """The ranges of the file, if there is one, and those that a search chose."""
+def _restored(
+    settings: Settings, path: str | None, classes: Mapping[ir.Value, list[str]], placement: Placement
+) -> dict[ir.Value, Observer]:
+    """Return an observer of each class whose range is in the file, if there is one, or was chosen by a search."""
     ranges = dict(read_ranges(path)) if path is not None and Path(path).exists() else {}
     if ranges:
         logger.info(f"{len(ranges)} ranges are those of {path}; other tensors are calibrated.")
-    return ranges | dict(settings.calibration.ranges)
-
-
-def _restored(
-    ranges: Mapping[str, tuple[float, float]], classes: Mapping[ir.Value, list[str]], placement: Placement
-) -> dict[ir.Value, Observer]:
-    """Observers with known ranges, of the classes that have one."""
+    ranges |= dict(settings.calibration.ranges)
     found: dict[ir.Value, Observer] = {}
     for root, members in classes.items():
         names = [root.name or ""] if root.name in ranges else members
@@ -201,17 +201,6 @@ def _from_zero(observers: Mapping[ir.Value, Observer], placement: Placement) -> 
         found[root] = replace(spec, dtype=DTYPES[f"u{spec.dtype.name}"], symmetric=False)
         for value in [value for value in placement.activations if placement.root(value) is root]:
             placement.activations[value] = found[root]
-    return found
-
-
-def _again(
-    observer: Observer, asked: TensorSpec, settings: Settings, names: list[str], statistics: Statistics | None
-) -> Observer:
-    """An observer of another spec that has seen the same: of these tensors, or what the one before it holds."""
-    if statistics is not None and names:
-        return solved_observer(names, asked, settings, statistics)
-    found = make_observer(asked, settings)
-    found.restore(observer.state())
     return found
 
 

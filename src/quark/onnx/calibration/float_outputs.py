@@ -27,10 +27,6 @@ def _where_finite(expected: NumpyArray, array: NumpyArray) -> tuple[NumpyArray, 
     return (expected, array) if finite.all() else (np.where(finite, expected, 0), np.where(finite, array, 0))
 
 
-def _have_one_shape(expected: NumpyArray, array: NumpyArray) -> bool:
-    return np.shape(expected) == np.shape(array)
-
-
 class FloatOutputs:
     """Runs the float model once; any number of models is then compared with what it gave, at positions that are real.
 
@@ -87,7 +83,10 @@ class FloatOutputs:
             pairs = [(self._store[sample, name], array) for name, array in zip(self.names, arrays, strict=True)]
             if self._padding.masks:
                 feed = self._data[sample]
-                pairs = [tuple(self._padding.at_real(feed, pair)) if _have_one_shape(*pair) else pair for pair in pairs]
+                pairs = [
+                    tuple(self._padding.at_real(feed, (a, b))) if np.shape(a) == np.shape(b) else (a, b)
+                    for a, b in pairs
+                ]
             yield [_where_finite(*pair) for pair in pairs]
 
     def _run(self, model: ir.Model, count: int | None = None) -> Iterator[list[NumpyArray]]:

@@ -38,7 +38,7 @@ def check_figures(observers: Mapping[str, Observer]) -> None:
 
 
 def _has_histogram(observer: Observer) -> bool:
-    """Whether an observer counts values."""
+    """Return True where an observer counts values."""
     return isinstance(observer, (HistogramBasedObserver, PowerOfTwoMinMSEObserver))
 
 

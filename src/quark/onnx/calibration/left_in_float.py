@@ -49,7 +49,8 @@ def leave_masks_in_float(
         Those of the observed tensors that are taken out.
     """
     masks = {root for root, observer in observers.items() if _carries_mask(observer, placement.half)}
-    nan = {root for root, observer in observers.items() if _holds_nan(observer)}
+    ends = {root: (np.asarray(observer.low), np.asarray(observer.high)) for root, observer in observers.items()}
+    nan = {root for root, (low, high) in ends.items() if np.isnan(low).any() or np.isnan(high).any()}
     if nan:
         members = [value for value in placement.activations if placement.root(value) in nan]
         masks |= nan - {placement.root(value) for value in set(members) - _meant_nan(graph)}
@@ -76,10 +77,6 @@ def _carries_mask(observer: Observer, half: bool) -> bool:
         return False
     largest = limit("float16" if half else "float32")
     return bool((abs(low) > largest).any() or (abs(high) > largest).any())
-
-
-def _holds_nan(observer: Observer) -> bool:
-    return bool(np.isnan(np.asarray(observer.low)).any() or np.isnan(np.asarray(observer.high)).any())
 
 
 def _meant_nan(graph: ir.Graph) -> set[ir.Value]:

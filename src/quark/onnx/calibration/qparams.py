@@ -111,7 +111,10 @@ def _weight_qparams(weight: NumpyArray, spec: TensorSpec, settings: Settings, na
         refuse_subnormal(float(abs(array).max(initial=0)), f"The values of {name[0].lower()}{name[1:]}")
         return CAST
     observer = make_observer(spec, settings, weight=True)
-    lift = _lift(array, spec)
+    # Where the smallest scale would cost the weight its codes, a power of two lifts it, which the scale takes back.
+    lift, most, enough = np.float32(1), float(abs(array).max(initial=0)), EPS * (spec.dtype.max - spec.dtype.min)
+    if spec.scale_type in (ScaleType.float, ScaleType.float32) and _LEAST_LIFTED < most < enough:
+        lift = np.float32(2.0 ** math.ceil(math.log2(enough / most)))
     observer.update(array if lift == 1 else array * lift)
     try:
         amax = largest(observer)
@@ -125,18 +128,6 @@ def _weight_qparams(weight: NumpyArray, spec: TensorSpec, settings: Settings, na
         raise NonFiniteError(f"{name} holds NaN or Inf.") from None
     except QuarkError as error:
         raise type(error)(f"{name}: {error}") from None
-
-
-def _lift(array: NumpyArray, spec: TensorSpec) -> np.float32:
-    """A power of two that brings a weight to where the smallest scale leaves its values their codes; 1 where it does.
-
-    What is computed with such a weight may be scaled up after it.
-    """
-    amax = float(abs(array).max(initial=0))
-    enough = EPS * (spec.dtype.max - spec.dtype.min)
-    if spec.scale_type not in (ScaleType.float, ScaleType.float32) or not _LEAST_LIFTED < amax < enough:
-        return np.float32(1)
-    return np.float32(2.0 ** math.ceil(math.log2(enough / amax)))
 
 
 def largest(observer: Observer) -> float | None:
@@ -239,7 +230,7 @@ def fit_int32_biases(placement: Placement, qparams: ModelQParams) -> None:
 
 
 def encode(weight: NumpyArray, params: QParams, spec: TensorSpec, kind: Any) -> NumpyArray:
-    """Codes of a weight in the numpy type `kind`; besides the result, memory for a few rows only."""
+    """Codes of a weight in the numpy type `kind`; beyond the result, memory for a few rows only."""
     axis = spec.granularity.axis if isinstance(spec.granularity, PerChannel) else None
     if weight.ndim < 2 or not isinstance(spec.granularity, (PerTensor, PerChannel)):
         return np.asarray(quantize(np.asarray(weight, np.float32), params, spec)).astype(kind)

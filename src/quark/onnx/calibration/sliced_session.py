@@ -188,7 +188,7 @@ def _last_reads(nodes: Sequence[ir.Node], crossing: Set[ir.Value]) -> dict[ir.Va
 
 
 def _rounds_by_layout(node: ir.Node, observed: Set[ir.Value]) -> bool:
-    """Whether what a node gives depends, by a rounding, on whether what it reads comes in blocks of channels."""
+    """Return True where a rounding in a node's output depends on whether its inputs come in blocks of channels."""
     if node.op_type in ("Add", "Sum"):
         # The convolution that gives one term, which nothing else reads, may begin its sums with the other.
         return any(value is not None and value not in observed and value.producer() for value in node.inputs)
@@ -197,7 +197,7 @@ def _rounds_by_layout(node: ir.Node, observed: Set[ir.Value]) -> bool:
 
 
 def _is_fixed(value: ir.Value) -> bool:
-    """Whether a value is an initializer that no run may overrule."""
+    """Return True where a value is an initializer that no run may overrule."""
     return value.const_value is not None and value.producer() is None and not value.is_graph_input()
 
 

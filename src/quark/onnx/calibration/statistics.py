@@ -49,7 +49,7 @@ class EverythingObserver(HistogramBasedObserver, MovingAverageObserver):
 
 
 class SolvedObserver(Observer):
-    """What an observer found, without the counts that it was found in.
+    """The range that an observer found, without the counts that it was found in.
 
     Args:
         extremes: What was seen, smallest and largest.

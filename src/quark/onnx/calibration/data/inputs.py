@@ -1,4 +1,4 @@
-"""What a model is fed: names, element types and shapes of its inputs; and whether a sample fits them."""
+"""The inputs of a model: their names, element types and shapes; and whether a sample fits them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Input:
         return f"{self.name}: {kind} [{', '.join(sizes)}]"
 
     def fits(self, array: NumpyArray) -> bool:
-        """Whether an array has this element type and shape."""
+        """Return True where an array has this element type and shape."""
         if str(array.dtype) != self.dtype and not (self.dtype == "object" and array.dtype.kind == "U"):
             return False
         if self.shape is None:

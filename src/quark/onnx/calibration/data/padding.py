@@ -78,7 +78,7 @@ def _leads(value: ir.Value) -> dict[ir.Value, bool]:
 
 
 def _handed_on(value: ir.Value) -> list[ir.Value]:
-    """What operators that hand a mask on make of a value."""
+    """Return the outputs of those readers of a value that hand a mask on."""
     carriers = [n for n, at in value.uses() if n.op_type in ANYWHERE or (n.op_type in AS_DATA and at == 0)]
     return [output for node in carriers for output in node.outputs]
 
@@ -131,12 +131,12 @@ class Padding:
         return [self._at(part, real, row) if cut else part for row, part in apart.items()]
 
     def at_real(self, feed: Feed, arrays: Sequence[Any]) -> list[Any]:
-        """What tensors hold for a sample at real positions: all of it where nothing is masked; see `rows_at`."""
+        """Cut the tensors of a sample to its real positions; all are real where nothing is masked. See `rows_at`."""
         real = [*self.real(feed).values()]
         return [rows_at(x, real) if real and isinstance(x, np.ndarray) else x for x in arrays]
 
     def _takes_rows(self, masks: Iterable[str]) -> bool:
-        """Whether the model takes a single row of a batch."""
+        """Return True where the model takes a single row of a batch."""
         return all(_is_open(self.inputs[name], 0) for name in masks)
 
     def _axes_of_rows(self, feed: Feed, rows: int) -> Axes | None:
@@ -148,7 +148,7 @@ class Padding:
         return axes if all(axis is None or feed[name].shape[axis] == rows for name, axis in axes.items()) else None
 
     def can_cut(self, feed: Feed, real: Mapping[str, NumpyArray]) -> bool:
-        """Whether the model takes other lengths, and single rows where they are told apart, and nothing is between."""
+        """Return True where masks have no gaps and the model takes other lengths, and single rows where they differ."""
         if _between(real):
             return False
         open_axes = all(_is_open(self.inputs[name], 1) for mask in real for name in self._cut_with(mask, feed))
@@ -186,7 +186,7 @@ def _name_of_length(entry: Input) -> str | None:
 
 
 def _between(real: Mapping[str, NumpyArray]) -> bool:
-    """Whether masked positions lie between real ones, or the masks are of other batches."""
+    """Return True where masked positions lie between real ones, or the masks are of other batches."""
     return any(map(_has_gaps, real.values())) or len({len(mask) for mask in real.values()}) > 1
 
 
@@ -212,7 +212,7 @@ class _BareSamples(CalibrationDataReader):
         """The next sample."""
         if (waiting := next(self._rest, None)) is not None:
             return waiting
-        # Made when it is read: what a dynamic quantization is given besides may be no data.
+        # Made when it is read: what is given with a dynamic quantization may be no data.
         self._reader = as_reader(self._data, self._padding.inputs) if self._reader is None else self._reader
         while (feed := self._reader.get_next()) is not None:
             if not isinstance(feed, dict):

@@ -62,7 +62,12 @@ class PathDataReader(CalibrationDataReader):
         if std is not None and not np.all(np.asarray(std) > 0):
             raise ConfigError(f"The std of images must be over 0, got {list(std)}.")
         self._inputs, self._path = model_inputs(model_input), Path(data_path)
-        self._shapes = self._named_shapes(input_shape or {})
+        shapes = input_shape or {}
+        if not isinstance(shapes, Mapping):
+            if len(self._inputs) != 1:
+                raise ConfigError(f"input_shape: the model has the inputs {', '.join(self._inputs)}; give a dict.")
+            shapes = {next(iter(self._inputs)): shapes}
+        self._shapes = shapes
         self._colour = None if mean is None else (np.array(mean, np.float32), np.array(std, np.float32))
         self._resizing = None if resize is None else Resizing.parse(resize)
         self._size = batch_size
@@ -80,12 +85,12 @@ class PathDataReader(CalibrationDataReader):
 
     @property
     def files(self) -> list[Path]:
-        """What is read."""
+        """The files that are read."""
         return [self._path, *(path for sources in self._sources for path in sources.values())]
 
     @property
     def _as_stored(self) -> bool:
-        """Whether each file of the folder is a sample, whatever it holds."""
+        """True where each file of the folder is a sample, whatever it holds."""
         return self._size is None and not self._path.is_file()
 
     def _read(self) -> Iterator[Feed]:
@@ -118,13 +123,6 @@ class PathDataReader(CalibrationDataReader):
         if feed is not None:
             check_feed(feed, self._inputs, f"A sample of {self._path}")
         return feed
-
-    def _named_shapes(self, given: Sequence[int] | Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
-        if isinstance(given, Mapping) or not given:
-            return given if isinstance(given, Mapping) else {}
-        if len(self._inputs) != 1:
-            raise ConfigError(f"input_shape: the model has the inputs {', '.join(self._inputs)}; give a dict.")
-        return {next(iter(self._inputs)): given}
 
     def _feed(self, source: Mapping[str, Path]) -> Feed:
         """The arrays of one sample, the batch axis added where it is missing."""
@@ -186,7 +184,7 @@ class PathDataReader(CalibrationDataReader):
         return ((array / np.float32(255) - mean) / std).astype(entry.dtype)
 
     def _fitting(self, entry: Input, height: int | str | None, width: int | str | None) -> Callable[[Any], Any] | None:
-        """What gives an image of Pillow the size of an input. Raises ConfigError where that is not known."""
+        """Return what resizes an image of Pillow to an input, or None. Raises ConfigError for one of no known size."""
         if self._resizing is None:
             return None
         how, known = self._resizing, (height, width)

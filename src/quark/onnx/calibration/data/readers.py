@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from quark.core.array import NumpyArray
 from quark.core.scales import TINY
 from quark.errors import CalibrationError, ConfigError, NonFiniteError, NotSupportedError, QuarkError
 from quark.onnx.calibration.data.inputs import Feed, Input, check_feed
@@ -70,9 +69,10 @@ class CachedDataReader(CalibrationDataReader):
         self._feeds: list[Feed] = []
         reader = as_reader(dr)
         while (data_size is None or len(self) < data_size) and (feed := _next(reader, len(self))) is not None:
-            self._feeds.append(
-                {n: _channels_last(np.asarray(a)) for n, a in feed.items()} if convert_nchw_to_nhwc else feed
-            )
+            if convert_nchw_to_nhwc:
+                feed = {name: np.asarray(array) for name, array in feed.items()}
+                feed = {name: x.transpose(0, 2, 3, 1) if x.ndim == 4 else x for name, x in feed.items()}
+            self._feeds.append(feed)
         self.reset_iter()
 
     def __len__(self) -> int:
@@ -101,10 +101,6 @@ def check_range(start: int, end: int, count: int) -> None:
         raise ConfigError(
             f"set_range({start}, {end}): there are {count} samples; possible: 0 <= start <= end <= {count}."
         )
-
-
-def _channels_last(array: NumpyArray) -> NumpyArray:
-    return array.transpose(0, 2, 3, 1) if array.ndim == 4 else array
 
 
 class _Iterating(CalibrationDataReader):
@@ -212,5 +208,5 @@ def usable(feeds: Iterable[Feed]) -> Iterator[Feed]:
 
 
 def is_alive(feed: Feed) -> bool:
-    """Whether any value of a sample is other than zero; one below the normal float32 counts as zero."""
+    """Return True where any value of a sample is other than zero; one below the normal float32 counts as zero."""
     return any(bool(((x != 0) & ((abs(x) >= TINY) if x.dtype.kind == "f" else True)).any()) for x in feed.values())

@@ -57,8 +57,8 @@ class Store:
         return key in self._arrays
 
     def __getitem__(self, key: Any) -> NumpyArray:
-        held = self._arrays[key]
-        return np.load(held, mmap_mode="r") if isinstance(held, Path) else held
+        stored = self._arrays[key]
+        return np.load(stored, mmap_mode="r") if isinstance(stored, Path) else stored
 
     def __setitem__(self, key: Any, array: NumpyArray) -> None:
         self.pop(key)
@@ -78,11 +78,11 @@ class Store:
 
     def pop(self, key: Any) -> None:
         """Forget an array, if it is there."""
-        held = self._arrays.pop(key, None)
-        if isinstance(held, Path):
-            held.unlink(missing_ok=True)
-        elif held is not None:
-            self._used -= held.nbytes
+        stored = self._arrays.pop(key, None)
+        if isinstance(stored, Path):
+            stored.unlink(missing_ok=True)
+        elif stored is not None:
+            self._used -= stored.nbytes
 
 
 class Samples:
