@@ -53,12 +53,11 @@ GPTQParams RMatrixDim UseRandomHad RConfigPath FastFinetune AutoMixprecision
 
 
 def other_value(option: Option) -> Any:
-    """A value of the right type that is none of those the option accepts."""
+    """A value of the right type that is not the default."""
     if option.choices:
         return next(text for text in option.choices if text != option.default)
     choices = {BOOL: [True, False], INT: [7], NUMBER: [7], LIST: [["x"]], DICT: [{"x": 1}], ANY: [object()]}
-    taken = (option.default, *option.accepts)
-    return next((value for value in choices.get(option.kind, ["x"]) if value not in taken), None)
+    return next((value for value in choices.get(option.kind, ["x"]) if value != option.default), None)
 
 
 def test_every_documented_option_is_in_the_table() -> None:
@@ -86,9 +85,8 @@ def test_the_keys_of_algorithms_are_options() -> None:
 def test_defaults_are_of_their_type_and_accepted(name: str) -> None:
     option = OPTIONS[name]
     assert option.meaning
-    for value in (option.default, *option.accepts):
-        check_options({name: value}, "test")
-        refuse_unsupported({name: value})
+    check_options({name: option.default}, "test")
+    refuse_unsupported({name: option.default})
 
 
 def test_the_page_of_what_is_refused_has_every_such_option() -> None:

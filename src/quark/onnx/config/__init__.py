@@ -1,1 +1,1 @@
-"""What users write, in every generation of names, and its lowering to Settings."""
+"""The configs that users write, in every generation of names, and their lowering to Settings."""

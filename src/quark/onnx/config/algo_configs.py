@@ -46,7 +46,7 @@ FORMER_MIX_FIELDS = {
     "target_tensors": "include_layers",
     "target_indices": "include_layers",
     "exclude_indices": "exclude_layers",
-    "auto_mix_use_fast_ft": "AdaRoundConfig or AdaQuantConfig behind it in algo_config",
+    "auto_mix_use_fast_ft": "AdaRoundConfig or AdaQuantConfig after it in algo_config",
 }
 """Fields of mixed precision in versions before 0.13 of the documented system -> what says it today."""
 
@@ -187,7 +187,7 @@ class QuarotConfig(AlgoConfig):
 
 @dataclass
 class _FastFinetune(AlgoConfig):
-    """What AdaRound and AdaQuant have in common: layer by layer, gradient descent on the output's error."""
+    """The fields of both AdaRound and AdaQuant: layer by layer, gradient descent on the output's error."""
 
     nest: ClassVar[str] = "FastFinetune"
     optim_device: str = "cpu"

@@ -87,7 +87,7 @@ class VitisQuantFormat(Enum):
 
 
 class _ElementType(Enum):
-    """What the two element-type enums have in common."""
+    """The base of the two element-type enums."""
 
     @property
     def tensor_type(self) -> int:
@@ -137,7 +137,7 @@ class VitisQuantType(_ElementType):
 
 
 def is_extended(quant_format: Enum) -> bool:
-    """Whether a format means com.microsoft Q/DQ. Every VitisQuantFormat does."""
+    """Return True where a format means com.microsoft Q/DQ. Every VitisQuantFormat does."""
     return isinstance(quant_format, (ExtendedQuantFormat, VitisQuantFormat))
 
 

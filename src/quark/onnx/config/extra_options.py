@@ -4,8 +4,8 @@ What a row does not say, `lowering/` does with the value.
 
     _obeyed    lowering turns the value into Settings
     _moot      any value is accepted: what it asks for is so in any case
-    _later     only the default, and values that ask for what is done anyway; the rest is not part of this version
 
+One that is refused takes only its default: other values are not part of this version.
 A default of None is decided by the other settings.
 """
 
@@ -43,9 +43,8 @@ class Option:
         name: Its key.
         kind: Accepted Python types; None is one more where it is the default.
         default: What leaving it out means.
-        meaning: What it does, or why other values than these are refused.
-        refused: Whether values other than the default and `accepts` are refused.
-        accepts: Values that ask for what is done anyway.
+        meaning: What it does, or why other values than the default are refused.
+        refused: Whether values other than the default are refused.
         choices: The texts that there are; empty for any.
     """
 
@@ -54,7 +53,6 @@ class Option:
     default: Any
     meaning: str
     refused: bool = False
-    accepts: tuple[Any, ...] = ()
     choices: tuple[str, ...] = ()
 
 
@@ -67,10 +65,6 @@ def _obeyed(name: str, kind: Kind, default: Any, meaning: str, choices: tuple[st
 
 def _moot(name: str, kind: Kind, default: Any, meaning: str, choices: tuple[str, ...] = ()) -> None:
     OPTIONS.register(name, Option(name, kind, default, f"changes nothing: {meaning}", choices=choices))
-
-
-def _later(name: str, kind: Kind, default: Any, *accepts: Any, why: str = "not part of this version") -> None:
-    OPTIONS.register(name, Option(name, kind, default, why, True, accepts))
 
 
 # Pre-processing.
@@ -123,7 +117,7 @@ _obeyed(
 )
 
 # Where Q/DQ stand.
-_obeyed("AddQDQPairToWeight", BOOL, None, "store weights in float behind a pair of Q/DQ, not as integers")
+_obeyed("AddQDQPairToWeight", BOOL, None, "store weights in float, read by a pair of Q/DQ, not as integers")
 _obeyed("ForceQuantizeNoInputCheck", BOOL, False, "quantize data-movement ops even where their input is not")
 _obeyed("DedicatedQDQPair", BOOL, False, "one Q/DQ pair for each reader of a tensor")
 _obeyed("DedicateDQNode", BOOL, False, "one DequantizeLinear for each reader of a tensor")
@@ -258,12 +252,8 @@ for _name in ("AlignTranspose", "AlignReshape"):
 # BF16, BFP, MX, MatMulNBits.
 _obeyed("BF16QDQToCast", BOOL, False, "write bfloat16 as pairs of Cast")
 _obeyed("BF16WithClip", BOOL, False, "clip activations to the range of bfloat16 first")
-_later(
-    "EnableVaimlBF16",
-    BOOL,
-    False,
-    why="a form without casts that one vendor's compiler reads; use BF16QDQToCast=True, then the tool remove_bf16_cast",
-)
+_VAIML = "a form without casts that one vendor's compiler reads; use BF16QDQToCast=True, then the tool remove_bf16_cast"
+OPTIONS.register("EnableVaimlBF16", Option("EnableVaimlBF16", BOOL, False, _VAIML, refused=True))
 _obeyed("RefineBlockAxis", BOOL, True, "blocks lie along the axis that each op reduces, not along the given one")
 _obeyed("BFPAttributes", DICT, {}, "names the BFP or MX4/6/9 format of QBFP, its block size and axis")
 _obeyed("MXAttributes", DICT, {}, "names the element type of QMX, its block size and axis")
@@ -350,15 +340,10 @@ def refuse_unsupported(options: Mapping[str, Any]) -> None:
     """
     for key, value in options.items():
         option = OPTIONS[key]
-        possible = [option.default, *option.accepts]
-        plain = list(value) if isinstance(value, tuple) else value
-        if (
-            option.refused
-            and plain not in possible
-            and not (isinstance(plain, (list, dict)) and not plain and not option.default)
-        ):
-            shown = " or ".join(repr(entry) for entry in possible)
-            raise NotSupportedError(f"{key}={value!r}: {option.meaning}. Possible: {shown}, or leave it out.")
+        if option.refused and value != option.default:
+            raise NotSupportedError(
+                f"{key}={value!r}: {option.meaning}. Possible: {option.default!r}, or leave it out."
+            )
 
 
 def value_of(options: Mapping[str, Any], name: str) -> Any:

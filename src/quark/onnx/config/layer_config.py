@@ -20,7 +20,7 @@ Args = tuple[tuple[Any, ...], dict[str, Any]]
 @checked
 @dataclass(eq=False)
 class QLayerConfig:
-    """What happens to the tensors of a layer. `activation` is an older name of `input_tensors`.
+    """The specs of the tensors of a layer. `activation` is an older name of `input_tensors`.
 
     In `QConfig.global_config`, output tensors follow the input tensors unless they have a spec, and biases follow
     `Int32Bias` and `QuantizeBias`. For single layers, what has no spec follows the global config.

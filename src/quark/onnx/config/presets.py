@@ -44,7 +44,7 @@ PARTS: Mapping[str, Callable[[], Any]] = {
     "XINT8_WEIGHTSONLY_ADAROUND_CONFIG": _weights_only,
     "DefaultConfigMapping": get_default_config_mapping,
 }
-"""What is documented beside the named configurations -> what makes it."""
+"""A documented name beside those of configurations -> what makes it."""
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ FUSED = frozenset(product(FUSE_ACTIVATIONS, ACTIVATIONS))
 
 @dataclass(frozen=True)
 class Override:
-    """What differs for one tensor; None leaves it as it is.
+    """The differences of one tensor; None leaves it as it is.
 
     Attributes:
         dtype: Integer type, a name of core's.
@@ -90,7 +90,7 @@ class SpecSettings:
 
     @property
     def weights_apart(self) -> bool:
-        """Whether weights have codes beside activations in float, or quantized as they come: no activation has Q/DQ."""
+        """True where activations have no Q/DQ, and stay in float or are quantized as they come; weights have codes."""
         return self.layer.input is None or self.layer.input.dynamic
 
     def with_layers(self, change: Callable[[LayerSpec], LayerSpec]) -> SpecSettings:
@@ -220,7 +220,7 @@ class NPUSettings:
 
 @dataclass(frozen=True)
 class MeasurementSettings:
-    """Whether kernels are timed, so that what is faster in float stays there.
+    """The timing of kernels, by which nodes that are faster in float stay there.
 
     Attributes:
         enabled: Whether they are.
@@ -238,7 +238,7 @@ class MeasurementSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """What happens to a model.
+    """All that is done to a model.
 
     Attributes:
         specs: Which tensors are quantized, and to what.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from quark.base.log import logger
@@ -120,7 +121,9 @@ def targets(
     if not configs:
         return []
     entries = _entries(target_layers(configs[0].target_layer_config))
-    if len(configs) > 1 or not entries or _compete([names for _, names in entries]):
+    given = [names for _, names in entries]
+    named = list(chain.from_iterable(filter(None, given)))
+    if len(configs) > 1 or not entries or len(named) > len(set(named)) or given.count(()) > 1:
         raise ConfigError(
             "AutoMixprecisionConfig: one config, with at least one target_layer_config, each node in one of them at "
             f"most, and one that maps to [] at most. Got {len(configs)} configs and targets for {entries}."
@@ -134,12 +137,6 @@ def targets(
     if value_of(options, "QuantizeBias"):
         return entries
     return [(replace(layer, bias=None), names) for layer, names in entries]
-
-
-def _compete(names: Sequence[tuple[str, ...] | None]) -> bool:
-    """Whether two targets name the same node, or are both for the rest."""
-    named = [name for own in names for name in own or ()]
-    return len(named) > len(set(named)) or names.count(()) > 1
 
 
 def _entries(target: Any) -> list[tuple[Any, tuple[str, ...] | None]]:

@@ -73,6 +73,9 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
     libraries = value_of(request.options, "UserCustomOpLibPath")
     specs = lower_specs(request, layer, int32_bias)
     equalization = _equalization(request, specs)
+    # A QConfig names its algorithms: only under powers of two its biases are corrected without a word.
+    unasked = value_of(request.options, "BiasCorrection") is None and not value_of(request.options, "QuantizeFP16")
+    npu, legacy = request.npu_cnn and _has_power_of_two(specs.layer), request.legacy and _coarse(specs.layer)
     return Settings(
         specs=specs,
         passes=_lower_passes(request),
@@ -83,7 +86,7 @@ def lower(config: QConfig | Config | QuantizationConfig, algorithms: Sequence[Al
         equalization=equalization,
         equalize_if_better=equalization is not None,
         algorithms=request.algorithms,
-        correct_biases=_corrects_biases(request, specs),
+        correct_biases=unasked and (npu or legacy),
         allow_noop=value_of(request.options, "AllowNoop"),
         external_data=request.external_data,
         custom_libraries=find_libraries(libraries) if libraries else (),
@@ -118,6 +121,9 @@ def _lower_calibration(options: Mapping[str, Any]) -> CalibrationSettings:
     samples: int | None = value_of(options, "CalibDataSize")
     if samples is not None and samples < 1:
         raise ConfigError(f"CalibDataSize={samples}: at least one sample is needed.")
+    levels: int | None = value_of(options, "NumQuantizedBins")
+    if levels is not None and not 2 <= levels <= BINS:
+        raise ConfigError(f"NumQuantizedBins={levels}: it must be from 2 to {BINS}.")
     return CalibrationSettings(
         samples=samples,
         statistics=value_of(options, "Statistics"),
@@ -127,20 +133,12 @@ def _lower_calibration(options: Mapping[str, Any]) -> CalibrationSettings:
         percentile_candidates=tuple(value_of(options, "PercentileCandidates")),
         percentile_metric=value_of(options, "LWPMetric"),
         symmetric_range=value_of(options, "CalibTensorRangeSymmetric"),
-        entropy_levels=_levels(options),
+        entropy_levels=levels,
         random_data=value_of(options, "UseRandomData"),
         random_shapes=_per_input(options, "RandomDataReaderInputShape"),
         random_ranges=_per_input(options, "RandomDataReaderInputDataRange"),
         providers=tuple(value_of(options, "ExecutionProviders")),
     )
-
-
-def _levels(options: Mapping[str, Any]) -> int | None:
-    """NumQuantizedBins. Raises ConfigError."""
-    levels: int | None = value_of(options, "NumQuantizedBins")
-    if levels is not None and not 2 <= levels <= BINS:
-        raise ConfigError(f"NumQuantizedBins={levels}: it must be from 2 to {BINS}.")
-    return levels
 
 
 def _per_input(options: Mapping[str, Any], name: str) -> tuple[tuple[str, tuple[Any, ...]], ...]:
@@ -181,7 +179,7 @@ def _lower_npu(request: Request, layer: LayerSpec) -> NPUSettings:
 
 
 def _lower_measurement(options: Mapping[str, Any]) -> MeasurementSettings:
-    """Whether kernels are timed, and where their times lie. Raises ConfigError for a path or number that is none."""
+    """Return whether kernels are timed, and where their times lie. Raises ConfigError for a wrong path or number."""
     given: bool | str = value_of(options, "MeasurePlacement")
     threads: int = value_of(options, "MeasureThreads")
     if given == "":
@@ -208,6 +206,11 @@ def _lower_qdq(request: Request, layer: LayerSpec) -> QDQSettings:
     # Op types whose inputs and output share one scale: by their options, else all in the XINT8 path.
     given = {name: value_of(options, f"Align{name}") for name in ("Concat", "Pool", "Pad", "Slice")}
     align = tuple(name for name, value in given.items() if (request.npu_cnn if value is None else value))
+    # Q/DQ of com.microsoft: of integers in the extended formats, unless an option says otherwise.
+    contrib: bool | None = value_of(options, "UseQDQContribOps")
+    if contrib is None:
+        specs = (layer.weight, layer.input)
+        contrib = request.extended and any(spec is not None and spec.has_zero_point for spec in specs)
     return QDQSettings(
         target=request.target.name,
         target_given=value_of(options, "Target") is not None,
@@ -226,7 +229,7 @@ def _lower_qdq(request: Request, layer: LayerSpec) -> QDQSettings:
         fit_int32_bias=value_of(options, "AdjustWeightScaleForInt32Bias"),
         matmul_nbits=nbits_params(options)["AccuracyLevel"] if request.matmul_nbits else None,
         quantize_fp16=value_of(options, "QuantizeFP16") and not _computes_in_float32(options),
-        contrib_domain=_contrib_domain(request, layer),
+        contrib_domain=contrib,
         cast_bfloat16=value_of(options, "BF16QDQToCast"),
         clip_bfloat16=value_of(options, "BF16WithClip"),
     )
@@ -245,14 +248,6 @@ def _fused(options: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
             raise ConfigError(f"RemoveQDQBetweenOps: expected pairs of op types with a rule, got {pair!r}.")
         pairs.add((pair[0], pair[1]))
     return frozenset(pairs)
-
-
-def _contrib_domain(request: Request, layer: LayerSpec) -> bool:
-    """com.microsoft Q/DQ: of integers in the extended formats, unless an option says otherwise."""
-    given: bool | None = value_of(request.options, "UseQDQContribOps")
-    if given is not None:
-        return given
-    return request.extended and any(spec is not None and spec.has_zero_point for spec in (layer.weight, layer.input))
 
 
 # Rescaling ------------------------------------------------------------------------------------------------------------
@@ -277,16 +272,8 @@ def _equalization(request: Request, specs: SpecSettings) -> CLEConfig | None:
     return CLEConfig.from_options({**steps, **given})
 
 
-def _corrects_biases(request: Request, specs: SpecSettings) -> bool:
-    """A QConfig names its algorithms: only under powers of two it has this one without a word."""
-    if value_of(request.options, "BiasCorrection") is not None or value_of(request.options, "QuantizeFP16"):
-        return False
-    npu = request.npu_cnn and _has_power_of_two(specs.layer)
-    return npu or (request.legacy and _coarse(specs.layer))
-
-
 def _coarse(layer: LayerSpec) -> bool:
-    """Whether a weight has up to 8 bits and one scale, and so has what its layer reads."""
+    """Return True where a weight has up to 8 bits and one scale, and so has what its layer reads."""
     weight, activation = layer.weight, layer.input
     if weight is None or activation is None:
         return False
@@ -298,7 +285,7 @@ def _has_power_of_two(layer: LayerSpec) -> bool:
 
 
 def _one_scale(spec: TensorSpec) -> bool:
-    """Whether a tensor has integer codes under one scale, which is known before the model runs."""
+    """Return True where a tensor has integer codes under one scale, which is known before the model runs."""
     return spec.has_zero_point and not spec.dynamic and isinstance(spec.granularity, PerTensor)
 
 
@@ -330,7 +317,7 @@ def _lower_passes(request: Request) -> dict[str, object]:
 
 
 def _computes_in_float32(options: Mapping[str, Any]) -> bool:
-    """Whether a float16 model becomes float32 between its inputs and outputs. Raises ConfigError."""
+    """Return True where a float16 model becomes float32 between its inputs and outputs. Raises ConfigError."""
     if not value_of(options, "UseFP32Scale"):
         return False
     if not value_of(options, "QuantizeFP16") or value_of(options, "ConvertFP16ToFP32"):
@@ -342,7 +329,7 @@ def _computes_in_float32(options: Mapping[str, Any]) -> bool:
 
 
 def _float16_becomes_float32(request: Request) -> bool:
-    """Whether a float16 model becomes float32 without being asked: the kernels of the target are of float32."""
+    """Return True where a float16 model becomes float32 unasked, as the kernels of the target are of float32."""
     options = request.options
     given = any(value_of(options, name) for name in ("QuantizeFP16", "ConvertFP16ToFP32", "SkipPreprocess"))
     return bool(request.target.activations) and not given

@@ -60,7 +60,7 @@ FLAGS = ("include_cle", "include_sq", "include_rotation", "include_fast_ft", "in
 
 @dataclass(frozen=True)
 class Request:
-    """What a config of either generation asks for.
+    """The content of a config of either generation.
 
     Attributes:
         layer: Specs of every node; the weight has one.
@@ -106,12 +106,12 @@ class Request:
 
     @property
     def npu_transformer(self) -> bool:
-        """Whether this is the path of NPU transformers: Gemm and MatMul only."""
+        """True where this is the path of NPU transformers: Gemm and MatMul only."""
         return bool(value_of(self.options, "EnableNPUTransformer"))
 
     @property
     def matmul_nbits(self) -> bool:
-        """Whether MatMuls become MatMulNBits nodes."""
+        """True where MatMuls become MatMulNBits nodes."""
         return bool(value_of(self.options, "UseMatMulNBits"))
 
     @property
@@ -121,7 +121,7 @@ class Request:
 
     @property
     def weights_only(self) -> bool:
-        """Whether activations stay in float."""
+        """True where activations stay in float."""
         return self.matmul_nbits or bool(self.options.get("WeightsOnly", self.gptq is not None))
 
 

@@ -113,7 +113,7 @@ def lower_specs(request: Request, layer: LayerSpec, int32_bias: bool) -> SpecSet
 
 
 def _has_int32_bias(request: Request, integers: bool) -> bool:
-    """Whether biases are int32: by an option, else where activations and weights are integers."""
+    """Return True where biases are int32: by an option, else where activations and weights are integers."""
     int32: bool | None = value_of(request.options, "Int32Bias")
     if int32 is None:
         has_other_spec = request.layer.bias is not None and request.layer.bias.data_type != Int32
@@ -172,7 +172,7 @@ def _op_types(request: Request) -> tuple[str, ...]:
 
 
 def _overrides(options: Mapping[str, Any]) -> tuple[tuple[str, Override], ...]:
-    """What TensorQuantOverrides and MixedPrecisionTensor say of single tensors; the first wins."""
+    """Return what TensorQuantOverrides and MixedPrecisionTensor say of single tensors; the first wins."""
     overrides = {
         name: Override(dtype=_integer(kind, options, "MixedPrecisionTensor"))
         for kind, names in value_of(options, "MixedPrecisionTensor").items()

@@ -66,7 +66,7 @@ _ROUNDINGS = {0: RoundType.round, 2: RoundType.half_even}
 
 
 def is_integer(config: QTensorConfig) -> bool:
-    """Whether the element type is a plain integer."""
+    """Return True where the element type is a plain integer."""
     return config.data_type.core.startswith(("int", "uint"))
 
 
@@ -97,7 +97,7 @@ def lower_tensor(config: QTensorConfig, options: Mapping[str, Any], *, weight: b
 
 
 def is_symmetric(config: QTensorConfig, options: Mapping[str, Any], *, weight: bool = False) -> bool:
-    """Whether the zero point of a tensor is fixed: by the option, else by the spec."""
+    """Return True where the zero point of a tensor is fixed: by the option, else by the spec."""
     symmetric: bool | None = value_of(options, "WeightSymmetric" if weight else "ActivationSymmetric")
     return config.symmetric if symmetric is None else symmetric
 
