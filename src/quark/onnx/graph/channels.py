@@ -18,7 +18,7 @@ CHUNK_BYTES = 1 << 26
 
 
 def is_linear(node: ir.Node | None) -> bool:
-    """Whether a node multiplies its input by a constant matrix."""
+    """Return True where a node multiplies its input by a constant matrix."""
     if node is None or not is_op(node, *PRODUCTS) or len(node.inputs) < 2:
         return False
     weight = node.inputs[1]
@@ -118,7 +118,7 @@ def _added_constant(value: ir.Value) -> tuple[ir.Node, int] | None:
 
 
 def added_bias(value: ir.Value, channels: int) -> ChannelConstant | None:
-    """What the Add that alone reads a value gives each of its channels, which lie along its last axis."""
+    """Return the bias that an Add, the only reader of a value, gives its channels, which are its last axis; or None."""
     added = _added_constant(value)
     bias = None if added is None else ChannelConstant(*added)
     fits = bias is not None and constant(bias.value).shape in ((channels,), (1, channels), (1, 1, channels))

@@ -95,7 +95,7 @@ def _check_type(value: onnx.ValueInfoProto, where: str) -> None:
 
 
 def _may_be_one(one: onnx.ValueInfoProto, other: onnx.ValueInfoProto) -> bool:
-    """Whether a tensor can have both types; onnx_ir keeps the second."""
+    """Return True where a tensor can have both types; onnx_ir keeps the second."""
     types = [value.type.tensor_type for value in (one, other) if value.type.HasField("tensor_type")]
     shapes = [[size.dim_value for size in kind.shape.dim] for kind in types if kind.HasField("shape")]
     if len(types) < 2 or len(shapes) < 2:
@@ -205,7 +205,7 @@ def _all_nodes(nodes: Nodes) -> Iterator[onnx.NodeProto]:
 
 
 def has_parts(model: onnx.ModelProto) -> bool:
-    """Whether `fill_in` would change the model."""
+    """Return True where `fill_in` would change the model."""
     return any(True for _ in _parts(model, Path()))
 
 

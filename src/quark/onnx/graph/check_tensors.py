@@ -1,4 +1,4 @@
-"""Whether a tensor of a file holds what its type and shape promise: the values inside, beside the model, or sparse.
+"""Checks that a tensor of a file holds what its type and shape promise: the values inside, beside it, or sparse.
 
 onnx_ir reads what is missing as zeros, and so nobody would notice; every tensor is looked at before it reads any.
 """
@@ -103,7 +103,7 @@ def _entries(tensor: TensorProto) -> int:
 
 
 _EXTERNAL_KEYS = frozenset({"location", "offset", "length", "checksum", "basepath"})
-"""What ONNX says of data outside the model (onnx.proto, TensorProto.external_data)."""
+"""The keys by which ONNX describes data outside the model (onnx.proto, TensorProto.external_data)."""
 
 
 def byte_count(tensor: TensorProto) -> int:

@@ -31,17 +31,17 @@ _CONTRIB_ATTRIBUTES = {
 
 
 def is_op(node: ir.Node | None, *op_types: str) -> bool:
-    """Whether a node is one of these standard operators."""
+    """Return True where a node is one of these standard operators."""
     return node is not None and node.domain in _ONNX_DOMAINS and node.op_type in op_types
 
 
 def is_read(value: ir.Value) -> bool:
-    """Whether a node, of any body, reads a value, or it is an output."""
+    """Return True where a node, of any body, reads a value, or it is an output."""
     return bool(value.uses()) or value.is_graph_output()
 
 
 def read_once(value: ir.Value) -> bool:
-    """Whether exactly one node reads a value, and nothing else does."""
+    """Return True where exactly one node reads a value, and nothing else does."""
     return len(value.uses()) == 1 and not value.is_graph_output()
 
 
@@ -93,19 +93,14 @@ def carried_over(node: ir.Node, op_type: str, domain: str = "", **changed: Any) 
             continue
         if name in known:
             kept[name] = attribute.value
-        elif attribute.value != _default(node, name):
+            continue
+        default = onnx.defs.get_schema(node.op_type).attributes.get(name)
+        usual = default.default_value if default and default.default_value.name else None
+        if attribute.value != (None if usual is None else ir.serde.deserialize_attribute(usual).value):
             raise StructureError(
                 f"{node.name} has {name}={attribute.value}, which {op_type} does not know. Possible: exclude it."
             )
     return kept | {name: value for name, value in changed.items() if value is not None}
-
-
-def _default(node: ir.Node, name: str) -> Any:
-    """The default of an attribute of a standard operator; None where it has none."""
-    attribute = onnx.defs.get_schema(node.op_type).attributes.get(name)
-    if attribute is None or not attribute.default_value.name:
-        return None
-    return ir.serde.deserialize_attribute(attribute.default_value).value
 
 
 def insert(before: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any],
@@ -160,7 +155,7 @@ def own_values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def reads_of(node: ir.Node) -> Iterator[ir.Value]:
-    """What a node reads of its graph, by itself or in the bodies that it holds."""
+    """Yield the values of its graph that a node reads, by itself or in the bodies that it holds."""
     inner = (
         part
         for attribute in node.attributes.values()

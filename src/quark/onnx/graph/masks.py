@@ -52,7 +52,7 @@ _RangeOf = Callable[[ir.Value], Range | None]
 
 
 def is_mask(value: ir.Value) -> bool:
-    """Whether a constant, or what a ConstantOfShape fills with, is the -3e38 of an attention mask, -inf or NaN."""
+    """Return True where a constant, or what a ConstantOfShape fills with, is -inf, NaN, or the -3e38 of a mask."""
     node = value.producer()
     filling = node is not None and is_op(node, "ConstantOfShape") and node.attributes.get("value")
     array = filling.as_tensor().numpy() if filling else constant(value)
@@ -155,7 +155,7 @@ def _ways(graph: ir.Graph) -> dict[ir.Value, float]:
 
 
 def _computed_by_layers(graph: ir.Graph) -> set[ir.Value]:
-    """What layers compute, alone or with others; not a product of two tensors that nothing but integers make."""
+    """Return what layers compute, alone or with others; not a product of two tensors that nothing but integers make."""
     computed = set[ir.Value]()
     floats = {value for value in graph.inputs if _may_be_float(value)}
     for node in graph:
@@ -172,7 +172,7 @@ def _computed_by_layers(graph: ir.Graph) -> set[ir.Value]:
 
 
 def _possible_ranges(graph: ir.Graph, range_of: _RangeOf, computed: set[ir.Value]) -> dict[ir.Value, Range]:
-    """What values tensors have, or may have: a mask of 1 and 0 is all 1 where samples are not padded.
+    """Return the ranges that tensors have, or may have: a mask of 1 and 0 is all 1 where samples are not padded.
 
     An input, and what is computed of integers, may be 0 and 1. Of what layers compute, only what was seen is known.
     """
@@ -239,7 +239,7 @@ def _operands(node: ir.Node) -> list[ir.Value]:
 
 
 def _only_for(value: ir.Value, found: set[ir.Value]) -> bool:
-    """Whether whatever reads a value gives one of those that were found."""
+    """Return True where whatever reads a value gives one of those that were found."""
     readers = [use.node for use in value.uses()]
     return not value.is_graph_output() and all(any(out in found for out in node.outputs) for node in readers)
 
@@ -249,15 +249,13 @@ def _may_be_float(value: ir.Value) -> bool:
 
 
 def _constant_ranges(graph: ir.Graph) -> dict[ir.Value, Range]:
-    read = {value for node in graph for value in node.inputs if value is not None and is_constant(value)}
-    return {value: _constant_range(value) for value in read}
-
-
-def _constant_range(value: ir.Value) -> Range:
-    array = constant(value)
-    if not array.size or array.dtype.kind not in "fiub":
-        return 0.0, 0.0
-    return float(array.min()), float(array.max())
+    """Return the range of each constant that a node reads; (0, 0) where it has no numbers."""
+    ranges: dict[ir.Value, Range] = {}
+    for value in {value for node in graph for value in node.inputs if value is not None and is_constant(value)}:
+        array = constant(value)
+        has_numbers = array.size and array.dtype.kind in "fiub"
+        ranges[value] = (float(array.min()), float(array.max())) if has_numbers else (0.0, 0.0)
+    return ranges
 
 
 def _spread(limits: Range) -> float:

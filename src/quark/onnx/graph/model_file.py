@@ -54,14 +54,6 @@ def _check_graph(model: ir.Model, name: str) -> None:
     _check_names(model, name)
 
 
-def _sort_nodes(model: ir.Model, name: str) -> None:
-    """Put nodes that are out of order into one. Raises FormatError where none exists."""
-    try:
-        model.graph.sort()
-    except ValueError as error:
-        raise FormatError(f"{name} is not an ONNX model: {str(error).rstrip('.')}.") from None
-
-
 def _check_versions(model: ir.Model, name: str) -> None:
     given = {"opset": model.opset_imports.get("", 0), "IR version": model.ir_version}
     newest = {"opset": onnx.defs.onnx_opset_version(), "IR version": onnx.IR_VERSION}
@@ -166,11 +158,13 @@ def _read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
         if isinstance(value.const_value, ir.ExternalTensor):
             value.const_value = LinkedTensor.of(value.const_value, folder)
     _check_graph(model, name)
-    _sort_nodes(model, name)
+    try:
+        model.graph.sort()
+    except ValueError as error:
+        raise FormatError(f"{name} is not an ONNX model: {str(error).rstrip('.')}.") from None
     name_nodes(model)
     _name_omitted(model)
-    _free_open_sizes(model)
-    _say_one_sided(model)
+    _mend_sizes(model)
     return model
 
 
@@ -180,7 +174,7 @@ def _name(source: str | os.PathLike[str] | onnx.ModelProto) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What onnx_ir logs about a damaged model is said once, by the error; an inference that fails changes nothing."""
+    """Silence onnx_ir: the error says what is damaged in a model, and an inference that fails changes nothing."""
     library = logging.getLogger("onnx_ir")
     level = library.level
     library.setLevel(logging.CRITICAL)
@@ -207,8 +201,14 @@ def name_nodes(model: ir.Model) -> None:
         seen.add(node.name)
 
 
-def _free_open_sizes(model: ir.Model) -> None:
-    """Make sizes below 0, as some exporters write them, what they mean to the runtime: unknown."""
+def _mend_sizes(model: ir.Model) -> None:
+    """Make sizes below 0, as some exporters write them, what they mean to the runtime: unknown.
+
+    The default of STFT, half of the spectrum, is written where it is left out: onnx infers the shape of the whole one.
+    """
+    for node in model.graph.all_nodes():
+        if node.op_type == "STFT" and node.domain in ("", "ai.onnx") and "onesided" not in node.attributes:
+            node.attributes["onesided"] = ir.AttrInt64("onesided", 1)
     made = (value for node in model.graph.all_nodes() for value in node.outputs)
     for value in (*model.graph.inputs, *model.graph.outputs, *made):
         if value.shape is not None and any(isinstance(size, int) and size < 0 for size in value.shape):
@@ -226,15 +226,8 @@ def _name_omitted(model: ir.Model) -> None:
                 used.add(value.name)
 
 
-def _say_one_sided(model: ir.Model) -> None:
-    """Write the default of STFT, half of the spectrum, where it is left out: onnx infers the shape of the whole one."""
-    for node in model.graph.all_nodes():
-        if node.op_type == "STFT" and node.domain in ("", "ai.onnx") and "onesided" not in node.attributes:
-            node.attributes["onesided"] = ir.AttrInt64("onesided", 1)
-
-
 def _gives_list(model: ir.Model, node: ir.Node) -> bool:
-    """Whether the last output of an operator stands for any number of them."""
+    """Return True where the last output of an operator stands for any number of them."""
     try:
         schema = onnx.defs.get_schema(node.op_type, opset(model), "" if node.domain == "ai.onnx" else node.domain)
     except onnx.defs.SchemaError:
@@ -282,7 +275,7 @@ def _correct_shapes(model: ir.Model) -> None:
 
 
 def _agree(one: ir.Shape | None, other: ir.Shape | None) -> bool:
-    """Whether a tensor may have both shapes; None is any."""
+    """Return True where a tensor may have both shapes; None is any."""
     if one is None or other is None:
         return True
     pairs = zip(one, other, strict=False)
@@ -345,7 +338,7 @@ def checked_proto(model: ir.Model) -> onnx.ModelProto:
 
 
 def is_constant(value: ir.Value | None) -> bool:
-    """Whether `constant` gives an array, without reading it."""
+    """Return True where `constant` gives an array, without reading it."""
     if value is None or value.is_graph_input():
         return False
     node = value.producer()
@@ -355,7 +348,7 @@ def is_constant(value: ir.Value | None) -> bool:
 
 
 def live_inputs(node: ir.Node) -> list[ir.Value]:
-    """What a node reads that is not constant."""
+    """Return the inputs of a node that are not constant."""
     return [value for value in node.inputs if value is not None and not is_constant(value)]
 
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from quark.onnx.graph.channels import ChannelConstant
 from quark.onnx.graph.edit import KNOWN_DOMAINS, axes_of, dims
 from quark.onnx.graph.model_file import is_constant
-from quark.onnx.graph.pattern import Const, Match, Pattern, either, match, op
+from quark.onnx.graph.pattern import Const, Pattern, either, match, op
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,14 @@ def find_norms(graph: ir.Graph) -> list[Normalization]:
     for pattern in _IN_PARTS:
         for node in graph:
             parts = match(pattern, node) if node.op_type in ("Mul", "Div") and node not in covered else None
-            if parts is not None and _is_last_axis(parts):
+            if parts is None:
+                continue
+            (mean,), shape, first = parts.of_type("ReduceMean"), dims(parts["x"]), parts.nodes[0]
+            last = {(-1,), (len(shape) - 1,)} if shape is not None else {(-1,)}
+            if axes_of(mean) in last and bool(mean.attributes.get_int("keepdims", 1)):
+                index = first.inputs.index(parts["gain"]) if "gain" in parts.values else None
                 covered.update(parts.nodes)
-                found.append(Normalization((parts["x"],), node.outputs[0], parts.nodes, _gain(parts)))
+                found.append(Normalization((parts["x"],), node.outputs[0], parts.nodes, _constant(first, index)))
     return found
 
 
@@ -108,14 +113,3 @@ def _constant(node: ir.Node, index: int | None) -> ChannelConstant | None:
     if index is None or index >= len(node.inputs) or node.inputs[index] is None:
         return None
     return ChannelConstant(node, index)
-
-
-def _gain(parts: Match) -> ChannelConstant | None:
-    node = parts.nodes[0]
-    return ChannelConstant(node, node.inputs.index(parts["gain"])) if "gain" in parts.values else None
-
-
-def _is_last_axis(parts: Match) -> bool:
-    (mean,), shape = parts.of_type("ReduceMean"), dims(parts["x"])
-    last = {(-1,), (len(shape) - 1,)} if shape is not None else {(-1,)}
-    return axes_of(mean) in last and bool(mean.attributes.get_int("keepdims", 1))

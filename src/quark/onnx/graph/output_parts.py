@@ -24,7 +24,7 @@ from quark.onnx.graph.model_file import constant, infer_shapes, is_constant
 _BOUNDED = ("Sigmoid", "Softmax", "HardSigmoid")
 """Op types whose values lie from 0 to 1."""
 SILENT = 0.05
-"""What from 0 to 1 stays below it on all samples holds no event; what a quantized model gives may be twice as large."""
+"""A part from 0 to 1 that stays below it on all samples holds no event; a quantized model may give twice as much."""
 KEPT = ("Identity", "Cast", "Relu", "Clip", "Dropout")
 """Op types that leave every value where it is, and from 0 to 1 where it lies there."""
 SCALES = ("Mul", "Div", "Add", "Sub")
@@ -128,7 +128,7 @@ def _parts(value: ir.Value) -> list[OutputPart]:
 
 
 def _joined(value: ir.Value, node: ir.Node) -> list[OutputPart | None]:
-    """What a Concat joins; the parts of what it joins, where all of that has the same parts along another axis."""
+    """Return what a Concat joins; where all of that has the same parts along another axis, these parts."""
     axis = _axis_of(value, node)
     if axis is None:
         return []
@@ -250,7 +250,7 @@ def _count(sizes: list[int | None]) -> int | None:
 
 
 def _bounded(value: ir.Value) -> bool:
-    """Whether the values of a tensor lie from 0 to 1."""
+    """Return True where the values of a tensor lie from 0 to 1."""
     node = value.producer()
     while not is_op(node, "Clip", *SCALES) and (source := _source(node)) is not None:
         node = source.producer()

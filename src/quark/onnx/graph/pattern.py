@@ -72,7 +72,7 @@ def product(first: Pattern, second: Pattern, third: Pattern) -> Either:
 
 @dataclass(frozen=True)
 class Match:
-    """What a pattern bound: names to values, and the nodes it covers, the last one first."""
+    """The bindings of a pattern: names to values, and the nodes it covers, the last one first."""
 
     values: dict[str, ir.Value] = field(default_factory=dict)
     nodes: tuple[ir.Node, ...] = ()
@@ -86,14 +86,14 @@ class Match:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing outside reads a value between the covered nodes."""
+        """True where nothing outside reads a value between the covered nodes."""
         inside = set(self.nodes)
         values = [output for node in self.nodes[1:] for output in node.outputs]
         return not any(v.is_graph_output() or any(use.node not in inside for use in v.uses()) for v in values)
 
     @property
     def keeps_rank(self) -> bool:
-        """Whether no constant gives the result more dimensions than every named value has."""
+        """True where no constant gives the result more dimensions than every named value has."""
         named = [value.shape for value in self.values.values() if not is_constant(value)]
         least = min((0 if shape is None else len(shape) for shape in named), default=0)
         constants = [

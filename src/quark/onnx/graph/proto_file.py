@@ -78,7 +78,7 @@ def check_message(proto: onnx.ModelProto, name: str, folder: Path, elsewhere: Co
 
 
 def _holds_map(kind: onnx.TypeProto) -> bool:
-    """Whether a type is a map, or a sequence or optional of maps."""
+    """Return True where a type is a map, or a sequence or optional of maps."""
     inner = kind.WhichOneof("value")
     if inner in ("sequence_type", "optional_type"):
         return _holds_map(getattr(kind, inner).elem_type)
@@ -104,7 +104,7 @@ def _read_message(path: Path) -> onnx.ModelProto:
 
 
 def reason(error: BaseException) -> str:
-    """What another library says, in one line: that of the first cause, cut where it quotes the model."""
+    """Say the error of another library in one line: that of the first cause, cut where it quotes the model."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = one_line(error) or type(error).__name__
@@ -175,7 +175,7 @@ def _scanned(path: Path, read: _ReadArray) -> tuple[onnx.ModelProto, dict[str, A
 def _taking(
     read: _ReadArray, file: BufferedReader, arrays: dict[str, Any]
 ) -> Callable[[int, int, bytes], bytes | None]:
-    """What takes the values of a tensor out of its message, if they are large and as its type and shape say."""
+    """Return what takes values of a tensor out of its message, if they are large and as its type and shape say."""
 
     def take(start: int, length: int, rest: bytes) -> bytes | None:
         tensor = onnx.TensorProto.FromString(rest)

@@ -40,7 +40,7 @@ class ResidualStream:
 
     @property
     def centred(self) -> bool:
-        """Whether a norm subtracts the mean, which a rotation then must keep."""
+        """True where a norm subtracts the mean, which a rotation then must keep."""
         return any(norm.centred for norm in self.norms)
 
     @property
@@ -186,7 +186,7 @@ def _operands(node: ir.Node) -> list[int]:
 
 
 def _moves(node: ir.Node) -> bool:
-    """Whether a node moves values of its first input, and leaves the last axis as it is."""
+    """Return True where a node moves values of its first input, and leaves the last axis as it is."""
     if is_op(node, *_RESHAPES):
         before, after = dims(node.inputs[0]), dims(node.outputs[0])
         return is_op(node, "Identity") or bool(before and after and before[-1] and before[-1] == after[-1])
@@ -202,7 +202,7 @@ def _moves(node: ir.Node) -> bool:
 
 
 def _spares_last(node: ir.Node, *axes: int) -> bool:
-    """Whether none of these axes is the last one of the first input."""
+    """Return True where none of these axes is the last one of the first input."""
     shape = dims(node.inputs[0])
     return shape is not None and all(axis % len(shape) != len(shape) - 1 for axis in axes)
 

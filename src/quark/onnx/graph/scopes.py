@@ -69,7 +69,7 @@ def require_names(names: Iterable[str], model: ir.Model, where: str, bodies: boo
 
 
 def _is_name(scope: str) -> bool:
-    """Whether a scope is the name of a node: documented regular expressions start with ^ and hold ".*"."""
+    """Return True where a scope is the name of a node: documented regular expressions start with ^ and hold ".*"."""
     return not scope.startswith("re:") and not (scope.startswith("^") and ".*" in scope)
 
 

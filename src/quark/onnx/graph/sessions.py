@@ -112,7 +112,7 @@ LARGE = 1 << 28
 
 
 def _refusal(error: Exception) -> type[FormatError] | type[NotSupportedError]:
-    """What it means that ONNX Runtime does not load a model: that it is not valid, or that the runtime cannot say."""
+    """Return the error for a model that ONNX Runtime does not load: it is not valid, or the runtime cannot say."""
     lacking = type(error).__name__ == "NotImplemented" or UNKNOWN.search(str(error)) is not None
     return NotSupportedError if lacking else FormatError
 
@@ -159,7 +159,7 @@ def require_loads(
 
 @cache
 def integer_kernels_are_exact() -> bool:
-    """Whether products of 8 bits are summed as they are on this processor: without VNNI, sums of two saturate."""
+    """Return True where this processor sums products of 8 bits as they are: without VNNI, sums of two saturate."""
     size = 64
     for kind, most in (("UINT8", 255), ("INT8", 127)):
         node = onnx.helper.make_node("MatMulInteger", ["x", "w"], ["y"])
