@@ -1,4 +1,4 @@
-"""Makes the columns of stacked matrices alike, where the integer kernel has one scale for all of them.
+"""Makes the columns of stacked matrices equal in range, where the integer kernel has one scale for all of them.
 
     x @ W = (x @ (W 2^k)) 2^-k        W (..., K, N), k (..., 1, N): as many doublings as each column bears
 
@@ -33,11 +33,11 @@ def balance_columns(model: ir.Model, excluded: Container[str] = ()) -> int:
         if array.ndim < 3 or array.dtype != np.float32 or not array.size or not np.isfinite(array).all():
             continue
         largest = np.abs(array).max(-2, keepdims=True)
-        most, held = largest.max(), largest > 0
-        if not held.any() or most <= WIDEST * largest[held].min():
+        most, nonzero = largest.max(), largest > 0
+        if not nonzero.any() or most <= WIDEST * largest[nonzero].min():
             continue
         doublings = np.zeros(largest.shape)
-        doublings[held] = np.minimum(np.floor(np.log2(most / largest[held])), _MOST_DOUBLINGS)
+        doublings[nonzero] = np.minimum(np.floor(np.log2(most / largest[nonzero])), _MOST_DOUBLINGS)
         set_initializer(unshared(node, 1), (array * np.exp2(doublings)).astype(np.float32))
         writer = writer or GraphWriter(model)
         factor = writer.constant(f"{node.name}_columns", np.exp2(-doublings).astype(np.float32))

@@ -33,7 +33,7 @@ def replace_clip6_relu(model: ir.Model) -> int:
 
 
 def _saturates(reader: ir.Node, bound: float) -> bool:
-    """Whether a QuantizeLinear of one scale gives the largest code at a bound, and so for all above it."""
+    """Return True where a QuantizeLinear of one scale gives the largest code at a bound, and so for all above it."""
     if reader.op_type != "QuantizeLinear":
         return False
     scale, zero = scalar(reader.inputs[1]), constant(reader.inputs[2]) if len(reader.inputs) > 2 else None

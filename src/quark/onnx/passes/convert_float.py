@@ -57,8 +57,11 @@ def _to_half(model: ir.Model, target: ir.DataType, keep_io_types: bool) -> int:
     count = _convert(model, ir.DataType.FLOAT, target, unchanged)
     if not count:
         return 0
+    to_float = {"to": int(ir.DataType.FLOAT)}
     for node, index in float32_inputs:
-        _cast_input(node, index)
+        value = node.inputs[index]
+        if value is not None and value.dtype != ir.DataType.FLOAT:
+            node.replace_input_with(index, insert(node, "Cast", [value], to_float, f"{node.name}_input_{index}_float"))
     if keep_io_types:
         _keep_types(graph, ends, ir.DataType.FLOAT)
     return count
@@ -98,7 +101,12 @@ def _convert(model: ir.Model, source: ir.DataType, target: ir.DataType, unchange
     for graph in (*model.graphs(), *model.functions.values()):
         for node in list(graph):
             _convert_attributes(node, source, target)
-            _drop_idle(node)
+            # A Cast to the type that its input has goes.
+            given = node.inputs[0] if is_op(node, "Cast") else None
+            if given is None or given.dtype is None or node.attributes["to"].as_int() != int(given.dtype):
+                continue
+            if redirect(node.outputs[0], given):
+                prune(node)
     return count
 
 
@@ -130,15 +138,6 @@ def _convert_attributes(node: ir.Node, source: ir.DataType, target: ir.DataType)
             node.attributes["value"] = ir.AttrTensor("value", _cast(tensor, target))
 
 
-def _drop_idle(node: ir.Node) -> None:
-    """Remove a Cast to the type that its input has."""
-    value = node.inputs[0] if is_op(node, "Cast") else None
-    if value is None or value.dtype is None or node.attributes["to"].as_int() != int(value.dtype):
-        return
-    if redirect(node.outputs[0], value):
-        prune(node)
-
-
 def _cast(tensor: ir.TensorProtocol, target: ir.DataType) -> ir.TensorProtocol:
     """A tensor of another type, computed when it is read."""
 
@@ -150,15 +149,6 @@ def _cast(tensor: ir.TensorProtocol, target: ir.DataType) -> ir.TensorProtocol:
         return ir.tensor(array.astype(target.numpy()), name=tensor.name)
 
     return ir.LazyTensor(compute, dtype=target, shape=fixed_shape(tensor), name=tensor.name)
-
-
-def _cast_input(node: ir.Node, index: int) -> None:
-    """Give an input that must be float32 a Cast, unless it is an initializer of its own."""
-    value = node.inputs[index]
-    if value is None or value.dtype == ir.DataType.FLOAT:
-        return
-    to_float = {"to": int(ir.DataType.FLOAT)}
-    node.replace_input_with(index, insert(node, "Cast", [value], to_float, f"{node.name}_input_{index}_float"))
 
 
 def _keep_input_type(graph: ir.Graph, value: ir.Value, kind: ir.DataType) -> None:

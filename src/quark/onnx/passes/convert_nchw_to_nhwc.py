@@ -27,7 +27,7 @@ def convert_nchw_to_nhwc(model: ir.Model) -> int:
 
 
 def _is_nhwc(value: ir.Value) -> bool:
-    """Whether all that reads an input is a Transpose to NCHW."""
+    """Return True where all that reads an input is a Transpose to NCHW."""
     readers = [use.node for use in value.uses()]
     return bool(readers) and all(
         is_op(node, "Transpose") and tuple(node.attributes.get_ints("perm", ())) == TO_NCHW for node in readers

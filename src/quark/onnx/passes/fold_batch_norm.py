@@ -67,7 +67,7 @@ def fold_batch_norm(model: ir.Model) -> int:
 
 
 def affine_of(norm: ir.Node) -> Affine | None:
-    """What a BatchNormalization multiplies and adds; None where a parameter is no constant, or in training mode."""
+    """Return what a BatchNormalization multiplies by and adds; None in training, or without constant parameters."""
     parameters = [constant(value) for value in norm.inputs[1:5]]
     if any(p is None for p in parameters) or norm.attributes.get_int("training_mode") or len(norm.outputs) != 1:
         return None
@@ -77,7 +77,7 @@ def affine_of(norm: ir.Node) -> Affine | None:
 
 
 def _target(node: ir.Node) -> tuple[ir.Value | None, list[_Member]]:
-    """What a node normalizes, multiplies or adds to, and the parts that it folds into; None where it stays."""
+    """Return what a node normalizes, scales or adds to, and the parts that it folds into: None and none if it stays."""
     source = node.inputs[1] if is_op(node, *_ARITHMETIC) and is_constant(node.inputs[0]) else node.inputs[0]
     producer = source.producer() if source is not None and read_once(source) else None
     if source is None or producer is None:
@@ -92,7 +92,7 @@ def _target(node: ir.Node) -> tuple[ir.Value | None, list[_Member]]:
 
 
 def _arithmetic(node: ir.Node, source: ir.Value, producer: ir.Node) -> Affine | None:
-    """What a Mul, Div, Add or Sub does to each channel of a convolution, or of what a Concat joins.
+    """Return what a Mul, Div, Add or Sub does to each channel of a convolution, or of what a Concat joins.
 
     None where that is not linear, or no constant. A constant with more axes than the tensor, or with several values
     along another axis, is none.
@@ -125,7 +125,7 @@ def _channels(source: ir.Value, producer: ir.Node, dtype: np.dtype[Any]) -> tupl
 
 
 def _is_per_channel(array: NumpyArray, rank: int, channels: int) -> bool:
-    """Whether a constant has one value, or one of each channel, beside a tensor of so many axes."""
+    """Return True where a constant has one value, or one of each channel, beside a tensor of so many axes."""
     padded = (1,) * (rank - array.ndim) + array.shape
     return array.ndim <= rank and padded[0] == 1 and padded[1] in (1, channels) and math.prod(padded[2:]) == 1
 
@@ -141,7 +141,7 @@ def _write_member(graph: ir.Graph, member: _Member) -> None:
 
 
 def _joins_channels(node: ir.Node) -> bool:
-    """Whether a node is a Concat of channels, of which each part has a known number."""
+    """Return True where a node is a Concat of channels, of which each part has a known number."""
     sizes = [dims(value) for value in node.inputs] if is_op(node, "Concat") else []
     if not all(shape and len(shape) > 2 and shape[1] is not None for shape in sizes):
         return False
@@ -190,7 +190,7 @@ def _write(graph: ir.Graph, concat: ir.Node, index: int, affine: Affine) -> None
 
 
 def _can_fold(node: ir.Node) -> bool:
-    """Whether the weight and bias of a node may be changed."""
+    """Return True where the weight and bias of a node may be changed."""
     weight = node.inputs[1]
     if weight is None or weight.const_value is None or not read_once(weight):
         return False

@@ -46,7 +46,7 @@ def fold_factors(model: ir.Model) -> int:
 
 
 def _factor(node: ir.Node) -> tuple[float, ir.Value] | None:
-    """What a Mul or Div multiplies by, and which value, where its result has the rank of that value."""
+    """Return the factor of a Mul or Div and the value it multiplies, where its result has the rank of that value."""
     if not is_op(node, "Mul", "Div"):
         return None
     index = 0 if is_op(node, "Mul") and is_constant(node.inputs[0]) else 1
@@ -88,7 +88,7 @@ def _is_float32(value: ir.Value) -> bool:
 
 
 def _is_added(value: ir.Value | None, rank: int) -> bool:
-    """Whether a value is a float32 constant that gives a sum no more axes."""
+    """Return True where a value is a float32 constant that gives a sum no more axes."""
     return value is not None and is_constant(value) and _is_float32(value) and constant(value).ndim <= rank
 
 

@@ -46,7 +46,7 @@ def _fuse(node: ir.Node, matched: Match) -> bool:
 
 
 def _is_tiny(bounding: ir.Node) -> bool:
-    """Whether a Max or Clip only keeps the norm, or its square, from being zero."""
+    """Return True where a Max or Clip only keeps the norm, or its square, from being zero."""
     lower = bounding.attributes.get_float("min", scalar(bounding.inputs[1]) if len(bounding.inputs) > 1 else 0.0)
     upper = bounding.attributes.get_float("max") if len(bounding.inputs) < 3 else scalar(bounding.inputs[2])
     source = bounding.inputs[0].producer() if bounding.inputs[0] is not None else None

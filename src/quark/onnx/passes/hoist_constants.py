@@ -78,7 +78,7 @@ def _replace(node: ir.Node, inputs: set[int], outputs: set[int]) -> None:
 
 
 def _before_identities(value: ir.Value) -> ir.Value:
-    """What a chain of Identity gives on."""
+    """Return the value that a chain of Identity passes on."""
     node = value.producer()
     while node is not None and is_op(node, "Identity") and node.inputs[0] is not None:
         value = node.inputs[0]

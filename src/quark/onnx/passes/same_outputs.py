@@ -1,4 +1,4 @@
-"""Whether two forms of one model compute the same: both run on a sample of noise in ONNX Runtime, as they stand."""
+"""Checks that two forms of one model compute the same: both run on a sample of noise in ONNX Runtime, as they stand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quark.onnx.graph.sessions import session_over
 from quark.onnx_ops.custom_libraries import session_options
 
 _OPEN_SIZES = (4, 1)
-"""What the open dimensions of the inputs are: the first with which the model runs."""
+"""Sizes for open dimensions of inputs: the first with which the model runs is taken."""
 _NOISE = {"float16": 2e-2}
 _FLOAT_NOISE = 1e-3
 """Relative to the norm of an output: kernels of two opsets may sum in different orders."""

@@ -98,7 +98,7 @@ def _fold(model: ir.Model, node: ir.Node, joins: bool = False) -> None:
 
 
 def _is_known(value: ir.Value, reader: ir.Node) -> bool:
-    """Whether it is constant, or a shape of which the reader picks some dimensions: as its data, never as an index."""
+    """Return True for a constant, and a shape of which the reader picks dimensions: as its data, never as an index."""
     picks = is_op(reader, "Gather", "Slice") and is_op(value.producer(), "Shape") and reader.inputs.index(value) == 0
     return is_constant(value) or (picks and reader.inputs.count(value) == 1 and _known(value) is not None)
 
@@ -110,7 +110,7 @@ def _known(value: ir.Value) -> Any:
 
 
 def _shape(node: ir.Node) -> Any:
-    """What a Shape gives, OPEN for open dimensions; None where the rank is unknown."""
+    """Return the output of a Shape, OPEN for open dimensions; None where the rank is unknown."""
     shape = dims(node.inputs[0])
     if shape is None:
         return None
