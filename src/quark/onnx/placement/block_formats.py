@@ -1,4 +1,4 @@
-"""What block formats ask of a placement: along which axis the blocks of a tensor lie, and how many nodes they become.
+"""Where the blocks of block formats lie in a placement: along which axis of a tensor; and how many nodes they become.
 
 The axis is that which the reader of a tensor multiplies and sums over, as the rule of it says. What several nodes read
 follows the first of them; what none of these reads follows the node that writes it, then the axis of the spec, or the

@@ -4,7 +4,7 @@
 
 with w a weight and q the same under the one scale that is asked for. Where the inputs of a layer are uncorrelated and
 of one size, n is the noise of its outputs, each as a share of itself: the next layer may magnify a small one. Noises of
-layers in a row add. Weight-only and dynamic quantization see no samples on which outputs could be judged, so weights
+layers in a row add. Weight-only and dynamic quantization see no samples on which outputs could be measured, so weights
 keep one scale only while their noises are at most `_MOST_NOISE` together; the noisiest get scales of channels first.
 Values of a normal distribution have n = 1e-4 at 8 bits. Channels of different size, as depthwise convolutions have
 them and a batch normalization leaves them when it is folded, have up to 1.
@@ -71,7 +71,7 @@ def refine_scales(
 
 
 def _finer_specs(placement: Placement, settings: Settings) -> dict[Operand, TensorSpec]:
-    """What each weight under one scale could have instead, where the runtime has a form for it."""
+    """Return the spec that each weight under one scale could have instead, where the runtime has a form for it."""
     named, finer = dict(settings.specs.overrides), {}
     for operand, spec in placement.weights.items():
         value = operand[0].inputs[operand[1]]
@@ -84,7 +84,7 @@ def _finer_specs(placement: Placement, settings: Settings) -> dict[Operand, Tens
 
 
 def _is_coarse(operand: Operand, spec: TensorSpec) -> bool:
-    """Whether an operand is a weight under one scale, or a recurrent one under one scale for each direction."""
+    """Return True for a weight under one scale, and a recurrent one under one scale for each direction."""
     node, index = operand
     if is_op(node, *RECURRENT):
         return isinstance(spec.granularity, PerTensor) or spec.granularity == PerChannel(0)

@@ -23,7 +23,7 @@ _WIDEST_DIVISOR = 16
 
 
 def has_weight(node: ir.Node, layer: LayerSpec, settings: Settings) -> bool:
-    """Whether a node has a constant weight that is quantized; for MatMulNBits, one that it can hold."""
+    """Return True where a node has a constant weight that is quantized; for MatMulNBits, one that it can hold."""
     index = rule_of(node.op_type).weight
     if index is None or index >= len(node.inputs) or not is_constant(node.inputs[index]) or layer.weight is None:
         return False
@@ -71,7 +71,7 @@ def place_added_bias(node: ir.Node, placement: Placement) -> None:
 
 
 def _one_scale(node: ir.Node, value: ir.Value) -> bool:
-    """Whether one scale serves a constant: not a mask, not a divisor whose smallest value would become 0."""
+    """Return True where one scale serves a constant: not a mask, not a divisor whose smallest value would become 0."""
     if is_mask(value):
         return False
     if node.op_type != "Div" or not constant(value).size:
@@ -105,5 +105,5 @@ def _place_bias(node: ir.Node, layer: LayerSpec, settings: Settings, placement: 
 
 
 def _in_integers(weight: TensorSpec, data: TensorSpec) -> bool:
-    """Whether a bias can have the scale of the product: one scale for each output at most."""
+    """Return True where a bias can have the scale of the product: one scale for each output at most."""
     return weight.has_zero_point and not isinstance(weight.granularity, PerGroup) and data.has_zero_point

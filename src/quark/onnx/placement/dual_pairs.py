@@ -43,8 +43,11 @@ def insert_identities(placement: Placement) -> None:
     for (node, index), spec in placement.reads.items():
         value = node.inputs[index]
         actual = placement.activations.get(value) if value is not None else None
-        if value is None or actual is None or actual.dtype == spec.dtype or _moves(node, value, placement):
+        if value is None or actual is None or actual.dtype == spec.dtype:
             continue
+        root = placement.root(value)
+        if rule_of(node.op_type).moves(node) and any(placement.root(output) is root for output in node.outputs):
+            continue  # it gives what it reads under one scale
         if (value, spec) not in made:
             made[value, spec] = requantized(value, node, spec, placement)
         node.replace_input_with(index, made[value, spec])
@@ -75,12 +78,6 @@ def source_name(value: ir.Value) -> str:
     producer = value.producer()
     name = None if producer is None else producer.meta.get(REQUANTIZED)
     return str(name or value.name or "")
-
-
-def _moves(node: ir.Node, value: ir.Value, placement: Placement) -> bool:
-    """Whether a node gives what it reads under the same scale."""
-    root = placement.root(value)
-    return rule_of(node.op_type).moves(node) and any(placement.root(output) is root for output in node.outputs)
 
 
 def _free_name(node: ir.Node, value: ir.Value) -> str:

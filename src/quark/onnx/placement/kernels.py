@@ -25,7 +25,7 @@ DYNAMIC_KERNELS = {"MatMul": "MatMulInteger", "Gemm": "MatMulInteger", "Conv": "
 
 
 def fits_dynamic(node: ir.Node) -> bool:
-    """Whether a node has an integer kernel for its form: a constant weight that is not empty, matrices or a kernel."""
+    """Return True where a node has the form of an integer kernel: a constant weight of two axes or more, not empty."""
     if node.op_type not in DYNAMIC_KERNELS or is_constant(node.inputs[0]) or not is_constant(node.inputs[1]):
         return False
     weight = constant(node.inputs[1])
@@ -33,7 +33,7 @@ def fits_dynamic(node: ir.Node) -> bool:
 
 
 def is_depthwise(node: ir.Node) -> bool:
-    """Whether each output of a convolution is a sum over one channel of several.
+    """Return True where each output of a convolution is a sum over one channel of several.
 
     Where one scale serves all channels of its input, as in what is quantized as it comes, those of small values keep
     few codes, and no sum with others hides it: the channels of a depthwise layer differ most.
@@ -42,19 +42,19 @@ def is_depthwise(node: ir.Node) -> bool:
 
 
 def fits_nbits(node: ir.Node, spec: TensorSpec) -> bool:
-    """Whether a node can become a MatMulNBits: blocks of 16, 32, 64 ... along the sum of a 2-D constant."""
+    """Return True where a node can become a MatMulNBits: blocks of 16, 32, 64 ... along the sum of a 2-D constant."""
     if node.op_type != "MatMul" or not isinstance(spec.granularity, PerGroup) or spec.dtype.bits not in (2, 4, 8):
         return False
     return constant(node.inputs[1]).ndim == 2 and fits_block_kernel(spec.granularity.size)
 
 
 def fits_block_kernel(size: int) -> bool:
-    """Whether the kernels of com.microsoft take blocks of this many values: 16, 32, 64 ..."""
+    """Return True where the kernels of com.microsoft take blocks of this many values: 16, 32, 64 ..."""
     return size >= 16 and size & (size - 1) == 0
 
 
 def gains(node: ir.Node, target: Target, placement: Placement) -> bool:
-    """Whether the target's runtime gains by quantizing a node, given the nodes before it, which are placed already."""
+    """Return True where the target's runtime gains by quantizing a node, given the nodes that were placed before it."""
     if target.fuses is not None and node.op_type not in target.fuses:
         return False
     if placement.half and node.op_type == "Concat":
@@ -97,7 +97,7 @@ def nodes_before_log(graph: ir.Graph) -> set[ir.Node]:
 
 
 def _keeps_orders(node: ir.Node) -> bool:
-    """Whether the output of a node spans what its input spans; a Clip does unless its bounds are near each other."""
+    """Return True where the output of a node spans what its input spans, as that of a Clip with bounds far apart."""
     if is_op(node, "Clip"):
         low, high = _bound(node, 1, "min"), _bound(node, 2, "max")
         return low is None or high is None or low <= 0 or high > _LEAST_ORDERS * low

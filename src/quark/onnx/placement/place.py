@@ -134,7 +134,7 @@ def _place_dynamic(node: ir.Node, layer: LayerSpec, settings: Settings, placemen
 
 
 def writes_float(node: ir.Node, target: Target, settings: Settings) -> bool:
-    """Whether the output of a quantized node stays in float."""
+    """Return True where the output of a quantized node stays in float."""
     return (
         node.op_type in (*target.float_output, *settings.qdq.float_output_types)
         or node.name in settings.qdq.float_outputs
@@ -184,14 +184,10 @@ def _nothing_to_quantize(
     present = ", ".join(sorted({node.op_type for node in model.graph}))
     if any(placement.computes_other_float(node) for node in selected):
         present += f"; these are not in {'float16' if placement.half else 'float32'}"
-    return NothingToQuantizeError(f"Nothing to quantize: the model has {present}; asked for: {_request(settings)}.")
-
-
-def _request(settings: Settings) -> str:
-    """What the settings ask to quantize, in words."""
     names = ", ".join(settings.specs.nodes or settings.specs.op_types) or "op types with a rule"
     if settings.specs.layer.weight is None and settings.specs.by_type:
         # Where an algorithm alone asks for quantization, of the op types that it knows.
         chosen = [op_type for op_types, layer in settings.specs.by_type if layer is not None for op_type in op_types]
         names = f"{', '.join(chosen)} ({', '.join(type(algorithm).__name__ for algorithm in settings.algorithms)})"
-    return names + (" with a constant weight" if settings.specs.weights_apart else "")
+    names += " with a constant weight" if settings.specs.weights_apart else ""
+    return NothingToQuantizeError(f"Nothing to quantize: the model has {present}; asked for: {names}.")

@@ -76,7 +76,7 @@ class Placement:
             del self.weights[node, index]
 
     def is_float(self, value: ir.Value, if_unknown: bool = True) -> bool:
-        """Whether a value is a tensor of the model's float type; `if_unknown` where it has no type."""
+        """Return True where a value is a tensor of the model's float type; `if_unknown` where it has no type."""
         if value.type is None:
             return if_unknown
         # A sequence of tensors has an element type too.
@@ -84,7 +84,7 @@ class Placement:
         return isinstance(value.type, ir.TensorType) and value.dtype is dtype
 
     def computes_other_float(self, node: ir.Node) -> bool:
-        """Whether a node computes in another float type than the model's, for which there are no scales."""
+        """Return True where a node computes in another float type than the model's, for which there are no scales."""
         values = [value for value in (*node.inputs, *node.outputs) if value is not None]
         others = [value.dtype for value in values if value.dtype is not None and not self.is_float(value)]
         return any(dtype.is_floating_point() for dtype in others)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import replace
 
 import onnx_ir as ir
@@ -39,32 +39,33 @@ def share_scales(placement: Placement, settings: Settings) -> None:
     An input that other nodes read, too, has a scale of its own, and is quantized once more for the aligned node.
     """
     aligned = {op_type for name in settings.qdq.align for op_type in ALIGN_GROUPS[name]}
-    for node in placement.nodes:
-        if rule_of(node.op_type).moves(node):
-            _share_moved(node, placement, settings)
+    _share_moved(placement, settings)
     to_align = [node for node in placement.nodes if node.op_type in aligned and not rule_of(node.op_type).moves(node)]
     readers = _readers_of_classes(placement) if to_align else {}
     for node in to_align:
         if len(placement.quantized(node.inputs)) > 1:
             if "hard_sigmoid" in settings.npu.rules:
                 _part_from_sigmoids(node, placement)
-            _own_edges(node, placement, readers)
+            roots = {placement.root(value) for value in placement.quantized(node.inputs)}
+            _requantize(node, placement, {root for root in roots if readers.get(root, set()) - {node}})
         written = placement.quantized(node.outputs) or _factored_outputs(node, placement)
         members = [*placement.quantized(node.inputs), *written]
         for value in members[1:]:
             join(placement, members[0], value)
 
 
-def _share_moved(node: ir.Node, placement: Placement, settings: Settings) -> None:
-    """Give what a node moves, and what it gives, one scale."""
+def _share_moved(placement: Placement, settings: Settings) -> None:
+    """Give what nodes only move, and what they give, one scale."""
     common = settings.specs.layer if settings.qdq.propagate_specs else None
-    for moved in placement.quantized(node.inputs[:1]):
-        for output in placement.quantized(node.outputs):
-            join(placement, moved, output, common)
+    for node in placement.nodes:
+        if rule_of(node.op_type).moves(node):
+            for moved in placement.quantized(node.inputs[:1]):
+                for output in placement.quantized(node.outputs):
+                    join(placement, moved, output, common)
 
 
 def _readers_of_classes(placement: Placement) -> dict[ir.Value, set[ir.Node | None]]:
-    """What stands for a class -> the quantized nodes that read it and do more than move it; None for an output."""
+    """Root of a class -> the quantized nodes that read a value of it and do more than move it; None for an output."""
     quantized, readers = set(placement.nodes), dict[ir.Value, set[ir.Node | None]]()
     for value in placement.activations:
         root = placement.root(value)
@@ -78,12 +79,6 @@ def _readers_of_classes(placement: Placement) -> dict[ir.Value, set[ir.Node | No
         if value.is_graph_output():
             found.add(None)
     return readers
-
-
-def _own_edges(node: ir.Node, placement: Placement, readers: Mapping[ir.Value, set[ir.Node | None]]) -> None:
-    """Quantize once more what a node does not read alone."""
-    roots = {placement.root(value) for value in placement.quantized(node.inputs)}
-    _requantize(node, placement, {root for root in roots if readers.get(root, set()) - {node}})
 
 
 def _part_from_sigmoids(node: ir.Node, placement: Placement) -> None:
@@ -106,7 +101,7 @@ def _requantize(node: ir.Node, placement: Placement, roots: Set[ir.Value]) -> No
 
 
 def _factored_outputs(node: ir.Node, placement: Placement) -> list[ir.Value]:
-    """What a node writes after its constant factor."""
+    """Return the tensors that a node writes after its constant factor."""
     products = [use.node for use in node.outputs[0].uses() if FACTOR in use.node.meta]
     return placement.quantized(value for product in products for value in product.outputs)
 

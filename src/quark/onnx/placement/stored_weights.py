@@ -32,7 +32,7 @@ _SMALLEST_TABLE = 1024
 
 def stored_specs(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> dict[int, TensorSpec]:
     """Index -> spec of the constants of a node that are stored as codes; none where activations have Q/DQ."""
-    spec, indices = _code_spec(layer, settings), _stored_constants(node, placement)
+    spec, indices = layer.weight, _stored_constants(node, layer, settings, placement)
     if spec is None or not indices:
         return {}
     if node.op_type in FUSED_LAYERS:
@@ -46,18 +46,14 @@ def stored_specs(node: ir.Node, layer: LayerSpec, settings: Settings, placement:
     return _table(node, spec) if is_op(node, "Gather") else {}
 
 
-def _code_spec(layer: LayerSpec, settings: Settings) -> TensorSpec | None:
-    """That of weights in codes beside floats; None where a layer has no such."""
+def _stored_constants(node: ir.Node, layer: LayerSpec, settings: Settings, placement: Placement) -> list[int]:
+    """Return which inputs are stored as codes beside floats; none where any is computed, or of another type."""
     spec, beside_floats = layer.weight, settings.specs.weights_only or layer.dynamic_input
     if not beside_floats or settings.qdq.matmul_nbits is not None:
-        return None
-    return None if spec is None or spec.is_block or not spec.has_zero_point else spec
-
-
-def _stored_constants(node: ir.Node, placement: Placement) -> list[int]:
-    """Where a node holds what is stored as codes; nowhere if any of it is computed, or of another type."""
-    stored = rule_of(node.op_type).stored
-    values = {index: node.inputs[index] for index in stored if index < len(node.inputs)}
+        return []
+    if spec is None or spec.is_block or not spec.has_zero_point:
+        return []
+    values = {index: node.inputs[index] for index in rule_of(node.op_type).stored if index < len(node.inputs)}
     present = {index: value for index, value in values.items() if value is not None}
     usable = all(is_constant(value) and placement.is_float(value) for value in present.values())
     return list(present) if usable else []
@@ -66,8 +62,11 @@ def _stored_constants(node: ir.Node, placement: Placement) -> list[int]:
 def _recurrent_specs(node: ir.Node, indices: list[int], spec: TensorSpec, dynamic: bool) -> dict[int, TensorSpec]:
     """Of a recurrent layer: in dynamic quantization without a kernel, float16 where the values allow it."""
     if dynamic and spec.dtype.bits == 8 and not fits_lstm_kernel(node, spec):
-        return {index: HALF for index in indices if _fits_half(node, index)}
-    return {index: _recurrent(node, index, spec, dynamic and is_op(node, "LSTM")) for index in indices}
+        arrays = {index: constant(node.inputs[index]) for index in indices}
+        # There is no float16 of what would lose more than its last digits.
+        return {index: HALF for index, x in arrays.items() if x.dtype == np.float32 and as_float16(x) is not None}
+    in_kernel = dynamic and is_op(node, "LSTM")
+    return {index: _recurrent(node, index, spec, in_kernel) for index in indices}
 
 
 def stored_spec(node: ir.Node, index: int, spec: TensorSpec, in_kernel: bool) -> TensorSpec | None:
@@ -87,13 +86,8 @@ def _fused_spec(node: ir.Node, spec: TensorSpec) -> TensorSpec:
     return replace(spec, granularity=PerChannel(axis)) if isinstance(spec.granularity, PerChannel) else spec
 
 
-def _fits_half(node: ir.Node, index: int) -> bool:
-    array = constant(node.inputs[index])
-    return array.dtype == np.float32 and as_float16(array) is not None
-
-
 def fits_lstm_kernel(node: ir.Node, spec: TensorSpec) -> bool:
-    """Whether ONNX Runtime's DynamicQuantizeLSTM computes a node: 8 bits, float32, time before batch."""
+    """Return True where ONNX Runtime's DynamicQuantizeLSTM computes a node: 8 bits, float32, time before batch."""
     if not is_op(node, "LSTM") or spec.dtype.bits != 8 or constant(node.inputs[1]).dtype != np.float32:
         return False
     return node.attributes.get_int("layout", 0) == 0
