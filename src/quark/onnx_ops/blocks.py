@@ -13,7 +13,7 @@ Powers of two are exact, and so is every product with one: the result has the bi
 its block NaN, as the NaN of E8M0 does; an infinity takes the largest exponent.
 
 There are two views. One computes everything from the shape of x. Where the file says that blocks fill the axis, and
-how many values lie behind it, the view is a constant: half of the nodes, which is half of the time to load a model.
+how many values lie after it, the view is a constant: half of the nodes, which is half of the time to load a model.
 
 Two traps of ONNX Runtime: with a scalar, (n, 32, 1) is a hundred times slower than with a constant of rank 3; and a
 product with 1 - u is optimised away, so that it is -(1 - u) here.
@@ -71,7 +71,7 @@ _PAIR_VIEW = """
   block_view = Concat <axis = 0> (rows, in_block, inner)
   step_view = Concat <axis = 0> (pair_rows, one, inner)
 """
-# Where nothing lies behind the axis, blocks are the last axis: ONNX Runtime sums along it seventy times faster.
+# Where nothing lies after the axis, blocks are the last axis: ONNX Runtime sums along it seventy times faster.
 _ALIGNED_VIEW = """
   view = Constant <value_ints: ints = [{block}]> ()
   v = Reshape (x, view)
@@ -164,13 +164,13 @@ INTEGER = """
 """
 # {p} is a prefix of names, so that a body may round twice: scales and elements.
 ROUND_TO = """
-  {p}held = Clip ({p}scaled_, {p}qmin, {p}qmax)
-  {p}fq = Mul ({p}held, {p}ufp32)
+  {p}clipped = Clip ({p}scaled_, {p}qmin, {p}qmax)
+  {p}fq = Mul ({p}clipped, {p}ufp32)
   {p}fr = Mul ({p}fq, {p}minus32)
   {p}fs = Add ({p}fq, {p}fr)
   {p}fa = Abs ({p}fs)
   {p}spacing = Max ({p}fa, {p}smallest)
-  {p}scaled = Div ({p}held, {p}spacing)
+  {p}scaled = Div ({p}clipped, {p}spacing)
 {round}
   {p}code = Mul ({p}rounded, {p}spacing)
 """
@@ -208,7 +208,7 @@ def block_body(
         rounding: Of the codes.
         opset: Of the model: reductions take their axes as an input from 18 on.
         size: Block length, where `inner` is given.
-        inner: How many values lie behind the axis, which blocks fill; None for any shape.
+        inner: How many values lie after the axis, which blocks fill; None for any shape.
         rule: Of an E8M0 scale.
     """
     micro, aligned = dtype.name in MICRO_EXPONENT, inner is not None

@@ -1,7 +1,7 @@
 """compact: what a file need not say twice, or at all.
 
 Constants of the same bits are written once. Types and shapes within a graph are left out where ONNX's shape inference,
-which every runtime does as it loads, gives them back from the inputs; behind operators that it does not know they stay.
+which every runtime does as it loads, gives them back from the inputs; after operators that it does not know they stay.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def share_constants(model: ir.Model) -> int:
     graphs = list(_parts(model.graph))
     count = sum(map(_share, graphs))
     taken = set().union(*map(_names, graphs))
-    for values in _alike(graphs, SMALL) if len(graphs) > 1 else ():
+    for values in _equal_constants(graphs, SMALL) if len(graphs) > 1 else ():
         inside = [value for value in values if value.graph is not model.graph]
         outside = [value for value in values if value.graph is model.graph]
         if len(values) > 1 and not outside:
@@ -55,10 +55,10 @@ def _names(graph: ir.Graph) -> set[str | None]:
 
 
 def _share(graph: ir.Graph) -> int:
-    return sum(_read_instead(values[1:], values[0]) for values in _alike([graph]))
+    return sum(_read_instead(values[1:], values[0]) for values in _equal_constants([graph]))
 
 
-def _alike(graphs: list[ir.Graph], at_least: int = 0) -> Iterator[list[ir.Value]]:
+def _equal_constants(graphs: list[ir.Graph], at_least: int = 0) -> Iterator[list[ir.Value]]:
     """The constants of these graphs, of so many bytes at least, in groups of the same type, shape and bits."""
     similar: dict[tuple[object, ...], list[tuple[ir.Value, ir.TensorProtocol]]] = {}
     for value in (value for graph in graphs for value in graph.initializers.values()):
@@ -122,7 +122,7 @@ def _not_inferred(proto: onnx.ModelProto) -> list[set[str]]:
             return kept
         anywhere = set().union(*missing)
         for graph, names, stays in zip(_graphs(proto.graph), missing, kept, strict=True):
-            # Told the first that it misses, inference finds those behind it.
+            # Told the first that it misses, inference finds those after it.
             for node in graph.node:
                 if not anywhere.intersection(node.input):
                     stays |= names.intersection(node.output)
@@ -130,7 +130,7 @@ def _not_inferred(proto: onnx.ModelProto) -> list[set[str]]:
 
 
 def _declared(graph: onnx.GraphProto) -> _Infos:
-    """What a graph says of its tensors, constants apart."""
+    """Return what a graph says of its tensors, constants apart."""
     constants = {tensor.name for tensor in graph.initializer}
     return {info.name: info for info in graph.value_info if info.name not in constants}
 
@@ -152,7 +152,7 @@ def _missing(proto: onnx.ModelProto, declared: list[_Infos], kept: list[set[str]
 
 
 def _says(found: onnx.ValueInfoProto, declared: onnx.ValueInfoProto) -> bool:
-    """Whether one says all that the other does, names of open sizes apart."""
+    """Return True where a found type says all that the declared one does, names of open sizes apart."""
     if not declared.type.HasField("tensor_type"):
         return found.type == declared.type
     tensor, wanted = found.type.tensor_type, declared.type.tensor_type
@@ -176,7 +176,7 @@ def _parts(graph: ir.Graph) -> Iterator[ir.Graph]:
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """The same of a message, in the same order."""
+    """Yield the graph of a message and the bodies within it, each before those within it."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:

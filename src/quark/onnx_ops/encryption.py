@@ -81,7 +81,7 @@ def load_encrypted(path: str | os.PathLike[str], key: bytes | None = None) -> on
 
 
 def is_encrypted(path: Path) -> bool:
-    """Whether a file begins as an encrypted model does."""
+    """Return True where a file begins as an encrypted model does."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC

@@ -4,7 +4,7 @@
     writer.replace(node, y)
 
 New nodes wait until it is said where they stand: by `insert_before`, `insert_after`, or `replace`.
-Names that are taken get underscores behind them.
+Names that are taken get underscores at their end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Values = NumpyArray | Callable[[], NumpyArray]
 
 
 def free_name(name: str, *taken: Container[str | None]) -> str:
-    """The name, with underscores behind it as long as it is taken."""
+    """Return the name, with as many underscores at its end as it takes to be free."""
     while any(name in names for names in taken):
         name += "_"
     return name
@@ -104,7 +104,7 @@ class GraphWriter:
     # Nodes -----------------------------------------------------------------------------------------------------------
 
     def has_node(self, name: str) -> bool:
-        """Whether a node has this name."""
+        """Return True where a node has this name."""
         return name in self._node_names
 
     def node(
@@ -174,7 +174,7 @@ class GraphWriter:
         self._waiting = []
 
     def insert_after(self, producer: ir.Node | None) -> None:
-        """Put the new nodes behind the one that gives what they read; at the start for None, an input or a constant."""
+        """Put the new nodes after the one that gives what they read; at the start for None, an input or a constant."""
         if producer is None:
             self.insert_before(self.graph[0])
         else:
@@ -203,7 +203,7 @@ class GraphWriter:
         """Multiply the output of a node by a factor; the product takes its name and readers.
 
         Args:
-            node: With one output, which then has the name of the product with the suffix and `_Input` behind.
+            node: With one output, which then has the name of the product with the suffix and `_Input` after it.
             factor: Broadcasts over it.
             suffix: Of the name of the Mul.
         """

@@ -37,7 +37,7 @@ from quark.onnx_ops.blocks import (
     element_constants,
 )
 from quark.onnx_ops.element_types import code_type
-from quark.onnx_ops.operators import ANY, Operator, behind
+from quark.onnx_ops.operators import ANY, Operator, inner_size
 
 INTEGER = """
   negative = Div (minus_one, step)
@@ -45,8 +45,8 @@ INTEGER = """
   scaled = Mul (v, inverse)
 {round}
   moved = Add (rounded, offset)
-  held = Clip (moved, qmin, qmax)
-  code = Sub (held, offset)
+  clipped = Clip (moved, qmin, qmax)
+  code = Sub (clipped, offset)
   fake = Mul (code, step)
 """
 _FLOAT_ZERO_POINT = """
@@ -55,8 +55,8 @@ _FLOAT_ZERO_POINT = """
   units = Mul (v, inverse)
   scaled = Add (units, offset)
 {round}
-  held = Clip (rounded, qmin, qmax)
-  code = Sub (held, offset)
+  clipped = Clip (rounded, qmin, qmax)
+  code = Sub (clipped, offset)
   fake = Mul (code, step)
 """
 
@@ -83,14 +83,16 @@ def live(spec: TensorSpec, shape: Sequence[object] | None, given: bool = False) 
     elif spec.scale_spec:
         inputs = ("x", "scale_2")
     split = _split(spec, shape)
-    name = "_".join(filter(None, (_name(spec), "static" if given else "dynamic", _split_name(split, shape))))
-    attributes: dict[str, int | str] = {}
+    name, attributes = f"{_name(spec)}_{'static' if given else 'dynamic'}", dict[str, int | str]()
+    inner: int | None = 1
     if isinstance(split, PerGroup):
+        inner = inner_size(split, shape)
+        name += f"_{split.size}" if inner is None else f"_{split.size}x{inner}"
         attributes = {"axis": split.axis, "block_size": split.size}
-    body = constants({"minus_one": -1.0}) + element_constants(spec.dtype) + _view(split, shape)
+    body = constants({"minus_one": -1.0}) + element_constants(spec.dtype) + _view(split, inner)
     if not given:
         body += _limits(spec) + _range(spec) + _scale(spec)
-    body += _quantized(spec) + (ALIGNED_UNVIEW if _is_aligned(split, shape) else UNVIEW)
+    body += _quantized(spec) + (ALIGNED_UNVIEW if inner is not None else UNVIEW)
     return Operator(ANY, name, body, attributes, inputs)
 
 
@@ -122,25 +124,13 @@ def _name(spec: TensorSpec) -> str:
     return "_".join(parts)
 
 
-def _split_name(split: PerGroup | PerTensor, shape: Sequence[object] | None) -> str:
-    if isinstance(split, PerTensor):
-        return ""
-    inner = behind(split, shape)
-    return f"{split.size}" if inner is None else f"{split.size}x{inner}"
-
-
-def _is_aligned(split: PerGroup | PerTensor, shape: Sequence[object] | None) -> bool:
-    return isinstance(split, PerTensor) or behind(split, shape) is not None
-
-
-def _view(split: PerGroup | PerTensor, shape: Sequence[object] | None) -> str:
+def _view(split: PerGroup | PerTensor, inner: int | None) -> str:
     """Lines that make v (rows, block, inner), and the axis of the blocks."""
-    inner = 1 if isinstance(split, PerTensor) else behind(split, shape)
     size = -1 if isinstance(split, PerTensor) else split.size
     if inner is None:
         axis, view = 1, "  one = Constant <value_ints: ints = [1]> ()\n" + VIEW
     else:
-        # As in blocks.py: where nothing lies behind the axis, blocks are the last axis.
+        # As in blocks.py: where nothing lies after the axis, blocks are the last axis.
         axis = 2 if inner == 1 else 1
         rows = "1, 1, -1" if size == -1 else f"1, -1, {size}" if inner == 1 else f"-1, {size}, {inner}"
         view = f"  view = Constant <value_ints: ints = [{rows}]> ()\n  v = Reshape (x, view)\n"

@@ -112,7 +112,7 @@ def block(spec: TensorSpec, opset: int, shape: Sequence[object] | None = None) -
     assert isinstance(spec.granularity, PerGroup)
     dtype, size, axis = spec.dtype, spec.granularity.size, spec.granularity.axis
     split: dict[str, int | str] = {"axis": axis, "block_size": size}
-    inner = behind(spec.granularity, shape)
+    inner = inner_size(spec.granularity, shape)
     view = "" if inner is None else f"_{size}x{inner}"
     is_bfp = dtype.name in BFP_FORMATS
     rule = ScaleRule.floor if is_bfp else spec.scale_rule
@@ -141,13 +141,13 @@ def dpu_instance_norm(epsilon: float) -> Operator:
     return Operator(DPU_INSTANCE_NORM, "bfloat16", bfloat16_steps(INSTANCE_NORM), {"epsilon": epsilon}, inputs)
 
 
-def behind(split: PerGroup, shape: Sequence[object] | None) -> int | None:
-    """How many values lie behind the axis; None where that is not known, or where the last block is not full."""
+def inner_size(split: PerGroup, shape: Sequence[object] | None) -> int | None:
+    """Return how many values lie after the axis; None where that is not known, or where the last block is not full."""
     if shape is None or not -len(shape) <= split.axis < len(shape):
         return None
-    length, *behind = shape[split.axis % len(shape) :]
-    known = [n for n in (length, *behind) if isinstance(n, int) and n > 0]
-    if len(known) <= len(behind) or known[0] % split.size:
+    length, *after = shape[split.axis % len(shape) :]
+    known = [n for n in (length, *after) if isinstance(n, int) and n > 0]
+    if len(known) <= len(after) or known[0] % split.size:
         return None
     return math.prod(known[1:])
 

@@ -53,7 +53,7 @@ def save(
         look: Called with the file, whole, before it has its place; what it raises leaves nothing.
 
     Raises:
-        OutputExistsError, OutputError: See `quark.base.files.check_file`. Nothing is left behind.
+        OutputExistsError, OutputError: See `quark.base.files.check_file`. No part of a file stays.
         FormatError: The model is not valid.
     """
     target = check_file(path, overwrite)
@@ -109,7 +109,7 @@ def named_as_external(model: ir.Model, weights: Sequence[ir.Value]) -> Iterator[
 
 
 def stand_in(tensor: ir.TensorProtocol, name: str) -> ir.ExternalTensor:
-    """What a message holds for a tensor that it does not: its name, type and shape, of no file that there is."""
+    """Return what stands for a tensor outside its message: its name, type and shape, of no file that there is."""
     shape = ir.Shape(tensor.shape.numpy())
     return ir.ExternalTensor("memory", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
 
@@ -251,7 +251,7 @@ def check_valid(model: onnx.ModelProto | Path, what: str) -> None:
 
 
 def _loads(model: onnx.ModelProto | Path) -> bool:
-    """Whether ONNX Runtime takes a model."""
+    """Return True where ONNX Runtime takes a model."""
     with suppress(Exception):  # also where it is not installed
         import onnxruntime  # only where the checker refuses
 
