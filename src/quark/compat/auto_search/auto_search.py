@@ -29,7 +29,7 @@ NONE = -1
 
 
 class AutoSearchConfig:
-    """What AutoSearch does; any object with some of these attributes will do, the others are as here.
+    """The settings of AutoSearch; any object with some of these attributes will do, the others are as here.
 
     Attributes:
         search_space: Field of QuantizationConfig -> values; within "extra_options" and "FastFinetune" the options.

@@ -27,7 +27,7 @@ from quark.onnx.search.history import History, identity_of, logged_to
 GRID = "Grid"
 WORDS = ("Search: trial %d fails: %s", "Search: trial %d scores %.6g with %s.")
 LEARNED = ("algorithms", *(f"{name}_params" for name in ALGORITHMS))
-"""What the second stage of a search chooses: the learned rounding."""
+"""The fields that the second stage of a search chooses: the learned rounding."""
 
 
 class AutoSearchPro:

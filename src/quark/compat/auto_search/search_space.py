@@ -66,14 +66,14 @@ def _group(group: Mapping[str, Any], config: Config) -> list[Config]:
 
 
 def holds(condition: Any, config: Config) -> bool:
-    """Whether a config has a value under a name, or those of a dict."""
+    """Return True where a config has a value under a name, or those of a dict."""
     if isinstance(condition, str):
         return config.get(condition) is not None
     return all(config.get(name) == value for name, value in condition.items())
 
 
 def _is_range(values: Any) -> bool:
-    """Whether these are numbers between two ends: {"type": "float" or "int", "low": ..., "high": ...}."""
+    """Return True for numbers between two ends: {"type": "float" or "int", "low": ..., "high": ...}."""
     return isinstance(values, dict) and values.get("type") in ("float", "int")
 
 
@@ -147,7 +147,7 @@ class SearchSpace:
 
 
 def _counts(option: str, config: Mapping[str, Any]) -> bool:
-    """Whether an option may have an effect; yes where what decides that is not in the space."""
+    """Return True where an option may have an effect, also where what decides that is not in the space."""
     name, needed = EFFECTIVE.get(option, ("", None))
     if option == "CalibMovingAverageConstant" and not _counts("CalibMovingAverage", config):
         return False
@@ -252,7 +252,7 @@ SPACES: Mapping[str, Callable[[], dict[str, Any]]] = {
 
 
 def default_search() -> dict[str, Any]:
-    """What a search does where its config says nothing, but for the space."""
+    """Return the settings of a search, but for the space, where its config says nothing."""
     return {
         "n_trials": 20,
         "n_jobs": 1,

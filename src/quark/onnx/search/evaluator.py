@@ -65,7 +65,7 @@ def float_outputs(model: ir.Model) -> list[str]:
         value.name or "" for value in model.graph.outputs if value.dtype is not None and value.dtype.name in FLOATS
     ]
     if not names:
-        raise NotSupportedError("The model has no float output, so there is nothing to judge quantized models by.")
+        raise NotSupportedError("The model has no float output, so there is nothing to compare quantized models by.")
     return names
 
 
@@ -74,7 +74,7 @@ def _same_shape(name: str, expected: NumpyArray, array: NumpyArray) -> None:
     if expected.shape != array.shape:
         raise NotSupportedError(
             f"The output {name} is {list(array.shape)} instead of {list(expected.shape)}: its shape follows from "
-            "values, so that quantized models cannot be judged by it."
+            "values, so that quantized models cannot be compared by it."
         )
 
 
@@ -212,20 +212,14 @@ class PartScorer(Scorer):
             return expected, array
         if is_distribution(expected):
             return scores_of(expected, array)
-        center = self._center(part)
-        x, y = logits_of(expected, array)
-        return x - center, y - center
-
-    def _center(self, part: OutputPart) -> float:
-        """The mean score of a part over all samples; 0 where its scores are all alike, and nothing is left beside it.
-
-        How far the scores of silence lie from those of an event is no signal: it is the same in every sample.
-        """
         if part not in self._centers:
+            # How far the scores of silence lie from those of an event is no signal: it is the same in every sample.
             arrays = (part.of(array) for array in self.expected.arrays(part.tensor))
             scores = np.concatenate([logits_of(array, array)[0].ravel() for array in arrays])
+            # Of scores that are all equal, nothing would be left beside their mean.
             self._centers[part] = float(scores.mean()) if np.ptp(scores) else 0.0
-        return self._centers[part]
+        x, y = logits_of(expected, array)
+        return x - self._centers[part], y - self._centers[part]
 
 
 @dataclass(frozen=True)
@@ -303,7 +297,7 @@ class OutputMetrics:
     """The result of EvalMetrics, over all samples and float outputs.
 
     Attributes:
-        mean_cosine, min_cosine: Cosine similarity; 1 where both are alike.
+        mean_cosine, min_cosine: Cosine similarity; 1 where both are equal.
         mean_l2, max_l2: Euclidean distance, in the unit of the outputs.
         samples: How many samples were run.
     """

@@ -71,13 +71,13 @@ class Absorbed:
     after: frozenset[str]
 
     def breaks(self, integers: set[str]) -> bool:
-        """Whether a choice leaves it in float although it cannot stay there."""
+        """Return True where a choice leaves it in float although it cannot stay there."""
         return self.group not in integers and self.before in integers and self.after <= integers
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What can be chosen, and what it costs.
+    """The groups of nodes to choose from, and what they cost.
 
     Attributes:
         in_float: Group -> seconds in float.
@@ -141,14 +141,10 @@ def choose_nodes(choice: KernelChoice) -> set[str]:
             if all((name in other) == value for name, value in (pins | change).items()):
                 pushed += 1
                 heapq.heappush(queue, (_cut_cost(choice, other), pushed, other, pins | change))
-    return _all_absorbed(choice, first)
-
-
-def _all_absorbed(choice: KernelChoice, chosen: set[str]) -> set[str]:
-    """The cut with every group in integers that would not stay in float."""
-    pins: _Pins = {}
-    while broken := [each.group for each in choice.absorbed if each.breaks(chosen)]:
-        pins |= dict.fromkeys(broken, True)
+    # No branch did without one: each group that would not stay in float is computed in integers.
+    chosen, pins = first, {}
+    while absorbed := [each.group for each in choice.absorbed if each.breaks(chosen)]:
+        pins |= dict.fromkeys(absorbed, True)
         chosen = _cut(choice, pins)
     return chosen
 
@@ -201,7 +197,7 @@ float is the more exact."""
 
 @dataclass(frozen=True)
 class _PlacementChoice:
-    """What can be chosen.
+    """The nodes of a placement as groups to choose from.
 
     Attributes:
         choice: The groups, by the node that stands for each.

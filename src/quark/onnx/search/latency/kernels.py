@@ -31,7 +31,7 @@ from quark.onnx_ops.custom_libraries import session_options
 
 SUFFIX = "_kernel_time"
 TOKEN = re.compile(r"_token_\d+$")
-"""What ONNX Runtime puts after the name of a node that it makes, to tell it from others."""
+"""The end of a name by which ONNX Runtime tells a node that it makes from others."""
 BLOCKED, CHANNELS_LAST = "com.microsoft.nchwc", "com.ms.internal.nhwc"
 """Domains of kernels whose tensors lie otherwise than ONNX says."""
 

@@ -44,7 +44,7 @@ cost accuracy, and the size of all that then stays in float."""
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found.
+    """The nodes that are left in float, and the times by which they were found.
 
     Attributes:
         stay_float: Names of the nodes that are faster in float.
@@ -198,7 +198,7 @@ _WITHIN_NOISE = 0.015
 
 @dataclass(frozen=True)
 class _Slower:
-    """What is slower than float.
+    """The nodes that are slower than in float.
 
     Attributes:
         stored: Names of nodes whose weights are better decoded once.

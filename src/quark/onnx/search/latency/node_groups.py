@@ -20,7 +20,7 @@ from quark.onnx.search.latency.kernels import BLOCKED, TOKEN, TimedKernel
 
 LAYOUT = ("ReorderInput", "ReorderOutput", "Transpose")
 _BLOCKED_SUFFIX = "_nchwc"
-"""What it adds to the name of a tensor to name the kernel that makes it in the blocked layout."""
+"""The end that the name of a tensor gets as that of the kernel which makes it in the blocked layout."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def side_of(
 
 
 class _Named:
-    """What the names that kernels have mean in the float model.
+    """Finds tensors and nodes of the float model by the names that kernels have.
 
     Args:
         model: The float one, or the one with Q/DQ.

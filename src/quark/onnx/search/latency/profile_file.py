@@ -151,7 +151,7 @@ _VECTORS = re.compile(r"\b(?:avx\w*|amx\w*|asimd\w*|sve\w*|i8mm)\b")
 
 @dataclass
 class Profile:
-    """What is known of the kernels of one machine.
+    """The known times of the kernels of one machine.
 
     Attributes:
         path: Its file.
@@ -329,7 +329,7 @@ def _exists(path: Path) -> bool:
 
 
 def this_machine(threads: int) -> dict[str, str]:
-    """What the times of kernels depend on beside their signature."""
+    """Return what the times of kernels depend on beside their signature."""
     return {"cpu": _cpu(), "onnxruntime": onnxruntime.__version__, "threads": str(threads)}
 
 

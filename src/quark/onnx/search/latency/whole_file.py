@@ -30,7 +30,7 @@ FEWEST, MOST, SECONDS = 6, 300, 0.6
 FAR, SOON = 0.2, 0.1
 """A ratio that is this share away from the bound in question ends the runs after these seconds, if FEWEST are done."""
 TOLERANCE = 0.02
-"""What sessions of one file differ by: 0.97 to 1.03 on a busy machine, under 1.01 in most of 32 looks."""
+"""The spread of sessions of one file: 0.97 to 1.03 on a busy machine, under 1.01 in most of 32 looks."""
 _MOST_PAIRS = 0.75
 """Share of the runs, each beside that of the float model before or after it, that have to be slower, too."""
 LOOKS = 2
@@ -53,7 +53,7 @@ class FileRatio:
 
     @property
     def slower(self) -> bool:
-        """Whether the file is slower by more than it may differ from itself."""
+        """True where the file is slower by more than it may differ from itself."""
         return self.ratio > 1 + TOLERANCE and self.pairs >= _MOST_PAIRS
 
 

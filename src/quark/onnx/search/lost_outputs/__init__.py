@@ -1,1 +1,1 @@
-"""Whether a quantized model has lost its outputs, and what brings them back."""
+"""Finds out whether a quantized model has lost its outputs, and what brings them back."""

@@ -8,7 +8,7 @@ It is tried by quantizing once more, without some nodes, on the samples that wer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -47,7 +47,7 @@ _Retry = Callable[[frozenset[str]], tuple[onnx.ModelProto, Damage | None]]
 
 @dataclass(frozen=True)
 class _Advice:
-    """What may help.
+    """The advice for a model that has lost its outputs.
 
     Attributes:
         blamed: Names of the nodes that lose most, worst first.
@@ -72,7 +72,7 @@ class _Advice:
 
     @property
     def exclusion(self) -> str:
-        """What to exclude, with a comma after; nothing where that was not tried, or does not help."""
+        """The nodes to exclude, with a comma after; nothing where that was not tried, or does not help."""
         if self.tried is None or self.tried.lost:
             return ""
         return f"exclude {', '.join(self.nodes)} (tried: {self.tried}), "
@@ -91,14 +91,14 @@ def _exclusion_that_helps(
     """
     source, chosen, advice = to_proto(model), list[str](), _Advice()
     feeds = feeds[:: -(-len(feeds) // _LOOKED)]
+    makers = {value.name: node.name or "" for node in model.graph for value in node.outputs}
     for _ in range(_TRIES):
         # It adds outputs to what it is given.
         copied = onnx.ModelProto()
         copied.CopyFrom(source)
         layers = damaged_layers(copied, quantized, feeds)
-        names = _makers(model, [layer.tensor for layer, _ in layers])
         if not advice.blamed:
-            blamed = {names[layer.tensor]: (layer, before) for layer, before in reversed(layers[:_BLAMED])}
+            blamed = {makers[layer.tensor]: (layer, before) for layer, before in reversed(layers[:_BLAMED])}
             losses = [f"{before:.1f} dB -> {layer.sqnr:.1f}" for layer, before in reversed(blamed.values())]
             advice = _Advice(tuple(reversed(blamed)), tuple(losses))
         worst = [layer.tensor for layer, _ in layers if _around(model, [layer.tensor]) - set(chosen)][:_BLAMED]
@@ -119,29 +119,18 @@ def _exclusion_that_helps(
     return advice
 
 
-def _makers(model: ir.Model, tensors: Iterable[str]) -> dict[str, str]:
-    """Tensor -> the node of the user's model that makes it."""
-    wanted = set(tensors)
-    return {value.name: node.name or "" for node in model.graph for value in node.outputs if value.name in wanted}
-
-
 def _around(model: ir.Model, tensors: Sequence[str]) -> set[str]:
     """The nodes that make some tensors, and all that make or read these and what those nodes read."""
     made = [value for node in model.graph for value in node.outputs if value.name in tensors]
     read = [value for each in made for value in _inputs(each) if value is not None and not is_constant(value)]
-    nodes = set[ir.Node]().union(*(_neighbours(value) for value in (*made, *read)))
+    nodes = {use.node for value in (*made, *read) for use in value.uses()}
+    nodes |= {producer for value in (*made, *read) if (producer := value.producer()) is not None}
     return {node.name or "" for node in nodes if node.graph is model.graph}
 
 
 def _inputs(value: ir.Value) -> Sequence[ir.Value | None]:
     node = value.producer()
     return () if node is None else node.inputs
-
-
-def _neighbours(value: ir.Value) -> set[ir.Node]:
-    """The node that makes a tensor, and those that read it."""
-    producer = value.producer()
-    return {use.node for use in value.uses()} | ({producer} if producer is not None else set())
 
 
 def refuse_damage(
@@ -170,22 +159,14 @@ def refuse_damage(
         return
     named = weight_bytes(model) < PROTOBUF_LIMIT
     advice = _exclusion_that_helps(model, quantized, feeds, retry) if named else _Advice()
+    # Without an If, Loop or Scan there may be nothing left to quantize: nodes within it can be named as well.
+    within = advice.blamed and set(advice.blamed) <= {body.node.name for body in bodies_of(model.graph)}
+    exclusion = "exclude nodes within their bodies, " if within else advice.exclusion
     raise DamageError(
         f"The quantized model has lost its outputs on calibration samples: {found}; {least:g} dB are asked for. "
-        f"{advice.blame}Possible: {_exclusion(model, advice)}another configuration, "
+        f"{advice.blame}Possible: {exclusion}another configuration, "
         "more or better calibration data, or --allow-damage to write it as it is."
     )
-
-
-def _exclusion(model: ir.Model, advice: _Advice) -> str:
-    """What excluding can do, with a comma after: nothing where no nodes are known to help.
-
-    Without an If, Loop or Scan there may be nothing left to quantize: nodes within it can be named as well.
-    """
-    holders = {body.node.name for body in bodies_of(model.graph)}
-    if advice.blamed and set(advice.blamed) <= holders:
-        return "exclude nodes within their bodies, "
-    return advice.exclusion
 
 
 # What an advice is tried by ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a quantization did to the outputs of a model, on as many of the samples it was calibrated with as it takes.
+"""The damage of a quantization to the outputs of a model, on as many of its calibration samples as it takes.
 
     sqnr = 10 log10( sum(x^2) / sum((x - y)^2) )      x: an output of the float model, y: the same of the quantized one
 
@@ -51,7 +51,7 @@ PRODUCTS = 1_000_000_000
 _OUTLYING = 1000.0
 """Times the median of the largest inputs, from which on a sample is compared by itself: else no other one counts."""
 MADE = "What was quantized"
-"""What errors call it: the file has a name for the moment only."""
+"""The name of the file in errors: its own is for the moment only."""
 MOST, MOST_BYTES = 512, 1 << 26
 """Samples that are kept, and their bytes."""
 
@@ -80,7 +80,7 @@ class SpreadSamples:
 
     @cached_property
     def _reader(self) -> Any:
-        # Made when it is read: what a dynamic quantization is given besides may be no data.
+        # Made when it is read: what is given with a dynamic quantization may be no data.
         return as_reader(self._data, self._inputs)
 
     def get_next(self) -> Any:
@@ -97,13 +97,13 @@ class SpreadSamples:
         return feed
 
     def outputs_of(self, feed: Feed) -> dict[str, NumpyArray] | None:
-        """What the float model gave for a sample that was kept, if that is known."""
+        """Return the outputs of the float model for a sample that was kept, if they are known."""
         position = next((index for index, each in enumerate(self._feeds) if each is feed), None)
         arrays = None if position is None else self.outputs.of(position * self._stride)
         return None if arrays is None else dict(zip(self.outputs.names, arrays, strict=True))
 
     def feeds(self, least: int = SAMPLES) -> list[Feed]:
-        """What was kept, a few that are spread over all before the others.
+        """Return the samples that were kept, a few that are spread over all before the others.
 
         Args:
             least: As many are read now, where calibration needed none (ranges from a file, weights only).
@@ -161,7 +161,7 @@ def damage(
 
 
 def _have_same_outputs(model: ir.Model, quantized: Model) -> bool:
-    """Whether a session takes the quantized model, and both have the same inputs and outputs."""
+    """Return True where a session takes the quantized model, and both have the same inputs and outputs."""
     if isinstance(quantized, onnx.ModelProto) and quantized.ByteSize() > PROTOBUF_LIMIT:
         return False  # no session takes it from memory
     after = read_ends(quantized) if isinstance(quantized, Path) else quantized
@@ -231,7 +231,7 @@ class _FloatModel:
 
 
 def _same(x: Any, y: Any) -> bool:
-    """Whether two outputs differ by no more than sums in another order do."""
+    """Return True where two outputs differ by no more than sums in another order do."""
     if not (isinstance(x, np.ndarray) and isinstance(y, np.ndarray)) or (x.shape, x.dtype) != (y.shape, y.dtype):
         return False
     if x.dtype.kind != "f":
@@ -285,7 +285,7 @@ class _Looked:
                     self._store[which, index, name] = array
 
     def _looked_at(self, feeds: Sequence[Feed], enough: int) -> bool:
-        """Judge with what both models said of these samples, too; whether more may tell more."""
+        """Compare with these samples, which both models have run, too; return True where more may tell more."""
         for feed in feeds:
             # Integers name things, and values that are not finite are none.
             floats = [array[np.isfinite(array)] for array in feed.values() if array.dtype.kind == "f"]
@@ -296,7 +296,7 @@ class _Looked:
         return any(each.unclear and (self.count <= enough or each.silent or each.lost()) for each in self.found)
 
     def verdicts(self) -> list[Verdict]:
-        """Of each part that can be judged; of one that is lost on the usual samples, that."""
+        """Return a verdict of each part that can be compared: over all samples, where it is lost, or the usual ones."""
         bound = _OUTLYING * float(np.median(self._peaks))
         usual = [index for index, peak in enumerate(self._peaks) if not bound or peak <= bound]
         found = []

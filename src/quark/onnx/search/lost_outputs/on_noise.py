@@ -35,14 +35,14 @@ _AMPLITUDES = (1.0, 1e-2, 1e2)
 _DOUBTFUL = 20.0
 """dB: below it, the noise has a tenth of the size of the output."""
 SECONDS = 10.0
-"""What may be run in, after which nothing is said."""
+"""Seconds for all runs, after which nothing is said."""
 _SHORTEST = 8
 """Values along an axis that have a colour."""
 
 
 @dataclass(frozen=True)
 class _LeftOnNoise:
-    """What noise leaves of outputs, where that is little.
+    """The SQNR of outputs on noise, where it is low.
 
     Attributes:
         sqnr: In dB, the best of those that are too low.
@@ -54,7 +54,7 @@ class _LeftOnNoise:
 
     @property
     def lost(self) -> bool:
-        """Whether that is too little for any task; else it is in doubt."""
+        """True where that is too little for any task; else it is in doubt."""
         return self.sqnr < LEAST
 
 
@@ -67,7 +67,7 @@ def little_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path) -> _Left
 
     Returns:
         What is left, where that is little; None where it is not, or nobody can tell: no input of floats, no output to
-        judge, a model that does not run on noise, or takes seconds for one sample.
+        compare, a model that does not run on noise, or takes seconds for one sample.
     """
     sample = None if weight_bytes(model) >= PROTOBUF_LIMIT else noise_sample(model)
     if sample is None or all(array.dtype.kind != "f" for array in sample[0].values()):
@@ -96,7 +96,7 @@ def _mostly_below(bound: float, found: Sequence[Sequence[Verdict]]) -> float | N
 
 
 def _left(model: ir.Model, quantized: onnx.ModelProto | Path, sample: Feed, colour: str) -> Iterator[list[Verdict]]:
-    """What is left of each part of the outputs that says something, for each loudness."""
+    """Yield the verdicts of the parts of the outputs that say something, for one loudness after another."""
     proto, weights = split_weights(model)
     after = open_session(quantized, in_float=not integer_kernels_are_exact())
     sessions = open_session(proto, weights=weights), after

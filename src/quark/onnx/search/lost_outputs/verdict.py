@@ -35,7 +35,7 @@ Pair = tuple[NumpyArray, NumpyArray]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is left of a part.
+    """The comparison of one part of an output with that of the float model.
 
     Attributes:
         part: Of an output.
@@ -52,7 +52,7 @@ class Verdict:
     unclear: bool = False
 
     def lost(self, least: float = LEAST) -> bool:
-        """Whether too little is left: a bound above LEAST is one for the SQNR alone."""
+        """Return True where too little is left: a bound above LEAST is one for the SQNR alone."""
         if self.silent:
             return False
         kept = self.decisions is not None and self.decisions >= KEPT and least <= LEAST
@@ -95,7 +95,7 @@ class _Sums:
 
     @property
     def disagree(self) -> bool:
-        """Whether some samples say another thing than others."""
+        """True where some samples say another thing than others."""
         powers = [10 * math.log10(max(signal, 1e-300)) for signal in self.signal]
         ratios = [min(_decibels(s, n), 99.0) for s, n in zip(self.signal, self.noise, strict=True) if s]
         return any(max(each, default=0) - min(each, default=0) > _DISAGREE for each in (powers, ratios))
@@ -127,9 +127,9 @@ def verdict_of(part: OutputPart, pairs: Iterable[Pair]) -> Verdict | None:
 
 def _events(pairs: list[Pair], peak: float) -> float | None:
     """The share of decisions that is kept."""
-    alike = len({x.shape for x, _ in pairs}) == 1
+    one_shape = len({x.shape for x, _ in pairs}) == 1
     finite = [np.where(np.isfinite(x), x, 0) for x, _ in pairs]
-    mean = sum(x.astype(np.float64) for x in finite) / len(pairs) if alike else np.mean([x.mean() for x in finite])
+    mean = sum(x.astype(np.float64) for x in finite) / len(pairs) if one_shape else np.mean([x.mean() for x in finite])
     height = max(float(np.abs(x - mean).max(initial=0)) for x in finite)
     if height < _STANDS_OUT * peak:
         return None
@@ -159,7 +159,7 @@ def _decibels(signal: float, noise: float) -> float:
 
 @dataclass(frozen=True)
 class Damage:
-    """What is left of the outputs.
+    """The comparison of the outputs with those of the float model, by the worst part.
 
     Attributes:
         sqnr: In dB, of the worst part of an output; -inf where it is no longer finite.

@@ -1,4 +1,4 @@
-"""What may change its precision together: a layer, or a group of layers from a file of subgraphs.
+"""Candidates, which change their precision as one: a layer, or a group of layers from a file of subgraphs.
 
 The file: {"quantized": false, "num_subgraphs": 1, "subgraphs": [
     {"name": "head", "description": "", "start_nodes": ["conv1"], "end_nodes": ["fc"]}]}
@@ -101,7 +101,7 @@ def find_candidates(model: ir.Model, config: AutoMixprecisionConfig, settings: S
 
 
 def _becomes(settings: Settings) -> tuple[list[LayerSpec], dict[str, LayerSpec], LayerSpec | None]:
-    """What a layer can become: the specs that all are tried with; or that of a node by name, and that of the rest."""
+    """Return the specs that all layers are tried with; or those of nodes by name, and that of the rest."""
     targets, own, rest = list[LayerSpec](), dict[str, LayerSpec](), None
     for spec, names in settings.specs.mixed:
         if names is None:
@@ -199,7 +199,7 @@ FORMAT = "quark sensitivity 1"
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What one candidate does.
+    """The effect of one candidate.
 
     Attributes:
         candidate: Alone at another precision.
@@ -257,7 +257,7 @@ class Cache:
             )
 
     def get(self, candidate: Candidate) -> Sensitivity | None:
-        """What the file says of a candidate."""
+        """Return the sensitivity that the file has for a candidate; None where it has none."""
         entry = self._entries.get(candidate.name)
         if entry is None or len(entry["all_config_scores"]) != len(candidate.options):
             return None

@@ -61,7 +61,7 @@ _CLIP_OPSET = 11
 
 
 def _switchable(model: ir.Model, settings: Settings) -> bool:
-    """Whether decisions under settings, and what is written of them, change nothing of a model but its tensors."""
+    """Return True where decisions under settings, as they are written, change nothing of a model but its tensors."""
     special = settings.qdq.dual_pairs or settings.qdq.quantize_fp16 or settings.qdq.matmul_nbits is not None
     return not special and opset(model) >= _CLIP_OPSET
 
@@ -89,7 +89,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Codes:
-    """What the codes of a constant depend on, beside its values.
+    """All that the codes of a constant depend on, beside its values.
 
     Attributes:
         params: Scale and zero point, to the bit.
@@ -105,11 +105,11 @@ class Codes:
 Key = ir.Value | Operand
 """An activation, or where a constant is read."""
 State = dict[Key, Number | Codes]
-"""What is decided of each."""
+"""The decision on each tensor."""
 
 
 def _state_of(decision: Decision) -> State | None:
-    """What a decision says of each tensor; None where something of it has no form here."""
+    """Return what a decision says of each tensor; None where something of it has no form here."""
     placement, qparams = decision.placement, decision.qparams
     if placement.dynamic:
         return None
@@ -195,7 +195,7 @@ class _SwitchedModel:
         self._arrays: dict[Key, dict[Number | Codes, list[onnxruntime.OrtValue]]] = {}
 
     def fits(self, decision: Decision, state: State) -> bool:
-        """Whether another decision on the same model differs in numbers alone, and in those that are inputs."""
+        """Return True where another decision on the model differs in numbers alone, and in those that are inputs."""
         if state.keys() != self._first.keys() or set(decision.placement.nodes) != self._nodes:
             return False
         return all(state[key] == one for key, one in self._fixed.items())
@@ -222,7 +222,7 @@ class _SwitchedModel:
         """The output for a sample; `start` is the first part that a decision changes, `feeds` what it says to each."""
         feed = self._data[sample]
         begin = max((i for i in range(1, start + 1) if (i, sample) in self._kept), default=0)
-        values = dict(self._kept[begin, sample]) if begin else {name: _held(x) for name, x in feed.items()}
+        values = dict(self._kept[begin, sample]) if begin else {name: _ort_value(x) for name, x in feed.items()}
         with failing_on(feed):
             for index in range(begin, len(self._parts)):
                 part = self._parts[index]
@@ -243,13 +243,15 @@ class _SwitchedModel:
                 self._kept[index, sample] = kept
 
     def _feeds(self, part: Part, decision: Decision, state: State) -> dict[str, onnxruntime.OrtValue]:
-        """What a part reads of a decision."""
+        """Return the inputs of a part that a decision gives."""
         found: dict[str, onnxruntime.OrtValue] = {}
         with self._lock:
             for key, names in part.feeds.items():
                 arrays, one = self._arrays.setdefault(key, {}), state[key]
                 if one not in arrays:
-                    arrays[one] = [*map(_held, one.arrays() if isinstance(one, Number) else [_decoded(decision, key)])]
+                    arrays[one] = [
+                        *map(_ort_value, one.arrays() if isinstance(one, Number) else [_decoded(decision, key)])
+                    ]
                 found |= dict(zip(names, arrays[one], strict=True))
         return found
 
@@ -305,17 +307,22 @@ class _Inputs:
         self._taken = {value.name for node in self.model.graph for value in node.outputs}
         self._taken |= {value.name for value in (*self.model.graph.inputs, *self.model.graph.initializers.values())}
         counterparts = dict(zip(decision.model.graph, self.model.graph, strict=True))
+        copies = dict(zip(decision.model.graph.inputs, self.model.graph.inputs, strict=True))
+        for node, copied in counterparts.items():
+            copies |= zip(node.outputs, copied.outputs, strict=True)
         placement = decision.placement
         for node, index in (*placement.weights, *_biases(decision)):
             values = _decoded(decision, (node, index)) if (node, index) in fixed else None
-            self._add((node, index), self._set_constant(counterparts[node], index, values))
+            copied, shape = counterparts[node], constant(node.inputs[index]).shape
+            value = self._value(f"{copied.name}_{index}_decoded", ir.DataType.FLOAT, shape, values)
+            copied.replace_input_with(index, value)
+            self._add((node, index), [value])
         readers = ActivationWriter(GraphWriter(decision.model), decision.settings, placement, {})
         for value in placement.activations:
             uses, is_output = readers.reads(value)
             if uses or is_output:
                 own = [(counterparts[node], index) for node, index in uses]
-                counterpart = _counterpart(value, counterparts, self.model)
-                self._add(value, self._add_pair(counterpart, fixed.get(value), own, is_output))
+                self._add(value, self._add_pair(copies[value], fixed.get(value), own, is_output))
         drop_unused_constants(self.model.graph)
         self.model.graph.sort()
 
@@ -332,13 +339,6 @@ class _Inputs:
         self._taken.add(value.name)
         self.model.graph.inputs.append(value)
         return value
-
-    def _set_constant(self, node: ir.Node, index: int, array: NumpyArray | None) -> list[ir.Value]:
-        """Let a node read other values, or those of an input, instead of a constant."""
-        shape = constant(node.inputs[index]).shape
-        value = self._value(f"{node.name}_{index}_decoded", ir.DataType.FLOAT, shape, array)
-        node.replace_input_with(index, value)
-        return [value]
 
     def _add_pair(
         self, value: ir.Value, number: Number | Codes | None, uses: Sequence[Operand], is_output: bool
@@ -368,15 +368,7 @@ class _Inputs:
         return [low, high, scale, zero]
 
 
-def _counterpart(value: ir.Value, counterparts: Mapping[ir.Node, ir.Node], model: ir.Model) -> ir.Value:
-    """The tensor of a copied model that is the copy of `value`."""
-    producer = value.producer()
-    if producer is not None:
-        return counterparts[producer].outputs[producer.outputs.index(value)]
-    return next(one for one in model.graph.inputs if one.name == value.name)
-
-
-def _held(array: NumpyArray) -> onnxruntime.OrtValue:
+def _ort_value(array: NumpyArray) -> onnxruntime.OrtValue:
     """An array as sessions take it without a copy."""
     return onnxruntime.OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"))
 
@@ -440,7 +432,7 @@ class SwitchedOutputs:
         return self.switched.run(decision, state, count, self.threads) if state is not None and fits else None
 
     def evaluator(self, distance: OutputDistance, count: int | None = None) -> Evaluator:
-        """What scores settings by a distance, over the first samples; None for all."""
+        """Return what scores settings by a distance, over the first samples; None for all."""
         expected = FloatOutputs(self.prepared.model, [self.output], self.prepared.data, self._open_session, count)
         return Evaluator(self.prepared, Scorer(expected, one_number(distance)), _quantized, shortcut=self)
 

@@ -35,7 +35,7 @@ from quark.onnx.search.noise.sources import NoiseModel, NoiseSource
 
 @dataclass(frozen=True)
 class FloatNodes:
-    """What recovery asks for.
+    """Nodes in float for the noise they would add, as recovery asks for them.
 
     Attributes:
         share: Of the quantized nodes, at most; rounded up.
@@ -56,7 +56,7 @@ Measured = list[tuple[Settings, OutputNoise]]
 
 
 def known_noise(settings: Settings, measured: Measured) -> tuple[OutputNoise, list[str]] | None:
-    """What was measured under settings that differ in fewer nodes in float alone, and the nodes that came since.
+    """Return the noise under settings that differ in fewer nodes in float alone, and the nodes that came since.
 
     Each noise is that of one tensor in the float model, whatever else is quantized.
     """
@@ -113,7 +113,7 @@ GAIN = 0.9
 
 @dataclass(frozen=True)
 class TensorRanges:
-    """What recovery asks for.
+    """Other ranges for the noisiest tensors, as recovery asks for them.
 
     Attributes:
         candidates: (observer, percentile) whose ranges are tried.
@@ -208,7 +208,7 @@ class _Trial:
             probe.look({name: params[root] for name, root in self._tensors.items() if root in params})
 
     def power(self, root: str) -> float:
-        """What the tensors of a scale add, over all samples."""
+        """Return what the tensors of a scale add, over all samples."""
         return sum(probe.power_of_all(self._members[root]) for probe in self._probes)
 
 
@@ -253,7 +253,7 @@ def _ranges(
 
 
 def _among(params: QParams, others: Sequence[QParams]) -> bool:
-    """Whether one of the others is the same scale and zero point."""
+    """Return True where one of the others is the same scale and zero point."""
     return any(
         np.array_equal(params.scale, other.scale) and np.array_equal(params.zero_point or 0, other.zero_point or 0)
         for other in others

@@ -43,7 +43,7 @@ _FIRST_GROUPS = 8
 
 @dataclass(frozen=True)
 class OutputNoise:
-    """What `sensitivity` found.
+    """The result of `sensitivity`.
 
     Attributes:
         powers: Source -> power of its noise relative to the outputs, summed over these; infinite where an output is no

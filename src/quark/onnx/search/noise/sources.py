@@ -55,7 +55,7 @@ EVEN = 4.0
 
 @dataclass(frozen=True)
 class Noise:
-    """What quantizing adds to one tensor, in a quarter or a half of the bytes.
+    """The noise that quantizing adds to one tensor, in a quarter or a half of the bytes.
 
     Attributes:
         codes: int8 or float16, in the shape of the tensor.
@@ -121,7 +121,7 @@ class _Site:
         return [self.before, *([self.after] if self.after else ())]
 
     def noise(self, seen: Mapping[str, NumpyArray], given: Mapping[str, QParams]) -> Noise:
-        """What quantizing adds to the tensor, of what `observed` gave; under the qparams that are given for it."""
+        """Return what quantizing adds to the tensor, of what `observed` gave, under the qparams of `given`."""
         x = np.asarray(seen[self.before], np.float32)
         params = given.get(self.before, self.params)
         y = decoded(x, params, self.spec) if self.spec is not None else seen[self.after]

@@ -108,7 +108,12 @@ class Alternative:
         self._proto = self._proto or _file(scored)
         proto = _file(other)
         smaller = self._proto.ByteSize() <= (1 + MORE) * proto.ByteSize()
-        ratio = _time_ratio(self._proto, proto, feed, scored.settings.measurement.threads)
+        # One look, or the median of a few near the bound.
+        bound, threads = 1 / (1 + WON), scored.settings.measurement.threads
+        looks = [time_ratio(self._proto, proto, feed, threads, bound)]
+        if abs(looks[0] / bound - 1) < CLEAR:
+            looks += [time_ratio(self._proto, proto, feed, threads, bound) for _ in range(LOOKS - 1)]
+        ratio = median(looks)
         costs = f"{ratio:.2f} of the time, {proto.ByteSize()} bytes for {self._proto.ByteSize()}"
         found = smaller and ratio * (1 + WON) >= 1, costs
         self._compared = other.model, found
@@ -134,12 +139,3 @@ def _file(scored: ScoredModel) -> onnx.ModelProto:
     model = scored.model.clone()
     finish(model, scored.settings)
     return to_proto(model)
-
-
-def _time_ratio(alternative: onnx.ModelProto, other: onnx.ModelProto, feed: Feed, threads: int) -> float:
-    """The time of the other over that of the alternative: of one look, or the median of a few near the bound."""
-    bound = 1 / (1 + WON)
-    looks = [time_ratio(alternative, other, feed, threads, bound)]
-    if abs(looks[0] / bound - 1) < CLEAR:
-        looks += [time_ratio(alternative, other, feed, threads, bound) for _ in range(LOOKS - 1)]
-    return median(looks)

@@ -1,6 +1,6 @@
 """The search of a recovery: steps are tried on top of the best model so far, until a target or the time is reached.
 
-What a step gives is measured on samples that are held out: each step is kept only where these gain by it. The plain
+What a step gives is measured on samples that are set aside: each step is kept only where these gain by it. The plain
 config comes first, so the result is never worse by this measure. Whatever is tried is quantized from the float model by
 settings alone, on statistics of one pass over the data; the same settings give the same model again.
 
@@ -47,7 +47,7 @@ from quark.onnx.search.recovery.steps import STEPS, WEIGHTS_STEPS, Step
 from quark.onnx.search.settle import check_algorithms, convert, start_as_chosen
 
 EVERY = 4
-"""One sample in this many is held out; as many samples are needed."""
+"""One sample in this many is set aside; as many samples are needed."""
 
 MARGIN = 0.8
 """Share of the time left that is planned with: layers differ in what they cost."""
@@ -134,7 +134,7 @@ def recover(
         target: The value at which the search ends.
         budget: Seconds after which it ends; None for none. The plain config is quantized in any case.
         steps: What to try.
-        quick: Where there are too few samples to hold some out, judge by all of them; without a target, judge
+        quick: Where there are too few samples to set some aside, compare by all of them; without a target, compare
             distributions by their scores. End where what is lost is seldom felt.
         allow_wider: Whether steps may give more bits than the config asks for.
         alternative: What is made without samples, which the result has to be better than.
@@ -196,12 +196,12 @@ def _settled(prepared: Prepared, settings: Settings) -> Settings:
 
 
 def split(data: Samples | None) -> tuple[Samples, Samples]:
-    """The samples to calibrate with, and every fourth, which is held out. Raises CalibrationError for too few."""
+    """The samples to calibrate with, and every fourth, which is set aside. Raises CalibrationError for too few."""
     count = 0 if data is None else len(data)
     if data is None or count < EVERY:
         raise CalibrationError(
-            f"Recovery judges by every {EVERY}th calibration sample, which it holds out: at least {EVERY} samples are "
-            f"needed, and there {'is 1' if count == 1 else f'are {count}'}."
+            f"Recovery measures on every {EVERY}th calibration sample, which it sets aside: at least {EVERY} samples "
+            f"are needed, and there {'is 1' if count == 1 else f'are {count}'}."
         )
     held_out = range(EVERY - 1, count, EVERY)
     return data.part([i for i in range(count) if i not in held_out]), data.part(held_out)

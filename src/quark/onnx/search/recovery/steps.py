@@ -307,7 +307,7 @@ LONGER, LONGEST = "AdaRound, 1000 iterations", "AdaQuant, 3000 iterations"
 _FAR_ENOUGH = 0.02
 """Rate of a short learning, in scales of a weight: 30 falling steps move it by a third of a code at most.
 
-ResNet-18, held out, at .01, .03 and .06: 8 bits 27.40, 27.22, 27.11 dB; 4 bits 17.24, 17.95, 17.36."""
+ResNet-18, held-out samples, at .01, .03 and .06: 8 bits 27.40, 27.22, 27.11 dB; 4 bits 17.24, 17.95, 17.36."""
 ENOUGH = 0.1
 """dB that learning has to gain before it is worth ten times as long."""
 FAR = 1.0
