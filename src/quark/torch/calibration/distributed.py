@@ -340,7 +340,9 @@ def shared_output(path: str | os.PathLike[str], overwrite: bool = False, is_file
             yield made
             wait()
         except (ProcessLostError, OSError) as error:
-            if isinstance(error, OSError) and not _is_taken_away(made, error):
+            # Rank 0, as it ends, removes what the ranks write, file by file: the folder may still be there.
+            gone = isinstance(error, FileNotFoundError) and Path(error.filename or "").is_relative_to(made.parent)
+            if isinstance(error, OSError) and not gone and made.parent.is_dir():
                 raise OutputError(f"Rank {rank()} could not write {path}: {error.strerror or error}.") from error
             remove_dead(made.parents[1])  # rank 0 would have, were it alive
             raise error if isinstance(error, ProcessLostError) else _lost(f"{made} is gone") from error
@@ -356,12 +358,6 @@ def shared_output(path: str | os.PathLike[str], overwrite: bool = False, is_file
     finally:
         if not told:
             from_first(None)
-
-
-def _is_taken_away(made: Path, error: OSError) -> bool:
-    """Return True where rank 0 ends and removes what the ranks write, file by file: the folder may still be there."""
-    gone = isinstance(error, FileNotFoundError) and Path(error.filename or "").is_relative_to(made.parent)
-    return gone or not made.parent.is_dir()
 
 
 def _require_seen(folder: Path) -> None:
