@@ -83,7 +83,7 @@ def _coded(model: ir.Model) -> dict[str, ir.Value]:
 
 
 def _floats(model: ir.Model) -> list[ir.Value]:
-    """What the nodes give that is a tensor of floats."""
+    """Return the outputs of the nodes that are tensors of floats."""
     values = [value for node in model.graph for value in node.outputs if value.name]
     return [value for value in values if value.dtype is not None and value.dtype.is_floating_point()]
 

@@ -36,7 +36,7 @@ PATHS = {
     "output": ("output", "output_model", "output_model_path", "quantized_model_path"),
     "external data": ("save_as_external_data", "external_data"),
 }
-"""What a tool needs -> the names under which the documented command lines have it."""
+"""A value that a tool needs -> the names under which the documented command lines have it."""
 
 
 # From model to model --------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def to_bfloat16(model: ir.Model, format: str) -> int:
 
 
 def _all_take_bfloat16(model: ir.Model) -> bool:
-    """Whether every operator of ONNX has a type that may be bfloat16, in the opset of the model."""
+    """Return True where every operator of ONNX has a type that may be bfloat16, in the opset of the model."""
     version = opset(model)
     kinds = {node.op_type for node in model.graph.all_nodes() if node.domain == ""}
     schemas = [

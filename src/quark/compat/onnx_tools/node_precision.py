@@ -37,7 +37,7 @@ def _nodes_by_precision(model: ir.Model) -> dict[str, list[str]]:
 
 
 def _is_weight(value: ir.Value | None) -> bool:
-    """Whether a value is stored, be it as codes or as floats."""
+    """Return True where a value is stored, be it as codes or as floats."""
     decoder = value.producer() if value is not None else None
     return is_constant(decoder.inputs[0] if decoder is not None and decoder.op_type in DEQUANTIZE else value)
 

@@ -71,7 +71,7 @@ def _is_one_int8_scale(scale: ir.Value, zero: ir.Value) -> bool:
 
 
 def _beside_resize(encoder: ir.Node, decoders: list[ir.Node]) -> bool:
-    """Whether a pair gives what a Resize reads, or reads what it gives, and holds no other reader of the codes."""
+    """Return True where a pair stands before or after a Resize, and DequantizeLinear alone reads its codes."""
     if not decoders or any(node.op_type not in DEQUANTIZE for node in decoders):
         return False
     source = encoder.inputs[0]

@@ -1,1 +1,1 @@
-"""What a quantized model costs: scores, comparisons, what ONNX Runtime fuses, recovery."""
+"""The cost of a quantized model: scores, comparisons, what ONNX Runtime fuses, recovery."""

@@ -68,7 +68,7 @@ class ComparedLayer:
 
     @property
     def rescaled(self) -> bool:
-        """Whether the channels have other scales by intent (cross-layer equalization, SmoothQuant).
+        """True where the channels have other scales by intent (cross-layer equalization, SmoothQuant).
 
         That is so where factors of the channels explain three quarters of the difference: rounding and clipping leave
         nothing like it.
@@ -89,7 +89,7 @@ class ComparedLayer:
 
 @dataclass(frozen=True)
 class Report:
-    """What `compare_models` found.
+    """The result of `compare_models`.
 
     Attributes:
         samples: How many samples were read.

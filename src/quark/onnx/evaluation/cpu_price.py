@@ -1,4 +1,4 @@
-"""What a layout costs on a CPU, said where the user has named no runtime: layouts of NPUs are slow there.
+"""The cost of a layout on a CPU, said where the user has named no runtime: layouts of NPUs are slow there.
 
 ONNX Runtime fuses a Conv and its Relu into one integer kernel only where the Relu is gone: where 0 is the smallest
 code, quantizing clips by itself. With a fixed zero point in the middle the Relu stays, the Q/DQ pair after it is not
@@ -52,7 +52,7 @@ def cpu_price(model: ir.Model, settings: Settings) -> str | None:
 
 
 def _stays(node: ir.Node) -> bool:
-    """Whether a node is a Relu or Clip directly after a linear layer, and before a Q/DQ pair."""
+    """Return True where a node is a Relu or Clip directly after a linear layer, and before a Q/DQ pair."""
     if node.op_type not in CLAMPS or node.inputs[0] is None:
         return False
     producer = node.inputs[0].producer()
@@ -67,7 +67,7 @@ _ABSORBED = ("Conv", "Gemm")
 
 
 def in_integers_unasked(model: ir.Model, settings: Settings) -> str | None:
-    """What ONNX Runtime computes in integers although it was excluded.
+    """Say which excluded layers ONNX Runtime computes in integers all the same.
 
     Args:
         model: The quantized model.
@@ -89,7 +89,7 @@ def in_integers_unasked(model: ir.Model, settings: Settings) -> str | None:
 
 
 def _runs_elsewhere(settings: Settings) -> bool:
-    """Whether the user named a runtime that is not ONNX Runtime."""
+    """Return True where the user named a runtime that is not ONNX Runtime."""
     return settings.qdq.target_given and not settings.qdq.target.startswith("ort")
 
 
@@ -102,7 +102,7 @@ def _is_absorbed(node: ir.Node) -> bool:
 
 
 def _only_coded(value: ir.Value) -> bool:
-    """Whether one QuantizeLinear is all that reads a tensor, or what a Relu or Clip makes of it."""
+    """Return True where one QuantizeLinear is all that reads a tensor, or what a Relu or Clip makes of it."""
     readers = [use.node for use in value.uses()]
     if len(readers) != 1 or value.is_graph_output():
         return False
@@ -116,7 +116,7 @@ CODES = (ir.DataType.UINT8, ir.DataType.INT8)
 
 
 def saturating_layers(model: ir.Model, settings: Settings | None = None) -> str | None:
-    """What the integer kernels of this processor compute otherwise than the file says.
+    """Say which layers the integer kernels of this processor compute otherwise than the file says.
 
     Args:
         model: The quantized model.
@@ -138,7 +138,7 @@ def saturating_layers(model: ir.Model, settings: Settings | None = None) -> str 
 
 
 def _multiplies_int8(node: ir.Node) -> bool:
-    """Whether a node is a layer of decoded inputs of 8 bits, and of decoded int8 weights."""
+    """Return True where a node is a layer of decoded inputs of 8 bits, and of decoded int8 weights."""
     if node.op_type not in ("Conv", "Gemm", "MatMul") or len(node.inputs) < 2:
         return False
     data, weight = (_decoder(value) for value in node.inputs[:2])

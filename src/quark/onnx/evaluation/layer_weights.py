@@ -25,7 +25,7 @@ from quark.onnx.graph.sessions import open_session, run_sample
 from quark.report.figures import ClippedHistogram
 
 FOLDED = "BatchNormalization"
-"""What goes into the weight of the layer before it."""
+"""The operator that goes into the weight of the layer before it."""
 _TURNS = 4
 """Of fitting factors along two axes: noiseless factors are found to 1e-6 and better."""
 
@@ -160,7 +160,7 @@ def value_ranges(
 
 
 def _range(name: str, graph: QuantizedGraph) -> tuple[float, float] | None:
-    """What the codes of a tensor reach; None where it has no integer codes of one constant scale."""
+    """Return the range of the codes of a tensor; None where it has no integer codes of one constant scale."""
     encoder = next((node for node in graph.consumers.get(name, []) if node.op_type in ENCODERS), None)
     if encoder is None:
         return None

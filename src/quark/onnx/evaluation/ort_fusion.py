@@ -32,7 +32,7 @@ _INTEGER_KERNELS = frozenset(
 )
 """Beside those whose name starts with QLinear."""
 _NO_EFFECT = frozenset({*CLAMPS, "Identity", "Dropout"}) | MOVES
-"""What the runtime removes where it changes nothing; any other node that is gone was rewritten for float kernels."""
+"""Operators that the runtime removes where they change nothing; others that are gone became float kernels."""
 _FLOAT_DOMAIN = "com.microsoft.nchwc"
 LAYOUT = frozenset({"Reshape", "Transpose", "ReorderInput", "ReorderOutput"})
 TAG = r"(\d+)\|"
@@ -45,7 +45,7 @@ _INT8_LEVEL = 4
 
 @dataclass(frozen=True)
 class Fusion:
-    """What became of one quantized node.
+    """The fate of one quantized node.
 
     Attributes:
         node: Its name.
@@ -153,7 +153,7 @@ class _Fates:
         return survivor.op_type, _is_integer(survivor.op_type) or integer
 
     def _maker(self, name: str) -> onnx.NodeProto | None:
-        """What computes a tensor of the optimised graph, changes of layout that the runtime added left out."""
+        """Return the node that computes a tensor of the optimised graph, before any change of layout that was added."""
         node = self.made.get(name)
         while node is not None and node.op_type in LAYOUT and not re.match(TAG, node.name):
             node = self.made.get(node.input[0])
@@ -185,7 +185,7 @@ class _Fates:
 
 
 KINDS = ("integer", "quantized, but float", "float")
-"""What `DrawnNode.kind` counts."""
+"""The kinds of nodes, which `DrawnNode.kind` counts."""
 
 
 def kernel_graph(path: Path, fusion: list[Fusion]) -> list[DrawnNode]:
@@ -214,7 +214,7 @@ def kernel_graph(path: Path, fusion: list[Fusion]) -> list[DrawnNode]:
 
 
 def _read(node: onnx.NodeProto) -> list[str]:
-    """What a node reads, what its bodies read from outside included."""
+    """Return what a node reads, what its bodies read from outside included."""
     names = list(node.input)
     for attribute in node.attribute:
         for inner in attribute.g.node if attribute.HasField("g") else ():

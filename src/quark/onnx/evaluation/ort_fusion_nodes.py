@@ -69,7 +69,7 @@ class QuantizedGraph:
 
 
 def _stored(attribute: onnx.AttributeProto) -> onnx.TensorProto | None:
-    """What a Constant holds in one attribute; None where that is no dense array."""
+    """Return the array that a Constant has in one attribute; None where that is no dense array."""
     if attribute.name == "value":
         return attribute.t
     kind = CONSTANT_KINDS.get(attribute.name)
@@ -136,7 +136,7 @@ class QuantizedNode:
 
     @property
     def bias(self) -> str:
-        """What is wrong with the bias; "" where nothing is."""
+        """The fault of the bias; "" where nothing is wrong."""
         found = self._bias_operand
         if found is None:
             return ""
@@ -168,7 +168,7 @@ class QuantizedNode:
 
     @property
     def mixed(self) -> bool:
-        """Whether operands of an elementwise op have different integer types."""
+        """True where operands of an elementwise op have different integer types."""
         return (
             self.op not in INTEGER_LAYERS and len(self.types | {self.graph.kind(d) for d in self.stored.values()}) > 1
         )
@@ -192,7 +192,7 @@ class QuantizedNode:
 
     @property
     def clips_by_itself(self) -> bool:
-        """Whether quantizing after the Relu or Clip clips at zero, so that the Relu has no effect of its own."""
+        """True where quantizing after the Relu or Clip clips at zero, so that the Relu has no effect of its own."""
         encoder = (
             next((n for n in self._after(self.follower) if n.op_type in ENCODERS), None) if self.follower else None
         )
@@ -205,7 +205,7 @@ class QuantizedNode:
 
     @property
     def shared_weight(self) -> bool:
-        """Whether another node reads the same decoded weight, or the runtime merges equal scales of two weights."""
+        """True where another node reads the same decoded weight, or the runtime merges equal scales of two weights."""
         decoders = list(self.stored.values())
         scales = [self.graph.array(d.input[1]) for d in decoders]
         merged = any(s is not None and s.size == 1 and self.graph.weight_scales[s.item()] > 1 for s in scales)

@@ -30,7 +30,7 @@ def averaged(node: ir.Node) -> list[int | None] | None:
 
 
 def needs_samples(model: ir.Model, settings: Settings) -> bool:
-    """Whether sizes that a simulation needs are left open by the model."""
+    """Return True where sizes that a simulation needs are left open by the model."""
     if not {"AvgPool", "ReduceMean"} & set(settings.npu.conversions):
         return False
     infer_shapes(model)

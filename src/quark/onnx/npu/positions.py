@@ -66,7 +66,7 @@ class Positions:
         }
 
     def _has_position(self, key: Key) -> bool:
-        """Whether a tensor was asked to have a power of two for its scale."""
+        """Return True where a tensor was asked to have a power of two for its scale."""
         spec = (self.placement.weights if isinstance(key, tuple) else self.placement.activations).get(key)
         return spec is None or spec.scale_type is ScaleType.pof2
 
@@ -83,7 +83,7 @@ class Positions:
         return self.values[key]
 
     def input(self, node: ir.Node, index: int) -> Key:
-        """What input `index` of a node is, or None where it is in float."""
+        """Return the key of input `index` of a node, or None where it is in float."""
         value = node.inputs[index] if index < len(node.inputs) else None
         if value is None:
             return None
@@ -91,7 +91,7 @@ class Positions:
         return key if key in self.values else None
 
     def output(self, node: ir.Node) -> Key:
-        """What a node writes, after the activation that is fused into it; None where it is in float."""
+        """Return the key of what a node, or the activation fused into it, writes; None where that is in float."""
         value = node.outputs[0]
         if value not in self.placement.activations:
             follower = self.follower(node)
@@ -112,7 +112,7 @@ class Positions:
         return np.asarray(total + limit.constant)
 
     def kept(self, limit: Limit) -> bool:
-        """Whether a limit holds."""
+        """Return True where a limit holds."""
         value = self.sum(limit)
         return bool((limit.low is None or np.all(value >= limit.low)) and
                     (limit.high is None or np.all(value <= limit.high)))  # fmt: skip

@@ -115,7 +115,7 @@ def _inputs(at: Positions, node: ir.Node) -> tuple[object, ...]:
 
 
 def _gates(gate: ir.Value | None, source: ir.Value | None) -> bool:
-    """Whether `gate` is a sigmoid of `source`, over any constant factor."""
+    """Return True where `gate` is a sigmoid of `source`, over any constant factor."""
     node = None if gate is None else gate.producer()
     if node is not None and node.op_type == "Mul":
         node = next((v.producer() for v in node.inputs if v is not None and v.producer() is not None), None)

@@ -143,7 +143,7 @@ def _call(model: ir.Model, node: ir.Node, operator: Operator) -> bool:
 
 
 def mean_factor(*sizes: int) -> float:
-    """What the DPU's mean over a window of these sizes is, times the true mean."""
+    """Return the DPU's mean over a window of these sizes, divided by the true mean."""
     if sizes in _MEAN_FACTORS:
         return _MEAN_FACTORS[sizes]
     count = math.prod(sizes)
@@ -153,7 +153,7 @@ def mean_factor(*sizes: int) -> float:
 
 
 def _over_batch(node: ir.Node) -> bool:
-    """Whether a ReduceMean averages over a first axis of open size."""
+    """Return True where a ReduceMean averages over a first axis of open size."""
     shape, axes = None if node.inputs[0] is None else node.inputs[0].shape, axes_of(node)
     if shape is None or not len(shape) or isinstance(shape[0], int):
         return False

@@ -49,7 +49,7 @@ class Rule:
         return [i for i in (range(len(node.inputs)) if self.data is None else self.data) if i < len(node.inputs)]
 
     def moves(self, node: ir.Node) -> bool:
-        """Whether the output of this node holds values of its input only, or zeros: then both have one scale."""
+        """Return True where the output of this node has values of its input only, or zeros: both have one scale."""
         # Beyond its input a Resize may put a value of its own, which may lie anywhere.
         mode = node.attributes.get_string("coordinate_transformation_mode", "")
         outside = mode == "tf_crop_and_resize" and node.attributes.get_float("extrapolation_value", 0.0) != 0.0

@@ -63,7 +63,7 @@ class ActivationWriter:
                 replace_output(self.writer.graph, value, result)
 
     def _is_repeated(self, value: ir.Value, spec: TensorSpec) -> bool:
-        """Whether a tensor is quantized a second time as it was the first time."""
+        """Return True where a tensor is quantized a second time as it was the first time."""
         producer = value.producer()
         source = None if producer is None else self._by_name.get(producer.meta.get(REQUANTIZED, ""))
         if source is None or self.placement.activations.get(source) != spec or not spec.has_zero_point:
@@ -72,7 +72,7 @@ class ActivationWriter:
         return bool(first.scale == second.scale and first.zero_point == second.zero_point)
 
     def reads(self, value: ir.Value) -> tuple[list[Operand], bool]:
-        """What reads the quantized tensor: uses, and whether it is an output of the graph."""
+        """Return the uses of the quantized tensor, and whether it is an output of the graph."""
         # Bodies of If and Loop, which may read the tensor too, stay as they are.
         graph = self.writer.graph
         uses = [(node, index) for node, index in value.uses() if node.graph is graph and FACTOR not in node.meta]
@@ -86,7 +86,7 @@ class ActivationWriter:
         return uses, value.is_graph_output() and not value.is_graph_input()
 
     def _stays_float(self, value: ir.Value) -> bool:
-        """Whether other float nodes should go on reading this tensor itself."""
+        """Return True where other float nodes should go on reading this tensor itself."""
         target, producer = TARGETS[self.settings.qdq.target], value.producer()
         if not target.float_islands:
             return False
@@ -103,7 +103,7 @@ class ActivationWriter:
 
 
 def _moves_into_body(node: ir.Node) -> bool:
-    """Whether ONNX Runtime 1.31 would move the pair before a node into a reader within a body, of which it dies."""
+    """Return True where ONNX Runtime 1.31 would move the pair before a node into a body, of which it dies."""
     if not is_op(node, *MOVED_THROUGH):
         return False
     readers = [use.node for use in node.outputs[0].uses()]

@@ -87,7 +87,7 @@ class ConstantStore:
         return self.writer.shared(name, codes, dtype, (*shape[:-2], shape[-1], shape[-2]) if transpose else shape)
 
     def _balances(self, operand: Operand, spec: TensorSpec) -> bool:
-        """Whether the errors of a kernel are to cancel: a depthwise Conv whose activations have no scales either.
+        """Return True where errors of a kernel are to cancel, as in a depthwise Conv whose activations have no scales.
 
         Where they have, the biases are corrected for what the errors add up to, from data.
         """
@@ -97,7 +97,7 @@ class ConstantStore:
         return depthwise and specs.weights_apart and specs.refine_weight_scales and not spec.dtype.is_float
 
     def _folds(self, node: ir.Node, spec: TensorSpec) -> bool:
-        """Whether no activation has Q/DQ, and the runtime decodes the weights of a node when it loads the file.
+        """Return True where no activation has Q/DQ, and the runtime decodes weights of a node when it loads the file.
 
         Layers of com.microsoft run in ONNX Runtime alone, which does.
         """

@@ -94,7 +94,7 @@ class QdqNodes:
         return self._call(operator, [x], "DequantizeLinear")
 
     def is_cast_pair(self, spec: TensorSpec) -> bool:
-        """Whether codes are made and decoded by Cast."""
+        """Return True where codes are made and decoded by Cast."""
         return self.settings.qdq.cast_bfloat16 and _is_bfloat16(spec)
 
     def cast_back(self, codes: ir.Value, params: QParams, spec: TensorSpec) -> ir.Value:
@@ -186,5 +186,5 @@ class QdqNodes:
 
 
 def _is_bfloat16(spec: TensorSpec) -> bool:
-    """Whether the codes are bfloat16, scaled or not."""
+    """Return True where the codes are bfloat16, scaled or not."""
     return EXTENDED.get(spec.dtype.name) == "bfloat16"

@@ -89,7 +89,7 @@ class _ShortNames:
 
 
 def _added(node: ir.Node) -> bool:
-    """Whether a node is one of a pair: by its operator, or by a name that only these have."""
+    """Return True where a node is one of a pair: by its operator, or by a name that only these have."""
     if any(node.op_type.endswith(role) for role in ROLES):
         return True
     name, output = node.name or "", node.outputs[0].name or ""

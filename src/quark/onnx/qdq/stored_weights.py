@@ -53,7 +53,7 @@ def write_lstm(writer: GraphWriter, store: ConstantStore, node: ir.Node, specs: 
 
 
 def picks_codes(node: ir.Node, spec: TensorSpec) -> bool:
-    """Whether a node is a Gather that can pick codes: under one scale, or rows with what decodes them."""
+    """Return True where a node is a Gather that can pick codes: under one scale, or rows with what decodes them."""
     if not is_op(node, "Gather") or spec.is_block:
         return False
     table = constant(node.inputs[0])
