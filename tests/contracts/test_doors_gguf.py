@@ -19,14 +19,16 @@ from quark.jobs.folders import flows
 from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, gguf_config
 from quark.torch.algorithms.block_loop import LoopState
 from quark.torch.calibration import calibrate
+from quark.torch.calibration.calibrate import calibrate_tensor
 from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
-from quark.torch.flows import file2file
+from quark.torch.flows import by_rows, file2file, from_disk
 from quark.torch.flows.file2file import quantize_files
 from quark.torch.flows.from_disk import stream
 from quark.torch.flows.resume import Manifest
+from quark.torch.layers.fake_quant import FakeQuantize
 from quark.torch.writers.gguf.file import GgufTarget
 from quark.torch.writers.gguf.imatrix import collect_imatrix
 from tests.commands.program import quark as program
@@ -129,7 +131,7 @@ EVERYDAY = ("tied, a mix",)
 )
 def test_the_bytes_of_every_door(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, config, options = CASES[name]
-    monkeypatch.setattr(file2file, "PIECE", 5000)  # so that these small tensors are converted some rows at a time
+    monkeypatch.setattr(by_rows, "PIECE", 5000)  # so that these small tensors are converted some rows at a time
     same(config, folder(kind, tmp_path / "float", **options), tmp_path)
 
 
@@ -145,13 +147,23 @@ BY_BLOCKS: Mapping[str, tuple[str, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", BY_BLOCKS)
-def test_blocks_that_are_solved_give_the_bytes_of_the_model_in_memory(algorithm: str, tmp_path: Path) -> None:
-    """But for the head, which lies outside of them, and stays in float here."""
-    kind, name = BY_BLOCKS[algorithm]
+def test_blocks_that_are_solved_give_the_bytes_of_the_model_in_memory(
+    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the head, which lies outside of them, and stays in float here. Of embeddings some rows are there."""
+    (kind, name), rows = BY_BLOCKS[algorithm], []
+
+    def noted(tensor: str, x: torch.Tensor, quantizer: FakeQuantize) -> None:
+        rows.append(len(x))
+        calibrate_tensor(tensor, x, quantizer)
+
+    monkeypatch.setattr(by_rows, "PIECE", 1 << 14)
+    monkeypatch.setattr(from_disk, "calibrate_tensor", noted)
     source = folder(kind, tmp_path / "float", tie_word_embeddings=False)
     config = mix(name, algorithm=[algorithm], exclude_layers=["lm_head"])
     expected = in_memory(config(source), source, tmp_path / "memory.gguf", IDS)
     assert streamed(config(source), source, tmp_path / "streamed.gguf", IDS) == expected
+    assert len(rows) > 10 and max(rows) <= 128
 
 
 class Killed(BaseException):

@@ -21,11 +21,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from quark.core.array import Array, namespace, on_cpu
+from quark.core.array import Array, namespace, on_cpu, row_chunks
 from quark.errors import QuarkError
 
 _Failure = QuarkError | Callable[[], QuarkError | None]
 """An error, or what makes it; None where a closer look finds nothing wrong."""
+
+
+FINITE = 1 << 24
+"""Bytes of an array that a CPU looks at at once for what is not finite."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,8 @@ def all_finite(*arrays: Array) -> Array:
     first, *others = arrays
     xp = namespace(first)
     if on_cpu(first):
-        return xp.asarray(all(bool(xp.isfinite(x).all()) for x in arrays))
+        # Some rows at a time: what isfinite makes on the way is larger than the array.
+        return xp.asarray(all(bool(xp.isfinite(part).all()) for x in arrays for part in _parts(x)))
     # x - x is 0, or NaN for both; isfinite itself is four launches. Of several shapes each is looked at alone.
     if any(x.shape != first.shape for x in others):
         return xp.stack([all_finite(x) for x in arrays]).all()
@@ -142,6 +147,15 @@ def all_finite(*arrays: Array) -> Array:
     for x in others:
         rest = rest + (x - x)
     return (rest == 0).all()
+
+
+def _parts(x: Array) -> Iterator[Array]:
+    """An array, cut along its first axis."""
+    if x.ndim == 0:
+        yield x
+        return
+    for rows in row_chunks(x.shape[0], x.itemsize * math.prod(x.shape[1:]), FINITE):
+        yield x[rows]
 
 
 def _read(asked: list[_Asked], values: Array | None = None) -> list[float]:

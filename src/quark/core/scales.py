@@ -20,6 +20,7 @@ the E8M0 rule with emax = 6. A NaN makes the step of its block NaN: E8M0 has a N
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from quark.core.array import Array, astype, namespace, over, view
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
@@ -56,6 +57,19 @@ class QParams:
     scale: Array
     zero_point: Array | None = None
     second: QParams | None = None
+
+    def rows(self, which: Any) -> QParams:
+        """Those of some rows of a matrix, of both levels; what is of the whole matrix serves them all.
+
+        Args:
+            which: A slice, or the numbers of the rows.
+        """
+        zero, second = self.zero_point, self.second
+        return QParams(
+            self.scale[which] if self.scale.ndim else self.scale,
+            zero[which] if zero is not None and zero.ndim else zero,
+            None if second is None else second.rows(which),
+        )
 
 
 def qparams_from_range(low: Array, high: Array, spec: TensorSpec, model_dtype: str = "float32") -> QParams:

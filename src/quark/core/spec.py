@@ -7,7 +7,7 @@ from enum import Enum
 
 from quark.core.blocks.block_types import BLOCK_TYPES, BlockType
 from quark.core.dtypes import DTYPES, MICRO_EXPONENT, Dtype
-from quark.core.granularity import Granularity, PerGroup, PerTensor
+from quark.core.granularity import Granularity, PerChannel, PerGroup, PerTensor
 from quark.core.rounding import RoundType
 from quark.errors import ConfigError
 
@@ -198,6 +198,14 @@ class LayerSpec:
     def __str__(self) -> str:
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
         return ", ".join(f"{name}: {spec}" for name, spec in shown.items() if spec) or "float"
+
+
+def by_row(spec: TensorSpec) -> bool:
+    """Whether no scale of a matrix is shared by two of its rows."""
+    split = spec.split
+    return (isinstance(split, PerChannel) and split.axis == 0) or (
+        isinstance(split, PerGroup) and split.axis in (-1, 1)
+    )
 
 
 def spec(dtype: str, granularity: Granularity | None = None, **options: object) -> TensorSpec:

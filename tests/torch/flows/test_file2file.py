@@ -39,7 +39,7 @@ from quark.torch.checkpoint.safetensors_file import (
 )
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_tensor
-from quark.torch.flows import file2file
+from quark.torch.flows import by_rows, file2file
 from quark.torch.flows.from_disk import stream
 from quark.torch.writers import folder
 from tests.models.architectures import build
@@ -78,12 +78,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("piece", [file2file.PIECE, 64])
+@pytest.mark.parametrize("piece", [by_rows.PIECE, 64])
 @pytest.mark.parametrize("first", range(0, len(WITHOUT_DATA), 2 * len(LINEARS)))
 def test_every_scheme_gives_the_bytes_of_the_model_path(
     first: int, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file2file, "PIECE", piece)
+    monkeypatch.setattr(by_rows, "PIECE", piece)
     source = save_float(tmp_path / "float")
     chosen = WITHOUT_DATA[first : first + 2 * len(LINEARS)]
     rules = {f"*layers.{i // len(LINEARS)}.*{LINEARS[i % len(LINEARS)]}": name for i, name in enumerate(chosen)}
@@ -140,7 +140,7 @@ def test_tensors_are_copied_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
         pieces.append(tensor.nbytes)
         return write_across(tensor, places)
 
-    monkeypatch.setattr(file2file, "PIECE", 64)
+    monkeypatch.setattr(by_rows, "PIECE", 64)
     monkeypatch.setattr(file2file, "write_across", write)
     assert file_to_file(config, source, tmp_path / "pieces") == expected
     assert pieces.count(64) > 100
@@ -160,7 +160,7 @@ def test_weights_are_converted_some_rows_at_a_time(name: str, tmp_path: Path, mo
         rows.append(len(x))
         return tensor_qparams(x, spec)
 
-    monkeypatch.setattr(file2file, "PIECE", 64)
+    monkeypatch.setattr(by_rows, "PIECE", 64)
     monkeypatch.setattr(file2file, "tensor_qparams", qparams)
     assert file_to_file(scheme(name), source, tmp_path / "pieces") == expected
     assert rows.count(8) > 0.9 * len(rows)
@@ -185,7 +185,7 @@ def test_other_formats_are_converted_some_rows_at_a_time(
         rows.append(len(x))
         return tensor_qparams(x, spec)
 
-    monkeypatch.setattr(file2file, "PIECE", 64)
+    monkeypatch.setattr(by_rows, "PIECE", 64)
     monkeypatch.setattr(file2file, "tensor_qparams", qparams)
     assert file_to_file(scheme(name), source, tmp_path / "pieces", custom_mode=form) == expected
     assert {*rows} == {8 if form == "awq" else 32}

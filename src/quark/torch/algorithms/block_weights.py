@@ -18,10 +18,12 @@ class BlockWeights:
     Attributes:
         device: Where blocks run; None: where they are.
         whole: Whether all weights are there all the time, so that an algorithm may see the whole model.
+        tables_in_file: Whether embeddings stay in their file, of which rows are looked up, and are quantized later.
     """
 
     device: torch.device | None = None
     whole = True
+    tables_in_file = False
 
     def where(self, block: nn.Module) -> torch.device:
         """Where a block runs, whose weights are there."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from quark.core.observers import OBSERVERS
 from quark.core.observers.base import bring_to_host
 from quark.core.quantize import compute_qparams, fake_quantize, quantize_scales, range_of, second_level
 from quark.core.scales import EPS, TINY, QParams, qparams_from_range
-from quark.core.spec import TensorSpec
+from quark.core.spec import TensorSpec, by_row
 from quark.errors import CalibrationError, NonFiniteError
 from quark.torch.calibration.distributed import merge_observers, part_of
 from quark.torch.calibration.expert_tokens import ExpertCalibration, all_tokens_to_all_experts
@@ -30,6 +31,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention.cache_rules import floor_cache_scales, share_cache_ranges
 from quark.torch.layers.attention.probabilities import attention_quantizers
+from quark.torch.layers.embedding import QuantEmbedding
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.modes import layer_quantizers, observing
 from quark.torch.model.batches import run_batches
@@ -89,10 +91,13 @@ def _all_zero(x: torch.Tensor, params: QParams, spec: TensorSpec) -> Calibration
     )
 
 
-def _tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
-    def not_finite() -> NonFiniteError:
-        return NonFiniteError(f"{int((~torch.isfinite(x)).sum())} of {x.numel()} values are NaN or Inf.")
+def not_finite_error(x: torch.Tensor) -> NonFiniteError:
+    """Says how many values of a tensor are not finite."""
+    return NonFiniteError(f"{int((~torch.isfinite(x)).sum())} of {x.numel()} values are NaN or Inf.")
 
+
+def _tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
+    not_finite = partial(not_finite_error, x)
     if isinstance(spec.dtype, BlockType):
         check(all_finite(x), not_finite)
         return compute_qparams(x, spec)
@@ -104,6 +109,32 @@ def _tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
     check(all_finite(low, high), not_finite)
     params = qparams_from_range(low, high, spec, dtype_name(x))
     return second_level(params, x, spec)
+
+
+def of_own_values(spec: TensorSpec) -> bool:
+    """Whether each scale of a known tensor follows from the values under it alone."""
+    levels = spec.scale_spec is not None or spec.code_spec is not None
+    return not spec.is_cast and not levels and spec.observer in FROM_OWN_RANGE
+
+
+def has_rows_alone(layer: QuantLayer) -> bool:
+    """Whether the scales of some rows of a layer's weight follow from these rows."""
+    spec = layer.spec.weight
+    return spec is not None and of_own_values(spec) and by_row(spec)
+
+
+@contextmanager
+def scales_of_rows(embeddings: Mapping[str, QuantLayer]) -> Iterator[None]:
+    """Within: embeddings without scales find those of the rows that are looked up; see `has_rows_alone`."""
+    tables = [cast(QuantEmbedding, layer) for layer in embeddings.values()]
+    for layer in tables:
+        quantizer = cast(FakeQuantize, layer.quantizer("weight"))
+        layer.scales_of, quantizer.mode = partial(compute_qparams, spec=quantizer.spec), Mode.quantize
+    try:
+        yield
+    finally:
+        for layer in tables:
+            layer.scales_of = None
 
 
 def share_scales(layers: Mapping[str, QuantLayer], groups: Sequence[Sequence[str]]) -> None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -23,16 +24,17 @@ from quark.base.log import logger
 from quark.base.progress import progress
 from quark.core.checks import naming
 from quark.core.spec import TensorSpec
-from quark.errors import ConfigError, QuarkError
-from quark.torch.calibration.calibrate import FROM_OWN_RANGE, qparams_under, sharing_scales, tensor_qparams
+from quark.errors import ConfigError
+from quark.torch.calibration.calibrate import qparams_under, sharing_scales, tensor_qparams
 from quark.torch.calibration.distributed import check_alive, rank, shared_output, world
-from quark.torch.checkpoint.loading import stored_on_meta
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import ByteRange, write_across
 from quark.torch.checkpoint.shards import Entry
 from quark.torch.checkpoint.sources.origins import Origin
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
+from quark.torch.flows import by_rows
+from quark.torch.flows.by_rows import Rows, Way, ways_of
 from quark.torch.flows.checkpoint_job import CheckpointJob, Contents, create_files
 from quark.torch.flows.predicted_size import FolderPlan
 from quark.torch.flows.replaced import replaced
@@ -42,9 +44,6 @@ from quark.torch.layers import QuantLayer
 from quark.torch.plan import Plan
 from quark.torch.writers.folder import QUARK
 from quark.torch.writers.writer import Move, OutputTarget, Writer
-
-Way = tuple[Move, list[ByteRange]]
-"""What becomes of a stored tensor, and the places of its rows."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,6 @@ class TensorJob:
 
 _MOST_WORKERS = 4
 """More would hold more tensors at once than reading and writing keep busy."""
-PIECE = 1 << 24
-"""Bytes that are copied, or converted, at once."""
 
 Family = tuple[TensorJob, ...]
 """Tensors that share a second-level scale, or one alone: what a worker takes at once."""
@@ -174,7 +171,7 @@ def _tensor_jobs(
         ]  # fmt: skip
     parent, _, leaf = name.rpartition(".")
     source, writer = contents.sources.get(name, Origin((name,))), contents.writer
-    stored = _ways(entry, writer, places)
+    stored = ways_of(entry, writer, places)
     layer = layers.get(parent)
     if layer is None:
         return [TensorJob(name, source, shapes[""].dtype, tuple(shapes[""].shape), None, stored)]
@@ -187,7 +184,7 @@ def _tensor_jobs(
 def _carried_job(entry: Entry, writer: Writer, job: CheckpointJob, places: Mapping[str, ByteRange]) -> TensorJob:
     """The job of a tensor that the class of the model does not build."""
     name, make, shapes = entry
-    stored = _ways(entry, writer, places)
+    stored = ways_of(entry, writer, places)
     if name not in {*job.checkpoint.names()}:
         like = shapes[""]
         return TensorJob(name, Origin((name,)), like.dtype, tuple(like.shape), None, stored, make=make)
@@ -197,11 +194,6 @@ def _carried_job(entry: Entry, writer: Writer, job: CheckpointJob, places: Mappi
         return TensorJob(name, Origin((name,)), shapes[""].dtype, job.checkpoint.shape(name), None, stored)
     layout, dtype = writer.layout(layer.weight, layer, job.model.dtype), job.model.dtype
     return TensorJob(name, Origin((name,)), dtype, job.checkpoint.shape(name), layer.weight, stored, layout)
-
-
-def _ways(entry: Entry, writer: Writer, places: Mapping[str, ByteRange]) -> dict[str, Way]:
-    moves = {suffix: writer.move(entry[0], suffix) for suffix in entry[2]}
-    return {suffix: (move, [places[key] for key in move.keys]) for suffix, move in moves.items()}
 
 
 def _families(items: list[TensorJob], groups: Sequence[Sequence[str]]) -> list[Family]:
@@ -297,39 +289,17 @@ class Converter:
         """Write a tensor as it is, and give back each piece of it before the next one."""
         move, places = item.ways[""]
         x = item.source.read(self.source, item.dtype, item.shape)
-        pieces = torch.split(x.reshape(-1), max(1, PIECE // item.dtype.itemsize)) if move.stays else [move(x)]
+        pieces = torch.split(x.reshape(-1), max(1, by_rows.PIECE // item.dtype.itemsize)) if move.stays else [move(x)]
         for values in pieces:
             places = write_across(values, places)
             item.source.release(self.source)
 
     def _converts_by_rows(self, item: TensorJob, spec: TensorSpec) -> bool:
-        """Convert and write a tensor some rows at a time, and give back what was read of them before the next ones.
-
-        Returns:
-            Whether it was done. Where a scale spans all rows, where there are few, or where some rows on their own are
-            refused, the tensor has to be seen as a whole.
-        """
-        layout = item.layout
-        assert layout is not None
-        unit, order = layout.rows_alone(item.shape), item.ways[""][0].order
-        if self.device.type != "cpu" or not _of_own_range(spec) or (order is not None and unit != 1):
-            return False
-        row = max(1, math.prod(item.shape[1:]) * item.dtype.itemsize)
-        step = unit and max(1, PIECE // row // unit) * unit
-        if not step or step >= item.shape[0]:
-            return False
-        x, constants = self._read(item), layout.constants(item.shape)
-        whole = stored_on_meta(layout, spec, item.shape, item.dtype)
-        stored = _StoredRows({suffix: x for suffix, x in whole.items() if suffix not in constants}, item.ways)
-        try:
-            for rows in torch.split(x, step) if order is None else (x[rows] for rows in torch.split(order, step)):
-                stored.add(layout.store(rows, tensor_qparams(rows, spec)))
-                item.source.release(self.source)
-        except QuarkError:
-            return False  # what is said of the whole says where, and how much
-        stored.write()
-        item.write(constants)
-        return True
+        """Convert and write a tensor some rows at a time; whether it was done, see `Rows`."""
+        assert item.layout is not None
+        rows = Rows.of(item.layout, spec, item.shape, item.dtype, item.ways) if self.device.type == "cpu" else None
+        release = partial(item.source.release, self.source)
+        return rows is not None and rows.write(self._read(item), partial(tensor_qparams, spec=spec), release)
 
     def _convert(self, item: TensorJob, spec: TensorSpec, largest: torch.Tensor | None) -> Tensors:
         x, layout = self._read(item), item.layout
@@ -352,42 +322,3 @@ class Converter:
 
     def _read(self, item: TensorJob) -> torch.Tensor:
         return item.source.read(self.source, item.dtype, item.shape).to(self.device)
-
-
-class _StoredRows:
-    """The stored tensors of a weight, made some rows at a time.
-
-    Those that lie in the file in this order are written at once, the transposed ones when they are whole.
-
-    Args:
-        whole: The tensors of all rows, on the meta device, by suffix.
-        ways: Where each goes.
-    """
-
-    def __init__(self, whole: Tensors, ways: Mapping[str, Way]) -> None:
-        self._whole, self._places = whole, {suffix: places for suffix, (_, places) in ways.items()}
-        self._kept: Tensors = {}
-        self._filled = dict.fromkeys(whole, 0)
-
-    def add(self, pieces: Tensors) -> None:
-        """The tensors of the next rows."""
-        for suffix, like in self._whole.items():
-            piece = pieces[suffix]
-            axis = next(axis for axis in range(like.ndim) if piece.shape[axis] != like.shape[axis])
-            if axis == 0:
-                self._places[suffix] = write_across(piece, self._places[suffix])
-                continue
-            if suffix not in self._kept:
-                self._kept[suffix] = torch.empty_like(like, device="cpu")
-            self._kept[suffix].narrow(axis, self._filled[suffix], piece.shape[axis]).copy_(piece)
-            self._filled[suffix] += piece.shape[axis]
-
-    def write(self) -> None:
-        """Write what is not written."""
-        for suffix, tensor in self._kept.items():
-            write_across(tensor, self._places[suffix])
-
-
-def _of_own_range(spec: TensorSpec) -> bool:
-    """Whether each scale follows from the values under it alone."""
-    return not spec.is_cast and spec.observer in FROM_OWN_RANGE

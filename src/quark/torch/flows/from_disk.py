@@ -12,30 +12,37 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from quark.base.files import check_apart, check_file, check_folder, check_place, move_file, move_folder
 from quark.base.log import logger, severity
 from quark.base.memory_and_disk import give_back_memory
+from quark.base.progress import progress, status
+from quark.core.checks import all_finite, check, naming
+from quark.core.scales import QParams
 from quark.errors import FormatError
 from quark.torch.algorithms import algorithms_of
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.block_loop import LoopState, is_inside
-from quark.torch.calibration.calibrate import calibrate_weights
+from quark.torch.algorithms.layer_weights import weight_quantizer
+from quark.torch.calibration.calibrate import calibrate_tensor, calibrate_weights, not_finite_error
 from quark.torch.calibration.device_memory import filled_a_device, halves_of, with_smaller_batches
 from quark.torch.calibration.distributed import first_then_all, rank, wait, world
 from quark.torch.calibration.reached import check_reached
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.config import QConfig
+from quark.torch.flows import by_rows
+from quark.torch.flows.by_rows import Rows, ways_of
 from quark.torch.flows.checkpoint_job import CheckpointJob, Contents, create_files
 from quark.torch.flows.per_block import blocks_without_weights, observed_tensors, quantize_blocks, refuse_whole
 from quark.torch.flows.predicted_size import FolderPlan
 from quark.torch.flows.preflight import estimate, preflight
 from quark.torch.flows.replaced import attention_quantized, replaced
 from quark.torch.flows.resume import MODEL, Manifest, fingerprint_of_data, fingerprint_of_files, in_use
-from quark.torch.flows.weights_on_disk import WeightsOnDisk, in_folder
+from quark.torch.flows.weights_on_disk import OnDisk, WeightsOnDisk, in_folder
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention.probabilities import forget_ranges
 from quark.torch.model.calibration_data import calibration_data
@@ -194,7 +201,8 @@ class _Run:
 
     def _write_outside(self, names: Sequence[str], algorithms: Sequence[Algorithm]) -> None:
         """Quantize and write what lies in no block."""
-        for parent in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        parents_of = [*dict.fromkeys(name.rpartition(".")[0] for name in names)]
+        for parent in progress(parents_of, "layers outside the blocks", len(parents_of)):
             own = {name for name in names if name.rpartition(".")[0] == parent}
             for name in own & self.dropped.keys():
                 self.writer.put(name, self.dropped[name](), self.places)
@@ -203,15 +211,47 @@ class _Run:
             # What files hold in one tensor may lie in several modules.
             members = (name for form in self.writer.forms if form.members[0] in own for name in form.members)
             parents = dict.fromkeys((parent, *(name.rpartition(".")[0] for name in members)))
-            for each in parents:
+            if parent in self.layers and self._writes_by_rows(f"{parent}.weight", self.layers[parent], algorithms):
+                own.discard(f"{parent}.weight")
+            for each in parents if own else ():
                 self.weights.bring(each, recurse=False)
-            if parent in self.layers:
+            if own and parent in self.layers:
                 for algorithm in algorithms:
                     algorithm.on_weights({parent: self.layers[parent]})
                 calibrate_weights({parent: self.layers[parent]})
             self._write(own)
             for each in parents:
                 self.weights.take(each)
+
+    def _writes_by_rows(self, name: str, layer: QuantLayer, algorithms: Sequence[Algorithm]) -> bool:
+        """Quantize and write the weight of a layer some rows at a time; whether it was done, see `Rows`."""
+        entry = next(self.writer.entries({name}), None)
+        if entry is None or layer.spec.weight is None or self.weights.device.type != "cpu":
+            return False
+        weight, quantizer = layer.float_weight, weight_quantizer(layer)
+        layout, shape = self.writer.layout(layer.spec.weight, layer.spec, weight.dtype), tuple(weight.shape)
+        ways = ways_of(entry, self.writer, self.places)
+        rows = Rows.of(layout, layer.spec.weight, shape, weight.dtype, ways)
+        if rows is None or quantizer.params is not None:
+            return False
+        parent, seen = name.rpartition(".")[0], 0
+
+        def qparams(some: torch.Tensor) -> QParams:
+            nonlocal seen
+            status(f"{name}, row {seen} of {len(weight)}")
+            seen += len(some)
+            quantizer.forget()
+            self.weights.put(name, some)
+            for algorithm in algorithms:
+                algorithm.on_weights({parent: layer})
+            calibrate_tensor(name, some, quantizer)
+            return cast(QParams, quantizer.params)
+
+        source = self.weights.sources[name]
+        try:
+            return rows.write(source.read(weight), qparams, source.release)
+        finally:
+            self.weights.take(parent)
 
     def _finish(self, block: str, state: LoopState) -> None:
         own = {name for name in self.planned if is_inside(name, block)}
@@ -228,6 +268,30 @@ class _Run:
 
 class FromDisk(WeightsOnDisk):
     """Brings the float weights of a module from a checkpoint; takes them away with all that quantizing left there."""
+
+    tables_in_file = True
+
+    def __init__(self, model: nn.Module, sources: Mapping[str, OnDisk], device: torch.device) -> None:
+        super().__init__(model, sources, device)
+        self._checked: set[str] = set()
+
+    def show(self, name: str, table: nn.Embedding) -> None:
+        """Put a table in place, over its file, as rows of it are looked up.
+
+        Raises:
+            NonFiniteError: It is quantized, and holds NaN or infinity.
+        """
+        super().show(name, table)
+        if not isinstance(table, QuantLayer) or table.spec.weight is None:
+            return
+        for full, x in self.own(name, False):
+            if full in self._checked:
+                continue
+            self._checked.add(full)
+            with naming(full):
+                for rows in torch.split(x, max(1, by_rows.PIECE // max(1, x[:1].nbytes))):
+                    check(all_finite(rows), partial(not_finite_error, x))
+                    self.sources[full].release()
 
     def take(self, name: str) -> None:
         """Leave the module as it was before it was brought."""

@@ -71,17 +71,23 @@ class WeightsOnDisk(BlockWeights):
 
     def bring(self, name: str, recurse: bool = True, device: torch.device | None = None) -> None:
         """Put the weights of the module in place."""
-        for full, tensor in self._own(name, recurse):
+        for full, tensor in self.own(name, recurse):
             if tensor.is_meta:
                 x = self.sources[full].read(tensor)
                 # A copy: what quantizing writes into must not be pages of the file.
-                self._put(full, x.to(device or self.device, copy=True))
+                self.put(full, x.to(device or self.device, copy=True))
                 self.sources[full].release()
+
+    def show(self, name: str, table: nn.Embedding) -> None:
+        """Put a table in place, over its file, as rows of it are looked up."""
+        for full, tensor in self.own(name, False):
+            if tensor.is_meta:
+                self.put(full, self.sources[full].read(tensor))
 
     def take(self, name: str) -> None:
         """Leave the module as it was before it was brought."""
-        for full, _ in self._own(name, True):
-            self._put(full, self.empty[full])
+        for full, _ in self.own(name, True):
+            self.put(full, self.empty[full])
 
     @contextmanager
     def around(self, names: Sequence[str]) -> Iterator[None]:
@@ -107,7 +113,7 @@ class WeightsOnDisk(BlockWeights):
         ]
         for name, module in outside.items():
             if isinstance(module, nn.Embedding):
-                self.bring(name, recurse=False, device=cpu)
+                self.show(name, module)
         self.bring(names[0], device=cpu)
         try:
             yield
@@ -115,10 +121,11 @@ class WeightsOnDisk(BlockWeights):
             for handle in handles:
                 handle.remove()
             for name in (*outside, names[0]):
-                for full, _ in self._own(name, name == names[0]):
-                    self._put(full, self.empty[full])
+                for full, _ in self.own(name, name == names[0]):
+                    self.put(full, self.empty[full])
+                    self.sources[full].release()
 
-    def _own(self, name: str, recurse: bool) -> list[tuple[str, torch.Tensor]]:
+    def own(self, name: str, recurse: bool) -> list[tuple[str, torch.Tensor]]:
         """The tensors of a module that come from files, by their full names."""
         module = self.model.get_submodule(name)
         prefix = f"{name}." if name else ""
@@ -128,7 +135,8 @@ class WeightsOnDisk(BlockWeights):
         ]
         return [(prefix + leaf, tensor) for leaf, tensor in found if prefix + leaf in self.sources]
 
-    def _put(self, full: str, tensor: torch.Tensor) -> None:
+    def put(self, full: str, tensor: torch.Tensor) -> None:
+        """Put a tensor in its place."""
         parent, _, leaf = full.rpartition(".")
         module = self.model.get_submodule(parent)
         if leaf in module._parameters:

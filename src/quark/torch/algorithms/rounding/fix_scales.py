@@ -10,12 +10,11 @@ from torch import nn
 
 from quark.core.scales import QParams
 from quark.core.solvers.importance import weighted_qparams
-from quark.core.spec import TensorSpec
+from quark.core.spec import TensorSpec, by_row
 from quark.errors import ConfigError
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_weights import store_qparams, weight_quantizer, weight_spec
-from quark.torch.algorithms.rounding.grids import by_row
 from quark.torch.calibration.calibrate import FROM_OWN_RANGE, sharing_scales, tensor_qparams
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import Mode

@@ -25,7 +25,7 @@ from quark.core.solvers import gptq
 from quark.core.solvers.columns.columns import ColumnGrid, compiles
 from quark.core.solvers.columns.triangles import solve_lower
 from quark.core.solvers.refine import refine
-from quark.core.spec import TensorSpec
+from quark.core.spec import TensorSpec, by_row
 from quark.errors import CalibrationError
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.input_group import InputGroup
@@ -44,11 +44,9 @@ from quark.torch.algorithms.rounding.fix_scales import chosen_layers, fix_scales
 from quark.torch.algorithms.rounding.grids import (
     DynamicGrid,
     FittedScales,
-    by_row,
     can_be_fitted,
     dynamic_group,
     joined,
-    rows_of,
     static_grid,
 )
 from quark.torch.algorithms.rounding.output_scores import ByScores
@@ -289,7 +287,7 @@ class _Solver:
         """The values of the pieces of an index, transposed, and their scales."""
         pieces = all_pieces[index]
         some_weights = [[of[layer][rows] for layer, rows in pieces] for of in weights]
-        some_params = [[rows_of(of[layer], rows) for layer, rows in pieces] for of in qparams]
+        some_params = [[of[layer].rows(rows) for layer, rows in pieces] for of in qparams]
         pulls = [
             torch.cat([problem.pulls[of[layer]][:, rows] for layer, rows in pieces], 1) if problem.pulls else None
             for problem, of in zip(self.problems, names, strict=True)
@@ -455,8 +453,8 @@ def _layer_errors(
     # What is lost is counted from the weight that does best on these inputs.
     goal = goal_of(problem, name, weight, factor, rows)
     params, spec = nearest
-    if by_row(spec) and params.second is None:
-        before = fake_quantize(weight[rows].contiguous(), rows_of(params, rows), spec)
+    if by_row(spec) and spec.code_spec is None:
+        before = fake_quantize(weight[rows].contiguous(), params.rows(rows), spec)
     else:
         before = fake_quantize(weight, params, spec)[rows]
     return gptq.output_error(goal, torch.stack([before, solved[rows]]), problem.group.gram)

@@ -18,7 +18,7 @@ from quark.core.quantize import elementwise
 from quark.core.scales import QParams, round_scale
 from quark.core.solvers.columns.columns import ColumnGrid
 from quark.core.solvers.importance import weighted_qparams
-from quark.core.spec import FLOAT_SCALES, TensorSpec
+from quark.core.spec import FLOAT_SCALES, TensorSpec, by_row
 
 ALL = slice(None)
 
@@ -177,14 +177,6 @@ def can_be_fitted(spec: TensorSpec) -> bool:
     return fine and by_row(spec)
 
 
-def by_row(spec: TensorSpec) -> bool:
-    """Whether no scale is shared by two rows."""
-    split = spec.split
-    return (isinstance(split, PerChannel) and split.axis == 0) or (
-        isinstance(split, PerGroup) and split.axis in (-1, 1)
-    )
-
-
 def dynamic_group(spec: TensorSpec) -> int:
     """The group size along the columns whose scale can be found on the way; 1 where there is none."""
     split = spec.split
@@ -197,16 +189,6 @@ def dynamic_group(spec: TensorSpec) -> int:
     ):
         return 1
     return max(split.size, 1)
-
-
-def rows_of(params: QParams, rows: slice) -> QParams:
-    """The parameters of some rows, of both levels; those of a whole tensor serve all."""
-    zero, second = params.zero_point, params.second
-    return QParams(
-        params.scale[rows] if params.scale.ndim else params.scale,
-        zero[rows] if zero is not None and zero.ndim else zero,
-        None if second is None else rows_of(second, rows),
-    )
 
 
 def joined(parts: list[QParams]) -> QParams:
