@@ -220,3 +220,30 @@ def test_its_result_survives_freeze_export_and_reload(kind: type[AlgoConfig], tm
     export_safetensors(model, tmp_path / "model")
     loaded = import_model_from_safetensors(model_with_outliers(), tmp_path / "model")
     assert torch.equal(logits(loaded, HELD_OUT), expected)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind is SmoothQuantConfig else pytest.param(kind, marks=pytest.mark.slow) for kind in ALGORITHMS],
+    ids=lambda kind: kind.__name__.removesuffix("Config"),
+)
+def test_its_surroundings_change_nothing(kind: type[AlgoConfig]) -> None:
+    """A default dtype, autocast, products of fewer digits, gradients that are off: the caller's, and as they were."""
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    config = row_of(kind).config
+    algorithm = config if isinstance(config, AlgoConfig) else config()
+    plan = replace(LLMTemplate.get("llama").get_config(row_of(kind).scheme), algo_config=[algorithm])
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            torch.set_default_dtype(torch.float32)
+            model = model_with_outliers()
+            torch.set_default_dtype(torch.float64)
+            ModelQuantizer(plan).quantize_model(model, SEEN)
+            assert torch.is_autocast_enabled("cpu")
+        assert torch.get_default_dtype() is torch.float64 and torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+    expected, found = solved(kind).state_dict(), model.state_dict()
+    assert all(torch.equal(x, expected[name]) for name, x in found.items())

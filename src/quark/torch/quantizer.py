@@ -20,6 +20,7 @@ from quark.errors import ConfigError, NotSupportedError
 from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
 from quark.torch.calibration.expert_tokens import ExpertCalibration
 from quark.torch.calibration.reached import check_reached
+from quark.torch.calibration.surroundings import own_arithmetic
 from quark.torch.checkpoint.carried import carried_beside, plan_carried
 from quark.torch.checkpoint.opened import OpenedFolder, opened_from
 from quark.torch.checkpoint.quantized_before import layers_quantized_before, with_quantized_before
@@ -128,7 +129,7 @@ class ModelQuantizer:
         data: Iterable[Any] | None = calibration_data(model, dataloader)
         level = self.config.log_severity_level if self.config.log_severity_level != 1 else None
         # Tensors of inference mode have no versions, by which layers that read one tensor are told.
-        with severity(level), torch.inference_mode(False):
+        with severity(level), torch.inference_mode(False), own_arithmetic():
             if in_graph:
                 from quark.torch.graph.quantize import quantize_graph  # with all that graphs need
 

@@ -27,6 +27,7 @@ from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 from quark.torch.calibration.calibrate import qparams_under, sharing_scales, tensor_qparams
 from quark.torch.calibration.distributed import check_alive, rank, shared_output, world
+from quark.torch.calibration.surroundings import own_arithmetic
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import ByteRange, write_across
 from quark.torch.checkpoint.shards import Entry
@@ -128,7 +129,11 @@ def quantize_files(
     job = CheckpointJob(config, source, target, keep_unexpected, plan=plan)
     _refuse_data(config, job.plan)
     conversion = Conversion(job.files, job.quantization)
-    with shared_output(output, overwrite, target.is_file) as made, replaced(job.model, job.plan) as layers:
+    with (
+        own_arithmetic(),
+        shared_output(output, overwrite, target.is_file) as made,
+        replaced(job.model, job.plan) as layers,
+    ):
         contents = job.contents()
         writer = contents.writer
         places = create_files(writer, made)

@@ -32,6 +32,7 @@ from quark.torch.calibration.calibrate import calibrate_tensor, calibrate_weight
 from quark.torch.calibration.device_memory import filled_a_device, halves_of, with_smaller_batches
 from quark.torch.calibration.distributed import first_then_all, rank, wait, world
 from quark.torch.calibration.reached import check_reached
+from quark.torch.calibration.surroundings import own_arithmetic
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.config import QConfig
 from quark.torch.flows import by_rows
@@ -106,6 +107,7 @@ def _write(
     config = job.config
     settings = _settings(config, target, [job.folder.path / "config.json", *job.files], batches)
     with (
+        own_arithmetic(),
         replaced(job.model, job.plan) as layers,
         attention_quantized(job.model, config, job.plan, layers),
         in_use(work),

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from quark.torch.calibration.surroundings import default_dtype
 from quark.torch.layers.base import hook_input
 from quark.torch.layers.modes import quantizers_off
 from quark.torch.layers.replace import quantized_layers
@@ -91,7 +92,7 @@ class Exact:
                 stack.enter_context(_on_input(self.module, name, _watcher(rows, (instead or {}).get(name))))
             stack.enter_context(torch.no_grad())
             stack.enter_context(quantizers_off(quantized_layers(self.module).values()))
-            stack.enter_context(_default_float64())
+            stack.enter_context(default_dtype(torch.float64))
             stack.enter_context(Float64())
             result = functional_call(self.module, dict(parameters or {}), args, kwargs)
         returned = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point()]
@@ -140,16 +141,6 @@ def _widened(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.double() if x.dtype in NARROW else x
     return torch.float64 if isinstance(x, torch.dtype) and x in NARROW else x
-
-
-@contextmanager
-def _default_float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextmanager
