@@ -70,7 +70,7 @@ def nearest_of_each(
 def _leading(
     matrix: Array, rank: int, close: float, weighing: Array | None, near: Array | None, basis: Array | None
 ) -> tuple[Array, Array]:
-    """Q and Q^T A, the columns of Q being an orthonormal basis of the leading left singular vectors and some more.
+    """Q and B: Q B is A on the leading right singular vectors and some more, the columns of Q are orthonormal.
 
     Args:
         matrix, rank, close, weighing: As `nearest_of_each` has them.
@@ -92,13 +92,15 @@ def _leading(
         start = start if near is None else xp.concatenate([near, start], 1)[:, :width]
         basis = xp.linalg.qr(image_of(start))[0]
     captured: Any = 0.0
+    small: Any = None
     ended: Any = None
     for _ in range(STEPS):
         other = xp.linalg.qr(back(basis))[0]
         image = image_of(other)
+        step, triangle = xp.linalg.qr(image)
         # A device is not asked whether to go on: it takes all steps, and those after the end change nothing.
-        step = xp.linalg.qr(image)[0]
         basis = step if ended is None else xp.where(ended, basis, step)
+        small = triangle @ other.T if ended is None else xp.where(ended, small, triangle @ other.T)
         squares = (image * image).sum()
         before, captured = captured, float(squares) if on_host else astype(squares, "float64")
         ends = captured - before <= close * captured
@@ -106,4 +108,4 @@ def _leading(
             ended = ends if ended is None else ended | ends
         elif ends:
             break
-    return basis, back(basis).T
+    return basis, small
