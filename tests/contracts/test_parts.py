@@ -38,18 +38,18 @@ from tests.models.torch_zoo import tiny_llama
 
 PARTS: Sequence[tuple[ModuleType, str, int]] = (
     (array, "CACHE_CHUNK", 1000),
-    (checks, "FINITE", 1000),
+    (checks, "_FINITE", 1000),
     (block_search, "CHUNK", 3000),
     (runs, "TILE", 24),
     (coupled, "ROWS", 24),
     (gptq, "FACTOR_BLOCK", 24),
-    (gptq, "GRADIENT_BLOCK", 24),
+    (gptq, "_GRADIENT_BLOCK", 24),
     (importance, "SMALL", 1000),
     (smooth, "BLOCK", 24),
     (smooth, "ELEMENTS", 1000),
     (smooth, "LEAST_ROWS", 7),
     (columns, "BLOCK", 24),
-    (columns, "SLICE", 24),
+    (columns, "_SLICE", 24),
     (triangles, "BLOCK", 24),
     (triangles, "ROWS", 24),
     (input_group, "TILE", 24),
@@ -59,7 +59,7 @@ PARTS: Sequence[tuple[ModuleType, str, int]] = (
     (solvers, "LEAST_ROWS", 24),
     (column_problem, "ROWS", 24),
     (fix_scales, "PIECE", 1000),
-    (fix_scales, "SIDE_BY_SIDE", 1000),
+    (fix_scales, "_SIDE_BY_SIDE", 1000),
     (float64_forward, "ROWS", 24),
     (fold, "ROWS", 24),
     (experts, "AT_ONCE", 1000),
@@ -75,8 +75,8 @@ IN_OTHER_ORDER: dict[type[AlgoConfig], float] = {
 """Algorithms that read second moments, whose sums are of other lengths here -> share by which what is lost may differ.
 
 A sum of n products in another order is off by n / 2^24 of itself at most. A value that lies so near to the middle of
-two codes gets the other one, and what comes after makes up for it. A branch of SVDQuant is chosen of 27, of which some lose
-the same within that.
+two codes gets the other one, and what comes after makes up for it. A branch of SVDQuant is chosen of 27, of which some
+lose the same within that.
 """
 
 

@@ -28,7 +28,7 @@ _Failure = QuarkError | Callable[[], QuarkError | None]
 """An error, or what makes it; None where a closer look finds nothing wrong."""
 
 
-FINITE = 1 << 24
+_FINITE = 1 << 24
 """Bytes of an array that a CPU looks at at once for what is not finite."""
 
 
@@ -154,7 +154,7 @@ def _parts(x: Array) -> Iterator[Array]:
     if x.ndim == 0:
         yield x
         return
-    for rows in row_chunks(x.shape[0], x.itemsize * math.prod(x.shape[1:]), FINITE):
+    for rows in row_chunks(x.shape[0], x.itemsize * math.prod(x.shape[1:]), _FINITE):
         yield x[rows]
 
 
