@@ -53,11 +53,11 @@ def test_a_matrix_that_is_weighed_is_not_made_and_a_start_is_only_one(shape: tup
         assert values[4:].square().sum() * (1 - 1e-9) <= missed <= values[4:].square().sum() * 1.02
 
 
-def test_matrices_that_are_alike_go_on_from_each_other() -> None:
+def test_related_matrices_go_on_from_each_other() -> None:
     """Roughly, of columns that are scaled more and more: most of what singular values could hold is captured."""
     draw = torch.Generator().manual_seed(4)
     matrix, grows = torch.randn(60, 90, generator=draw, dtype=torch.float64), torch.linspace(0, 3, 90).double().exp()
     every = [matrix * grows**power for power in torch.linspace(0, 1, 8).tolist()]
-    for one, (left, right) in zip(every, nearest_of_each(every, 8, close=ROUGH, alike=True), strict=True):
+    for one, (left, right) in zip(every, nearest_of_each(every, 8, close=ROUGH, related=True), strict=True):
         values = torch.linalg.svdvals(one).square()
         assert (left @ right).square().sum() >= 0.95 * values[:8].sum()

@@ -12,7 +12,7 @@ from torch import nn
 from quark.core.quantize import fake_quantize
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, TensorSpec, block_spec
-from quark.torch.calibration.calibrate import calibrate_weights, has_rows_alone, scales_of_rows, tensor_qparams
+from quark.torch.calibration.calibrate import calibrate_weights, has_rows_alone, scales_of_embeddings, tensor_qparams
 from quark.torch.layers.embedding import QuantEmbedding
 
 SPECS: Mapping[str, TensorSpec | None] = {
@@ -33,7 +33,7 @@ def test_they_have_the_bits_of_the_table(name: str, monkeypatch: pytest.MonkeyPa
     alone = has_rows_alone(layer)
     assert alone == (name != "nvfp4")
     if alone:
-        with scales_of_rows({"table": layer}):
+        with scales_of_embeddings({"table": layer}, in_file=True):
             assert torch.equal(layer(ids), expected)
     calibrate_weights({"table": layer})
     sizes: list[int] = []

@@ -32,7 +32,7 @@ def nearest_of_each(
     close: float = CLOSE,
     weighing: Array | None = None,
     starts: Sequence[Array] | None = None,
-    alike: bool = False,
+    related: bool = False,
 ) -> list[tuple[Array, Array]]:
     """(left, right) of each matrix, shapes (rows, rank) and (rank, columns): their product is the nearest of that rank.
 
@@ -46,7 +46,7 @@ def nearest_of_each(
         close: Share of what is captured at which the iteration ends.
         weighing: C, shape (columns, columns): the matrix is A C, which is never made. None: A.
         starts: Of each matrix some rows, shape (n, columns), near to those of its nearest one; None: nothing is known.
-        alike: Whether each matrix is near to one with the columns of the one before, scaled: iterations go on from it.
+        related: Whether each matrix is near to the one before with its columns scaled: iterations go on from there.
 
     Returns:
         U and S V^T: the columns of the first are orthonormal.
@@ -54,7 +54,7 @@ def nearest_of_each(
     found: list[tuple[Array, Array]] = []
     for index, matrix in enumerate(matrices):
         near = None if starts is None else starts[index].T
-        before = found[-1][0] if alike and found and len(found[-1][0]) == len(matrix) else None
+        before = found[-1][0] if related and found and len(found[-1][0]) == len(matrix) else None
         found.append(_leading(matrix, rank, close, weighing, near, before))
     results: dict[int, tuple[Array, Array]] = {}
     for shape in dict.fromkeys(small.shape for _, small in found):

@@ -21,7 +21,7 @@ from quark.base.progress import progress
 from quark.core.checks import gathered
 from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.block_weights import BlockWeights
-from quark.torch.calibration.calibrate import calibrate_weights, has_rows_alone, scales_of_rows
+from quark.torch.calibration.calibrate import scales_of_embeddings
 from quark.torch.calibration.device_memory import naming_what_fills
 from quark.torch.calibration.distributed import part_of
 from quark.torch.calibration.work_device import Recorded, WorkDevice, bytes_of, settle
@@ -88,9 +88,7 @@ def record_inputs(
         if embeddings and needs_float:
             data = data if isinstance(data, Sequence) else list(data)
             state.float_hidden = [call.hidden for call in recorded(data)[names[0]]]
-        in_file = {n: x for n, x in embeddings.items() if weights.tables_in_file and has_rows_alone(x)}
-        calibrate_weights({name: layer for name, layer in embeddings.items() if name not in in_file})
-        with scales_of_rows(in_file):
+        with scales_of_embeddings(embeddings, weights.tables_in_file):
             return recorded(data), state
 
 

@@ -124,9 +124,17 @@ def has_rows_alone(layer: QuantLayer) -> bool:
 
 
 @contextmanager
-def scales_of_rows(embeddings: Mapping[str, QuantLayer]) -> Iterator[None]:
-    """Within: embeddings without scales find those of the rows that are looked up; see `has_rows_alone`."""
-    tables = [cast(QuantEmbedding, layer) for layer in embeddings.values()]
+def scales_of_embeddings(embeddings: Mapping[str, QuantLayer], in_file: bool) -> Iterator[None]:
+    """Within: embeddings are quantized.
+
+    Args:
+        embeddings: Full name -> quantized layer, whose scales are found, but for those that are found later.
+        in_file: Whether tables stay in their file: scales are those of the rows that are looked up, where these follow
+            from the rows, and those of the table are found when all of it is written.
+    """
+    later = {name: layer for name, layer in embeddings.items() if in_file and has_rows_alone(layer)}
+    calibrate_weights({name: layer for name, layer in embeddings.items() if name not in later})
+    tables = [cast(QuantEmbedding, layer) for layer in later.values()]
     for layer in tables:
         quantizer = cast(FakeQuantize, layer.quantizer("weight"))
         layer.scales_of, quantizer.mode = partial(compute_qparams, spec=quantizer.spec), Mode.quantize

@@ -32,7 +32,7 @@ def ways_of(entry: Entry, writer: Writer, places: Mapping[str, ByteRange]) -> di
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowsOfWeight:
     """A weight whose rows are quantized and stored on their own.
 
     Attributes:
@@ -53,7 +53,7 @@ class Rows:
     @classmethod
     def of(
         cls, layout: Layout, spec: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype, ways: Mapping[str, Way]
-    ) -> Rows | None:
+    ) -> RowsOfWeight | None:
         """The rows of a weight; None where a scale spans all rows, where there are few, or where they lie so in the
         file that it has to be seen as a whole.
         """

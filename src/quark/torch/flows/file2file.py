@@ -35,7 +35,7 @@ from quark.torch.checkpoint.sources.origins import Origin
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows import by_rows
-from quark.torch.flows.by_rows import Rows, Way, ways_of
+from quark.torch.flows.by_rows import RowsOfWeight, Way, ways_of
 from quark.torch.flows.checkpoint_job import CheckpointJob, Contents, create_files
 from quark.torch.flows.predicted_size import FolderPlan
 from quark.torch.flows.replaced import replaced
@@ -300,11 +300,13 @@ class Converter:
             item.source.release(self.source)
 
     def _converts_by_rows(self, item: TensorJob, spec: TensorSpec) -> bool:
-        """Convert and write a tensor some rows at a time; whether it was done, see `Rows`."""
+        """Convert and write a tensor some rows at a time; whether it was done, see `RowsOfWeight`."""
         assert item.layout is not None
-        rows = Rows.of(item.layout, spec, item.shape, item.dtype, item.ways) if self.device.type == "cpu" else None
+        rows = RowsOfWeight.of(item.layout, spec, item.shape, item.dtype, item.ways)
         release = partial(item.source.release, self.source)
-        return rows is not None and rows.write(self._read(item), partial(tensor_qparams, spec=spec), release)
+        if rows is None or self.device.type != "cpu":
+            return False
+        return rows.write(self._read(item), partial(tensor_qparams, spec=spec), release)
 
     def _convert(self, item: TensorJob, spec: TensorSpec, largest: torch.Tensor | None) -> Tensors:
         x, layout = self._read(item), item.layout

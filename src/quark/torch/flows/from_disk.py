@@ -36,7 +36,7 @@ from quark.torch.calibration.surroundings import own_arithmetic
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.config import QConfig
 from quark.torch.flows import by_rows
-from quark.torch.flows.by_rows import Rows, ways_of
+from quark.torch.flows.by_rows import RowsOfWeight, ways_of
 from quark.torch.flows.checkpoint_job import CheckpointJob, Contents, create_files
 from quark.torch.flows.per_block import blocks_without_weights, observed_tensors, quantize_blocks, refuse_whole
 from quark.torch.flows.predicted_size import FolderPlan
@@ -215,25 +215,37 @@ class _Run:
             parents = dict.fromkeys((parent, *(name.rpartition(".")[0] for name in members)))
             if parent in self.layers and self._writes_by_rows(f"{parent}.weight", self.layers[parent], algorithms):
                 own.discard(f"{parent}.weight")
-            for each in parents if own else ():
-                self.weights.bring(each, recurse=False)
-            if own and parent in self.layers:
-                for algorithm in algorithms:
-                    algorithm.on_weights({parent: self.layers[parent]})
-                calibrate_weights({parent: self.layers[parent]})
-            self._write(own)
-            for each in parents:
-                self.weights.take(each)
+            if own:
+                self._write_whole(parent, own, parents, algorithms)
+
+    def _write_whole(self, parent: str, own: set[str], parents: Iterable[str], algorithms: Sequence[Algorithm]) -> None:
+        """Quantize and write some tensors of a module outside the blocks, and what files hold with them.
+
+        Args:
+            parent: The module.
+            own: The tensors.
+            parents: The modules whose tensors files hold in one with these, itself among them.
+            algorithms: That may find scales.
+        """
+        for each in parents:
+            self.weights.bring(each, recurse=False)
+        if parent in self.layers:
+            for algorithm in algorithms:
+                algorithm.on_weights({parent: self.layers[parent]})
+            calibrate_weights({parent: self.layers[parent]})
+        self._write(own)
+        for each in parents:
+            self.weights.take(each)
 
     def _writes_by_rows(self, name: str, layer: QuantLayer, algorithms: Sequence[Algorithm]) -> bool:
-        """Quantize and write the weight of a layer some rows at a time; whether it was done, see `Rows`."""
+        """Quantize and write the weight of a layer some rows at a time; whether it was done, see `RowsOfWeight`."""
         entry = next(self.writer.entries({name}), None)
         if entry is None or layer.spec.weight is None or self.weights.device.type != "cpu":
             return False
         weight, quantizer = layer.float_weight, weight_quantizer(layer)
         layout, shape = self.writer.layout(layer.spec.weight, layer.spec, weight.dtype), tuple(weight.shape)
         ways = ways_of(entry, self.writer, self.places)
-        rows = Rows.of(layout, layer.spec.weight, shape, weight.dtype, ways)
+        rows = RowsOfWeight.of(layout, layer.spec.weight, shape, weight.dtype, ways)
         if rows is None or quantizer.params is not None:
             return False
         parent, seen = name.rpartition(".")[0], 0

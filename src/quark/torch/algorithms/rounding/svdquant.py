@@ -113,21 +113,25 @@ class SVDQuant(Algorithm):
         # Which alpha is best is seen before its branch is exact, which the first pass makes it.
         close = ROUGH if len(alphas) > 1 and self.config.refine_passes else CLOSE
         scaled = (_told(one.weight * scale, one, f"branch {i} of {len(each)}") for i, (one, scale) in enumerate(each))
-        for (one, scale), (left, right) in zip(each, nearest_of_each(scaled, rank, close, alike=True), strict=True):
+        for (one, scale), (left, right) in zip(each, nearest_of_each(scaled, rank, close, related=True), strict=True):
             one.take(right / scale, left, inputs)
+        self._refine(problems, inputs)
+        for one in problems:
+            cast(nn.Parameter, one.layer.weight).data.copy_(one.chosen.rest)
+            put_branch(one.layer, LowRankBranch(one.chosen.l1, one.chosen.l2))
+
+    def _refine(self, problems: Sequence[_Problem], inputs: _Inputs) -> None:
+        """Find branches of what the rounded rest leaves, while each loses less than the one before."""
         going = [*problems]
         for number in range(self.config.refine_passes if problems else 0):
             missing = (_told(one.weight - one.chosen.rounded, one, f"pass {number}") for one in going)
             starts = [one.chosen.l1.float() @ inputs.root for one in going]
-            found = nearest_of_each(missing, rank, NEAR, inputs.root, starts)
+            found = nearest_of_each(missing, self.config.svd_rank, NEAR, inputs.root, starts)
             for one, (left, right) in zip([*going], found, strict=True):
                 better = one.take(inputs.unweighed(right), left, inputs)
                 # A device is not asked: what is no better is found again by the passes left, and refused again.
                 if on_cpu(better) and not better:
                     going.remove(one)
-        for one in problems:
-            cast(nn.Parameter, one.layer.weight).data.copy_(one.chosen.rest)
-            put_branch(one.layer, LowRankBranch(one.chosen.l1, one.chosen.l2))
 
 
 def _told(x: torch.Tensor, problem: _Problem, how_far: str) -> torch.Tensor:
