@@ -240,7 +240,7 @@ class _Run:
     def _writes_by_rows(self, name: str, layer: QuantLayer, algorithms: Sequence[Algorithm]) -> bool:
         """Quantize and write the weight of a layer some rows at a time; whether it was done, see `RowsOfWeight`."""
         entry = next(self.writer.entries({name}), None)
-        if entry is None or layer.spec.weight is None or self.weights.device.type != "cpu":
+        if entry is None or layer.spec.weight is None or self.weights.device != torch.device("cpu"):
             return False
         weight, quantizer = layer.float_weight, weight_quantizer(layer)
         layout, shape = self.writer.layout(layer.spec.weight, layer.spec, weight.dtype), tuple(weight.shape)
