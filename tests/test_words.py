@@ -166,7 +166,6 @@ STAND_ALONE = {
     "torch/config/lowering.py:_scale_type": _COMPLEX,
     "torch/flows/check_plan.py:_listed": _EACH,
     "torch/flows/check_plan.py:_of_other_type": _COMPLEX,
-    "torch/flows/file2file.py:_of_own_range": _COMPLEX,
     "torch/flows/float_layers.py:_built_in_float": _COMPLEX,
     "torch/flows/weights_on_disk.py:_require_values": _COMPLEX,
     "torch/flows/resume.py:_series": _EACH,
