@@ -89,12 +89,20 @@ def as_rank(rank: int, port: int, work: Callable[[Path], None], folder: Path, co
         work(folder)
 
 
-def together(work: Callable[[Path], None], folder: Path, count: int = 2) -> None:
-    """Run `work` as torchrun with several processes does, forked from one that has imported all where that can be."""
+def started(work: Callable[[Path], None], folder: Path, count: int) -> Any:
+    """Processes that run `work` as those of torchrun do, forked from one that has imported all where that can be."""
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     if method == "forkserver":  # its first module puts this checkout before an installed one
-        multiprocessing.set_forkserver_preload(["tests.conftest", __name__])
-    spawning.start_processes(as_rank, (free_port(), work, folder, count), nprocs=count, start_method=method)
+        multiprocessing.set_forkserver_preload(["tests.conftest", __name__, "transformers.models.llama.modeling_llama"])
+    arguments = (free_port(), work, folder, count)
+    return spawning.start_processes(as_rank, arguments, nprocs=count, join=False, start_method=method)
+
+
+def together(work: Callable[[Path], None], folder: Path, count: int = 2) -> None:
+    """Run `work` in several processes, which are stopped when one of them ends with an error."""
+    context = started(work, folder, count)
+    while not context.join():
+        pass
 
 
 def free_port() -> int:
@@ -181,7 +189,7 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
 
 def spawn_and_join_all(work: Callable[[Path], None], folder: Path, count: int = 2) -> None:
     """Like `together`, but the survivors are not stopped when one dies."""
-    context = spawning.spawn(as_rank, (free_port(), work, folder, count), nprocs=count, join=False)
+    context = started(work, folder, count)
     for process in context.processes:
         process.join(3 * TIMEOUT)
     while not context.join():
@@ -339,3 +347,22 @@ def test_work_and_data_are_shared_among_the_ranks_of_a_group(monkeypatch: pytest
     assert sent == ["from 0", "from 0", "from 1", "from 2", "from 0"]
     # The others begin when the first one is done.
     assert distributed.first_then_all(lambda first: (first, len(sent))) == (False, 6)
+
+
+@pytest.mark.parametrize(
+    ("number", "raised", "message"),
+    [
+        (errno.ENOENT, ProcessLostError, "another process is gone"),
+        (errno.ENOSPC, OutputError, "Rank 1 could not write"),
+    ],
+)
+def test_a_folder_that_another_rank_removes_is_no_error_of_this_one(
+    number: int, raised: type[QuarkError], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files go before it does."""
+    made = tmp_path / "temporary" / "out"
+    made.mkdir(parents=True)
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    monkeypatch.setattr(distributed, "from_first", lambda value: made)
+    with pytest.raises(raised, match=message), distributed.shared_output(tmp_path / "out"):
+        raise OSError(number, os.strerror(number), str(made / "model.safetensors"))
