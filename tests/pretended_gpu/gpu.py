@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from quark.base.progress import seconds_and_peak
 from tests.pretended_gpu import tensor
 from tests.pretended_gpu.meter import Meter, bound, is_pinned, pin
 from tests.pretended_gpu.tensor import DeviceTensor, point_at
@@ -25,7 +26,7 @@ MEMORY = 80 << 30
 
 
 class PretendedGpu:
-    """Within: devices "cuda:0" ... are there, and their work is counted.
+    """Within: devices "cuda:0" ... are there, their work is counted, and the clock of progress stands still.
 
     Args:
         count: How many.
@@ -51,6 +52,8 @@ class PretendedGpu:
             self._stack.enter_context(mock.patch.dict(bound, full))
         for patch in (*self._patches_of_cuda(), *self._patches_of_torch()):
             self._stack.enter_context(patch)
+        # A line of progress, which is said when ten seconds are over, reads values that the device has to bring.
+        self._stack.enter_context(mock.patch.object(seconds_and_peak, "seconds_now", lambda: 0.0))
         self._stack.enter_context(self._modes())
         return self
 

@@ -97,7 +97,7 @@ class Meter:
             that do not lie in pinned memory.
         queued: The same of tensors that went from the host to the device or back, and nobody waited.
         bytes_across: That went from the host to the device, or back.
-        launched_at, waited_at, uploaded_at: "file:line name", of the innermost line of quark -> how often.
+        waited_at, uploaded_at: "file:line name", of the innermost line of quark -> how often.
     """
 
     def __init__(self, where: bool = True) -> None:
@@ -110,7 +110,6 @@ class Meter:
         self.waits: Counter[str] = Counter()
         self.uploads: Counter[str] = Counter()
         self.queued: Counter[str] = Counter()
-        self.launched_at: Counter[str] = Counter()
         self.waited_at: Counter[str] = Counter()
         self.uploaded_at: Counter[str] = Counter()
         self.bytes_across = 0
@@ -127,8 +126,6 @@ class Meter:
         if name in VIEWS or name.rstrip("_") in VIEWS:
             return
         self.launches[name] += 1
-        if self.where:
-            self.launched_at[f"{line_of_quark()} {name}"] += 1
 
     def wait(self, name: str, nbytes: int = 0) -> None:
         self.waits[name] += 1

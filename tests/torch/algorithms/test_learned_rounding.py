@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from quark.base.progress import loops
 from quark.core.granularity import PerBlock, PerChannel, PerGroup, PerTensor
 from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec, TensorSpec, spec
@@ -71,11 +70,8 @@ def test_a_step_of_a_block_is_few_launches_and_waits_for_nothing(dtype: torch.dt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, passes", [("autoround", 2), ("distillation", 1), ("rotation", 2), ("quarot", 2)])
-def test_a_learner_reads_the_device_a_few_times_a_block(
-    name: str, passes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learner_reads_the_device_a_few_times_a_block(name: str, passes: int) -> None:
     """Passes over the blocks: scores and learning; learning; the rotation and the judgement of it."""
-    monkeypatch.setattr(loops, "QUIET_SECONDS", float("inf"))  # a line on the progress reads the loss
     data = [torch.randint(0, 64, (1, 32), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     with PretendedGpu() as gpu:
         model = tiny_llama().to("cuda")
