@@ -24,8 +24,6 @@ from quark.torch.model.passes import UnfusedExperts
 from tests.models.families import family
 
 INT3 = spec("int3", PerGroup(-1, 16), symmetric=False)
-# Coarse grids: with 8 bits, sums in another order take values of several rows over a tie.
-WEIGHTS = [INT3, spec("fp4_e2m1"), spec("int4", PerChannel(0))]
 SOLVERS: dict[str, AlgoConfig] = {
     "gptq": GPTQConfig(refine_passes=2),
     "groups on the way": GPTQConfig(desc_act=False, static_groups=False, group_aware_order=True),
@@ -82,9 +80,13 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+# Coarse grids: with 8 bits, sums in another order take values of several rows over a tie.
 @pytest.mark.slow
-@pytest.mark.parametrize("weight", WEIGHTS, ids=str)
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(
+    ("solver", "weight"),
+    [*((solver, INT3) for solver in SOLVERS), ("gptq", spec("fp4_e2m1")), ("qronos", spec("int4", PerChannel(0)))],
+    ids=str,
+)
 def test_experts_are_solved_at_once_as_each_alone(
     solver: str, weight: TensorSpec, batches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
