@@ -99,7 +99,6 @@ OVER_REGISTRIES = {
 cases, always the same, and `make contracts` all of them."""
 EVERYDAY = (
     "test_demo.py::test_digits_keep_their_accuracy_in_every_scheme",
-    "test_docs.py::test_snippets_and_commands_run_as_printed[README.md]",
     "test_docs.py::test_snippets_and_commands_run_as_printed[docs/index.md]",
     "test_one_call.py::test_a_family_is_the_scheme_of_the_goal",
     "contracts/test_foreign_folders.py::test_every_door_says_the_same_of_what_is_not_read[floats as gptq]",

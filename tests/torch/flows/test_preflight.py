@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
