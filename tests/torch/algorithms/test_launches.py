@@ -74,8 +74,9 @@ MOST = 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["gptq", "gptaq", "qronos"])
-@pytest.mark.parametrize("scheme", ["mx6", "uint4_wo_32"])
+@pytest.mark.parametrize(
+    ("scheme", "algorithm"), [("uint4_wo_32", "gptq"), ("uint4_wo_32", "gptaq"), ("mx6", "qronos")]
+)
 def test_a_column_of_a_model_takes_few_launches(scheme: str, algorithm: str) -> None:
     layers = replace(LLMTemplate.get("llama").get_config(scheme), algo_config=[algo_config_by_name(algorithm)])
     model, data = tiny_llama(num_hidden_layers=1), token_batches(2)
