@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from quark.base import memory_and_disk
-from quark.base.memory_and_disk import available_memory, check_disk, check_memory, free_disk, give_back_memory
+from quark.base.memory_and_disk import (
+    available_memory,
+    check_disk,
+    check_memory,
+    free_disk,
+    give_back_memory,
+    memory_in_use,
+)
 from quark.errors import OutputError, TooLittleMemoryError
 
 MEMINFO = "MemTotal: 9000 kB\nMemAvailable:    4000 kB\nSwapFree:  1000 kB\n"
@@ -31,6 +38,14 @@ def test_memory_is_what_is_available_and_swap(machine: Path) -> None:
     assert available_memory() == 5000 * 1024
     (machine / "meminfo").write_text("MemTotal: 9000 kB\n")
     assert available_memory() is None
+
+
+def test_memory_in_use_grows_by_what_is_made(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory_in_use() == 0  # a machine that does not say it
+    monkeypatch.setattr(memory_and_disk, "PROC", Path("/proc"))
+    before = memory_in_use()
+    made = bytearray(os.urandom(1 << 26))
+    assert before + len(made) <= memory_in_use() + (1 << 22)
 
 
 @pytest.mark.parametrize(

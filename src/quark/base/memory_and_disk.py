@@ -70,6 +70,13 @@ def _limits() -> list[int]:
     return found
 
 
+def memory_in_use() -> int:
+    """Bytes of memory that this process has now; 0: unknown."""
+    with suppress(OSError, ValueError):
+        return int((PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
 def free_disk(path: str | os.PathLike[str]) -> int | None:
     """Bytes that this user may still write where `path` is, or is to be; None: unknown."""
     absolute = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links

@@ -51,7 +51,7 @@ def test_the_estimate_is_a_lower_bound_of_the_peak(cache: str | None, tmp_path: 
     written = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
     assert first["event"] == "preflight" and (first["samples"], first["tokens"]) == (2, 64)
     assert 0.95 * written < first["output_bytes"] <= written, "all but the headers"
-    assert first["memory_bytes"] < 1e6 * lines[-1]["peak_mb"]
+    assert first["memory_bytes"] < first["memory_used"] + first["memory_bytes"] < 1e6 * lines[-1]["peak_mb"]
     block = 2 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 640 + 2 * 256)  # in float16
     # 64 tokens of 256 channels in float32, and as many again where ranges are observed behind the algorithm.
     assert first["memory_bytes"] == block + 8 * 640**2 + 64 * 256 * 4 * (1 if cache is None else 2)

@@ -1,9 +1,9 @@
 """What a job will take, from a model without weights: estimates, and errors before the first block.
 
-    memory >= weights there at once + H and its factor of the widest layer + inputs of one block for all samples
+    more memory = weights there at once + H and its factor of the widest layer + inputs of one block for all samples
 
 Weights: all of them, or block by block the largest block. Each is a lower bound: a job that would need more than is
-free by this count would end in the middle.
+free by this count would end in the middle. What is said is the whole of the process, with what it has already.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quark.base.log import logger
-from quark.base.memory_and_disk import available_memory, check_disk, check_memory, free_disk
+from quark.base.memory_and_disk import available_memory, check_disk, check_memory, free_disk, memory_in_use
 from quark.base.progress import write_event
 from quark.core.array import DEVICE_CHUNK
 from quark.torch.calibration.device_memory import HELPS, check_device, free_on
@@ -180,15 +180,16 @@ def preflight(made: Estimate, output: Path, data: Sequence[Any] | None, possible
     """
     check_disk(output, made.disk)
     check_memory(made.memory, "This job", possible)
-    disk, memory = free_disk(output), available_memory()
+    disk, memory, used = free_disk(output), available_memory(), memory_in_use()
     logger.info(
-        "About to quantize %d blocks. Estimates: memory at least %s, output %s%s.",
-        made.blocks, _beside(made.memory, memory), _beside(made.disk, disk),
+        "About to quantize %d blocks. Estimates: memory about %s, %s of it in use, output %s%s.",
+        made.blocks, _beside(used + made.memory, None if memory is None else used + memory), _beside(used, None),
+        _beside(made.disk, disk),
         f"; {len(data)} samples, {tokens_in(data)} tokens" if data and tokens_in(data) else "",
     )  # fmt: skip
     write_event(
-        "preflight", blocks=made.blocks, memory_bytes=made.memory, memory_free=memory, output_bytes=made.output,
-        disk_free=disk, samples=len(data) if data else 0, tokens=tokens_in(data),
+        "preflight", blocks=made.blocks, memory_bytes=made.memory, memory_used=used, memory_free=memory,
+        output_bytes=made.output, disk_free=disk, samples=len(data) if data else 0, tokens=tokens_in(data),
     )  # fmt: skip
 
 

@@ -1,0 +1,121 @@
+"""What a job says before it begins that it takes of memory, beside the peak of its process.
+
+    python -m benchmarks.estimates SCRATCH             all jobs
+    python -m benchmarks.estimates SCRATCH mixture     those whose name holds a word
+
+The models have random weights in bfloat16, and are made in SCRATCH where they are not there: a dense one with a large
+table, a mixture of 64 experts, and an encoder. Each job is a process of its own; its peak is that of its resident
+memory, as the system counts it, with what importing takes and with pages of files that are mapped.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TOKENIZER = ROOT / "examples" / "models" / "language_model"
+WITHIN = 1.3
+SAMPLES = 8
+
+MODELS = {
+    "dense": ("LlamaConfig", {
+        "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "vocab_size": 64000,
+        "num_attention_heads": 16, "num_key_value_heads": 4,
+    }),
+    "mixture": ("Qwen3MoeConfig", {
+        "hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 384, "num_experts": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 4, "vocab_size": 32000, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64,
+    }),
+    "encoder": ("BertConfig", {
+        "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 12,
+        "vocab_size": 30000,
+    }),
+}  # fmt: skip
+"""Name -> class of its config, and what it is made with."""
+
+JOBS = [
+    "dense --scheme int4_wo_128",
+    "dense --scheme mxfp4",
+    "dense --scheme int4_wo_128 --export-format awq",
+    "dense --scheme int4_wo_128 --no-stream",
+    "dense --scheme int4_wo_128 --algorithm gptq --calib --no-stream",
+    "dense --scheme int4_wo_128 --algorithm gptq --calib --stream",
+    "dense --scheme int4_wo_128 --algorithm qronos --calib --stream",
+    "dense --scheme int4_wo_128 --algorithm awq --calib --no-stream",
+    "dense --scheme int4_wo_128 --algorithm awq --calib --stream",
+    "dense --scheme fp8 --calib --no-stream",
+    "dense --scheme fp8 --calib --stream",
+    "dense --scheme q4_k_m --export-format gguf",
+    "dense --scheme q4_k_m --export-format gguf --algorithm gptq --calib --stream",
+    "mixture --scheme int4_wo_128",
+    "mixture --scheme int4_wo_128 --algorithm gptq --calib --no-stream",
+    "mixture --scheme int4_wo_128 --algorithm gptq --calib --stream",
+    "mixture --scheme fp8 --calib --stream",
+    "encoder --scheme int8_wo",
+    "encoder --scheme int8 --calib --no-stream",
+    "encoder --scheme int8 --calib --stream",
+]
+
+
+def model_folder(name: str, folder: Path) -> Path:
+    """The folder of a model of MODELS, made where it is not there."""
+    if not (folder / "config.json").is_file():
+        import torch
+        import transformers
+
+        config, values = MODELS[name]
+        torch.manual_seed(0)
+        made = getattr(transformers, config)(**values)
+        kind = transformers.AutoModelForMaskedLM if name == "encoder" else transformers.AutoModelForCausalLM
+        kind.from_config(made, dtype=torch.bfloat16).save_pretrained(folder, max_shard_size="200MB")
+        for file in TOKENIZER.glob("tokenizer*"):
+            shutil.copy(file, folder)
+    return folder
+
+
+def run(words: str, scratch: Path) -> tuple[float | None, float, str]:
+    """What a job said that it takes, its peak, and how it ended; bytes."""
+    name, *options = words.split()
+    text = ROOT / "README.md"
+    if "--calib" in options:
+        at = options.index("--calib") + 1
+        options[at:at] = [str(text), "--samples", str(SAMPLES)]
+    output = scratch / ("out.gguf" if "gguf" in options else "out")
+    command = [sys.executable, "-m", "quark", "quantize", str(scratch / name), *options, "-o", str(output), "--force"]
+    with (scratch / "said.txt").open("w+") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+        _, code, used = os.wait4(process.pid, 0)
+        said.seek(0)
+        lines = said.read()
+    found = re.search(r"memory about ([\d.]+) (GB|MB)", lines)
+    said_bytes = None if found is None else float(found[1]) * {"GB": 1e9, "MB": 1e6}[found[2]]
+    peak = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return said_bytes, float(peak), "" if code == 0 else lines.strip().splitlines()[-1][:90]
+
+
+def main(scratch: Path, word: str = "") -> None:
+    """Run the jobs whose names hold a word, and print a line for each."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    for job in JOBS:
+        if word not in job:
+            continue
+        name = job.split()[0]
+        # Of its own: the peak of a process begins with that of the one which starts it.
+        making = multiprocessing.get_context("spawn").Process(target=model_folder, args=(name, scratch / name))
+        making.start()
+        making.join()
+        said, peak, why = run(job, scratch)
+        ratio = "" if said is None else f"{peak / said:.2f}"
+        told = "nothing" if said is None else f"{said / 1e9:.2f} GB"
+        print(f"{job:85s} said {told:8s} peak {peak / 1e9:.2f} GB  {ratio} {why}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:3])
