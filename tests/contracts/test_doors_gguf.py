@@ -24,11 +24,12 @@ from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
-from quark.torch.flows import by_rows, file2file, from_disk
+from quark.torch.flows import file2file, from_disk
 from quark.torch.flows.file2file import quantize_files
 from quark.torch.flows.from_disk import stream
 from quark.torch.flows.resume import Manifest
 from quark.torch.layers.fake_quant import FakeQuantize
+from quark.torch.writers import by_rows
 from quark.torch.writers.gguf.file import GgufTarget
 from quark.torch.writers.gguf.imatrix import collect_imatrix
 from tests.commands.program import quark as program

@@ -39,9 +39,9 @@ from quark.torch.checkpoint.safetensors_file import (
 )
 from quark.torch.config.config import QConfig, QLayerConfig
 from quark.torch.config.lowering import config_of_tensor
-from quark.torch.flows import by_rows, file2file
+from quark.torch.flows import file2file
 from quark.torch.flows.from_disk import stream
-from quark.torch.writers import folder
+from quark.torch.writers import by_rows, folder
 from tests.models.architectures import build
 from tests.models.families import family
 from tests.models.torch_zoo import tiny_llama, tiny_opt

@@ -34,8 +34,6 @@ from quark.torch.checkpoint.shards import Entry
 from quark.torch.checkpoint.sources.origins import Origin
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
-from quark.torch.flows import by_rows
-from quark.torch.flows.by_rows import RowsOfWeight, Way, ways_of
 from quark.torch.flows.checkpoint_job import CheckpointJob, Contents, create_files
 from quark.torch.flows.predicted_size import FolderPlan
 from quark.torch.flows.replaced import replaced
@@ -43,6 +41,8 @@ from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.layers import QuantLayer
 from quark.torch.plan import Plan
+from quark.torch.writers import by_rows
+from quark.torch.writers.by_rows import RowsOfWeight, Way, ways_of
 from quark.torch.writers.folder import QUARK
 from quark.torch.writers.writer import Move, OutputTarget, Writer
 

@@ -35,8 +35,6 @@ from quark.torch.calibration.reached import check_reached
 from quark.torch.calibration.surroundings import own_arithmetic
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.config import QConfig
-from quark.torch.flows import by_rows
-from quark.torch.flows.by_rows import RowsOfWeight, ways_of
 from quark.torch.flows.checkpoint_job import CheckpointJob, Contents, create_files
 from quark.torch.flows.per_block import blocks_without_weights, observed_tensors, quantize_blocks, refuse_whole
 from quark.torch.flows.predicted_size import FolderPlan
@@ -48,6 +46,8 @@ from quark.torch.layers import QuantLayer
 from quark.torch.layers.attention.probabilities import forget_ranges
 from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.meta_model import fill_buffers
+from quark.torch.writers import by_rows
+from quark.torch.writers.by_rows import RowsOfWeight, ways_of
 from quark.torch.writers.folder import QUARK
 from quark.torch.writers.writer import OutputTarget
 
