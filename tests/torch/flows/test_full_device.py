@@ -13,6 +13,7 @@ from quark.core.kernels.trust import Trust
 from quark.errors import TooLittleMemoryError
 from quark.torch import LLMTemplate
 from quark.torch.algorithms import GPTQConfig
+from quark.torch.calibration import device_memory
 from quark.torch.calibration.device_memory import halves_of
 from quark.torch.flows.from_disk import stream
 from tests.models.torch_zoo import tiny_llama
@@ -94,3 +95,17 @@ def test_the_line_of_a_program_says_what_helps() -> None:
         trust.run("gpu", (1,), full, full, full)  # type: ignore[arg-type]
     line = command_line._unexpected(error.value, False)
     assert "2.00 GiB were asked for" in line and "--stream" in line and "report it" not in line
+
+
+def test_one_of_several_processes_does_not_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(batches: list[torch.Tensor] | None) -> None:
+        assert batches is not None
+        tried.append(len(batches))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    for count, expected in ((1, [1, 2, 4]), (2, [1])):
+        tried: list[int] = []
+        monkeypatch.setattr(device_memory, "world", lambda count=count: count)
+        with pytest.raises(torch.OutOfMemoryError):
+            device_memory.with_smaller_batches(full, [torch.zeros(4, 8)])
+        assert tried == expected

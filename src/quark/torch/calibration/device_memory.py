@@ -15,6 +15,7 @@ import torch
 from quark.base.log import logger
 from quark.base.memory_and_disk import asked_bytes, is_out_of_memory
 from quark.errors import TooLittleMemoryError
+from quark.torch.calibration.distributed import world
 
 T = TypeVar("T")
 HELPS = (
@@ -69,13 +70,14 @@ def with_smaller_batches(run: Callable[[list[Any] | None], T], data: list[Any] |
         data: Batches of tensors with a row for each sample, or mappings of such; others are not parted.
 
     Raises:
-        TooLittleMemoryError: Batches of one sample do not fit.
+        TooLittleMemoryError: Batches of one sample do not fit, or several processes work together.
     """
     while True:
         try:
             return run(data)
         except (TooLittleMemoryError, torch.OutOfMemoryError) as error:
-            parted = halves_of(data) if data is not None and filled_a_device(error) else None
+            # The others of several processes go on with their own batches, and would wait for this one.
+            parted = halves_of(data) if data is not None and world() == 1 and filled_a_device(error) else None
             if parted is None or data is None:
                 raise
             logger.info(

@@ -136,7 +136,7 @@ def _kept_if_begun(manifest: Manifest, batches: list[Any] | None) -> Iterator[No
     try:
         yield
     except Exception as error:
-        again = filled_a_device(error) and batches is not None and halves_of(batches) is not None
+        again = world() == 1 and filled_a_device(error) and batches is not None and halves_of(batches) is not None
         if rank() == 0 and (not manifest.begun or again or isinstance(error, FormatError)):
             manifest.remove()
         raise
