@@ -184,8 +184,6 @@ STAND_ALONE = {
     "torch/graph/quantizers/kv_cache.py:_product_before": "stands beside _product_after",
     "torch/kernels/accelerate.py:_fastest_ways": _EACH,
     "torch/kernels/accelerate.py:_has_scales_in_rows": _STEPS,
-    "torch/kernels/accelerate.py:_product": _COMPLEX,
-    "torch/kernels/packed_linear.py:PackedLinear._load_from_state_dict": "torch calls it",
     "torch/layers/attention/cache_rules.py:_only_ends_so": _EACH,
     "torch/layers/attention/cache_view.py:_makers": _EACH,
     "torch/model/blocks/offloaded_part.py:OffloadedPart._has_others": _STEPS,

@@ -34,9 +34,11 @@ def available_memory() -> int | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the memory of the host or of a device is full, whoever raised it."""
-    # PyTorch's own class is not imported here; a driver that is called by another library only says it.
+    # PyTorch's own class is not imported here; a driver that is called by another library only says it, and libraries
+    # of products have a status of their own (CUBLAS_STATUS_ALLOC_FAILED).
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return known or (isinstance(error, RuntimeError) and "out of memory" in str(error).lower())
+    said = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return known or "out of memory" in said or "status_alloc_failed" in said
 
 
 def asked_bytes(error: BaseException) -> str:

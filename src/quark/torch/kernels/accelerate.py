@@ -18,13 +18,13 @@ from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.quantize import dequantize, quantize, recover_codes
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
-from quark.errors import ConfigError, NotSupportedError
+from quark.errors import LONGEST, ConfigError, NotSupportedError, one_line
 from quark.torch.checkpoint.loading import StoredTensor
 from quark.torch.kernels.fp8 import ScaledMm
 from quark.torch.kernels.int4 import Int4Groups
 from quark.torch.kernels.int8 import Int8Weights
 from quark.torch.kernels.int8_int8 import IntMm, OneDnnInt8
-from quark.torch.kernels.kernel import CodedWeight, Kernel, Multiply, Packed
+from quark.torch.kernels.kernel import AGREEMENT, CodedWeight, Kernel, Multiply, Packed, attempted
 from quark.torch.kernels.packed_linear import ROWS, PackedLinear
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.linear import QuantLinear
@@ -51,12 +51,11 @@ ENOUGH = 0.02
 _CHOICES: dict[Hashable, Choice | None] = {}
 """What was measured in this process; None where the float layer is fastest."""
 
+_FAILED: set[tuple[str, torch.device]] = set()
+"""Kernels that raised an error, and the devices on which they did, of which a line was said."""
+
 CODE_BYTES = 1 << 20
 """Of a weight in float32, whose codes are made at once."""
-
-AGREEMENT = 2.0**-7
-"""A kernel is wrong on this device if it differs from the formula by more than this share of sum |x| |w|: two roundings
-to bfloat16, each 2^-9 of what is rounded, twice over. Saturated integer sums differ by far more."""
 
 
 def accelerate(
@@ -242,20 +241,11 @@ def _measured(layer: QuantLinear, weight: CodedWeight, fitting: list[Kernel], cl
     frozen._modules |= {name: module for name, module in layer._modules.items() if name != "weight_quantizer"}
     frozen._modules["weight_quantizer"] = None
     frozen._parameters["weight"] = nn.Parameter(weight.decoded().to(weight.dtype), requires_grad=False)
-    (x, expected, most), float_layer = _probe(weight), _without_hooks(frozen)
-    by_name = {kernel.name: kernel for kernel in fitting}
-    right: dict[Hashable, PackedLinear] = {}
-    for kernel in fitting:
-        packed = kernel.pack(weight)
-        for way, run in kernel.ways(weight.input_quantizer).items():
-            y = _product(weight, kernel, run, packed, x)
-            if ((y.float() - expected).abs() <= AGREEMENT * most).all():
-                made = PackedLinear(layer, kernel, (way,) * len(ROWS), weight, packed)
-                right[kernel.name, way] = _without_hooks(made)
+    float_layer, by_name = _without_hooks(frozen), {kernel.name: kernel for kernel in fitting}
+    batches = [_rows(weight, count) for count in ROWS]
+    right = _right(layer, weight, fitting, batches)
     seconds: list[dict[Hashable, float]] = []
-    for rows in ROWS:
-        x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows))
-        x = x.to(weight.codes.device, weight.dtype)
+    for x in batches:
         timed: dict[Hashable, Callable[[], object]] = {key: partial(made, x) for key, made in right.items()}
         timed["float"] = partial(float_layer, x)
         seconds.append(_seconds_of(timed, x.device, clock))
@@ -265,6 +255,58 @@ def _measured(layer: QuantLinear, weight: CodedWeight, fitting: list[Kernel], cl
         return None
     name = min(faster, key=lambda name: math.prod(each[name][1] for each in best))
     return by_name[name], tuple(each[name][0] for each in best)
+
+
+def _right(
+    layer: QuantLinear, weight: CodedWeight, kernels: list[Kernel], batches: list[torch.Tensor]
+) -> dict[Hashable, PackedLinear]:
+    """(kernel, way) -> the packed layer, of those that run on this device and compute the formula.
+
+    Args:
+        layer: That they may replace.
+        weight: Of it.
+        kernels: That fit.
+        batches: Inputs of all sizes that are measured; a way that fails for one of them is not taken.
+    """
+    (x, expected, most), right = _probe(weight), dict[Hashable, PackedLinear]()
+
+    def run(kernel: Kernel, way: str, multiply: Multiply, packed: Packed) -> PackedLinear | None:
+        quantizer = None if kernel.takes_codes else weight.input_quantizer
+        y = multiply(x if quantizer is None else quantizer(x), packed)
+        if not ((y.float() - expected).abs() <= AGREEMENT * most).all():
+            return None
+        made = _without_hooks(PackedLinear(layer, kernel, (way,) * len(ROWS), weight, packed))
+        for each in batches:
+            made(each)
+        _wait(x.device)  # a device tells of an error later
+        return made
+
+    for kernel in kernels:
+        packed = attempted(partial(kernel.pack, weight))
+        if isinstance(packed, Exception):
+            _note_failure(kernel, x.device, packed)
+            continue
+        for way, multiply in kernel.ways(weight.input_quantizer).items():
+            made = attempted(partial(run, kernel, way, multiply, packed))
+            if isinstance(made, Exception):
+                _note_failure(kernel, x.device, made)
+            elif made is not None:
+                right[kernel.name, way] = made
+    return right
+
+
+def _note_failure(kernel: Kernel, device: torch.device, error: Exception) -> None:
+    """Say, once for each kernel and device, that it does not run."""
+    if (kernel.name, device) not in _FAILED:
+        _FAILED.add((kernel.name, device))
+        said = one_line(error)[:LONGEST]
+        logger.warning("%s does not run on %s and is not used: %s: %s", kernel.name, device, type(error).__name__, said)
+
+
+def _rows(weight: CodedWeight, count: int) -> torch.Tensor:
+    """Inputs of a layer, of the dtype and on the device of its weight."""
+    x = torch.randn(count, weight.shape[1], generator=torch.Generator().manual_seed(count))
+    return x.to(weight.codes.device, weight.dtype)
 
 
 def _without_hooks(layer: Layer) -> Layer:
@@ -281,12 +323,6 @@ def _fastest_ways(seconds: dict[Hashable, float]) -> dict[str, tuple[str, float]
         if isinstance(key, tuple) and time_of_way < best.get(key[0], ("", math.inf))[1]:
             best[key[0]] = key[1], time_of_way
     return best
-
-
-def _product(weight: CodedWeight, kernel: Kernel, way: Multiply, packed: Packed, x: torch.Tensor) -> torch.Tensor:
-    """What a packed layer computes, without bias and output quantizer."""
-    quantizer = None if kernel.takes_codes else weight.input_quantizer
-    return way(x if quantizer is None else quantizer(x), packed)
 
 
 def _probe(weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""FP8 weights and inputs: torch's `_scaled_mm`, on GPUs with FP8 units (NVIDIA from 8.9).
+"""FP8 weights and inputs: torch's `_scaled_mm`, on GPUs that compute it; see `fp8_devices.py`.
 
 y[m, n] = scale_x[m] * scale_w[n] * (sum over k of a[m, k] * q[n, k]),   bfloat16
 """
@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from quark.core.granularity import PerTensor, PerToken
+from quark.torch.kernels.fp8_devices import FACTORS, Fp8Product, codes_of, fp8_product, stored
 from quark.torch.kernels.kernel import CodedWeight, Kernel, Multiply, Packed, input_codes
 from quark.torch.layers.fake_quant import FakeQuantize
 
-_FIRST_CAPABILITY = (8, 9)
-"""The first compute capability with FP8 units."""
+_ON_HOST = Fp8Product(torch.float8_e4m3fn, by_rows=True)
+"""What the CPU computes, on which tests run."""
 
 
 class ScaledMm(Kernel):
@@ -25,11 +26,9 @@ class ScaledMm(Kernel):
     takes_codes = True
 
     def fits(self, weight: CodedWeight) -> bool:
-        quantizer, device = weight.input_quantizer, weight.codes.device
+        device = weight.codes.device
         # The CPU has the function too, ten thousand times slower than a float product: it is no kernel there.
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
-            return False
-        return self.computes(weight) and isinstance(quantizer, FakeQuantize)
+        return device.type == "cuda" and self.computes(weight) and fp8_product(device) is not None
 
     def computes(self, weight: CodedWeight) -> bool:
         """Whether the formula is the layer's, whatever the device."""
@@ -48,11 +47,13 @@ class ScaledMm(Kernel):
         )
 
     def pack(self, weight: CodedWeight) -> dict[str, Any]:
-        return {"weight": weight.codes.to(torch.float8_e4m3fn), "scale": weight.scale[:, 0].contiguous()}
+        product = fp8_product(weight.codes.device) if weight.codes.is_cuda else _ON_HOST
+        assert product is not None
+        scale = weight.scale[:, 0] * FACTORS[product.dtype] ** 2  # that of the inputs, which are made anew, stays
+        return {"weight": stored(weight.codes, product.dtype), "scale": scale.contiguous(), "by_rows": product.by_rows}
 
     def codes(self, packed: Packed, shape: tuple[int, int]) -> torch.Tensor:
-        codes: torch.Tensor = packed["weight"].float()
-        return codes
+        return codes_of(packed["weight"])
 
     def ways(self, input_quantizer: nn.Module | None) -> dict[str, Multiply]:
         assert isinstance(input_quantizer, FakeQuantize)
@@ -60,7 +61,7 @@ class ScaledMm(Kernel):
         def multiply(x: torch.Tensor, packed: Packed) -> torch.Tensor:
             codes, params = input_codes(x, input_quantizer)
             rows = params.scale.float().reshape(-1, 1).expand(x.shape[0], 1).contiguous()
-            a = codes.to(torch.float8_e4m3fn)
-            return torch._scaled_mm(a, packed["weight"].t(), rows, packed["scale"][None], out_dtype=torch.bfloat16)
+            product = Fp8Product(packed["weight"].dtype, packed["by_rows"])
+            return product(stored(codes, product.dtype), packed["weight"], rows, packed["scale"][None])
 
         return {"fp8": multiply}

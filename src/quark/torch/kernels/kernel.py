@@ -10,14 +10,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
+from quark.base.memory_and_disk import is_out_of_memory
 from quark.core.quantize import compute_qparams, quantize
 from quark.core.scales import QParams
 from quark.core.spec import TensorSpec
 from quark.torch.layers.fake_quant import FakeQuantize
+
+T = TypeVar("T")
+
+AGREEMENT = 2.0**-7
+"""A kernel is wrong on this device if it differs from the formula by more than this share of sum |x| |w|: two roundings
+to bfloat16, each 2^-9 of what is rounded, twice over. Saturated integer sums differ by far more."""
 
 Packed = Mapping[str, Any]
 """What a kernel keeps of a weight: tensors by name, and `Prepacked` weights of oneDNN."""
@@ -105,6 +112,19 @@ def input_codes(x: torch.Tensor, quantizer: FakeQuantize) -> tuple[torch.Tensor,
     """Codes of a layer's input as `quantizer` makes them, as floats, and their scales."""
     params = quantizer.params_for(x) or compute_qparams(x, quantizer.spec)
     return quantize(x, params, quantizer.spec), params
+
+
+def attempted(attempt: Callable[[], T]) -> T | Exception:
+    """The result of what a device may not be able to do, or the error in which it ended: a driver fails in its own way.
+
+    Memory that was full says nothing of what the device can do, and is raised.
+    """
+    try:
+        return attempt()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return error
 
 
 class KernelOptions(Protocol):

@@ -104,6 +104,12 @@ class PackedLinear(nn.Module):
         self._prepare()
 
     def _load_from_state_dict(self, *args: Any) -> None:
+        tensors, prefix, *_, errors = args
+        for name, own in self._buffers.items():
+            given = tensors.get(prefix + name)
+            if own is not None and isinstance(given, torch.Tensor) and given.dtype != own.dtype:
+                # Another kind of device packs codes otherwise; torch would convert the values.
+                errors.append(f"{prefix}{name} is {given.dtype}; this device packs {own.dtype}.")
         super()._load_from_state_dict(*args)
         self._prepare()
 
