@@ -5,8 +5,8 @@
         ...
         print(gpu.meter.launches, gpu.meter.waits)
 
-What it holds a program to, and counts, is in `tensor.py` and `meter.py`. What it cannot tell: the arithmetic of a real
-GPU's kernels, how long anything takes, and what runs out of memory.
+What it holds a program to, and counts, is in `tensor.py`, `copies.py` and `meter.py`. What it cannot tell: the
+arithmetic of a real GPU's kernels, how long anything takes, and what runs out of memory.
 """
 
 from tests.pretended_gpu.gpu import PretendedGpu

@@ -59,6 +59,8 @@ class PretendedGpu:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+        if error[0] is None:
+            self.meter.copies.end()
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
@@ -97,7 +99,7 @@ class PretendedGpu:
             "device_count": lambda: self.count,
             "current_device": lambda: self.selected,
             "set_device": self._select,
-            "synchronize": lambda *a: self.meter.wait("synchronize"),
+            "synchronize": lambda d=None: self.meter.wait("synchronize", index=self._index(d)),
             "empty_cache": lambda: None,
             "ipc_collect": lambda: None,
             "memory_allocated": lambda d=None: self.meter.alive(self._index(d)),
@@ -174,7 +176,7 @@ class PretendedGpu:
             "current_stream": lambda *a: _Stream(),
             "current_device_index": lambda: self.selected,
             "device_count": lambda: self.count,
-            "synchronize": lambda *a: self.meter.wait("synchronize"),
+            "synchronize": lambda d=None: self.meter.wait("synchronize", index=self._index(d)),
         }
         return [mock.patch.object(torch.accelerator, name, value) for name, value in queries.items()]
 
@@ -394,6 +396,8 @@ class _Generators(metaclass=_IsGenerator):
 
 
 class _Stream:
+    """All of them are one, which does all that it is told in its order."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def synchronize(self) -> None:
@@ -407,7 +411,9 @@ class _Stream:
     def wait_event(self, event: Any) -> None: ...
 
     def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
+        event = event or _Event()
+        event.record()
+        return event
 
     def __enter__(self) -> _Stream:
         return self
@@ -416,14 +422,25 @@ class _Stream:
 
 
 class _Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def record(self, *args: Any) -> None: ...
+    """A place among what devices were told: who waits for it, waits for what came before."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._until = 0
+
+    def record(self, *args: Any) -> None:
+        if tensor.current:
+            self._until = tensor.current[-1].copies.number
+
     def wait(self, *args: Any) -> None: ...
 
     def query(self) -> bool:
+        if tensor.current:  # the device is fast
+            tensor.current[-1].copies.settle(until=self._until)
         return True
 
-    synchronize = _Stream.synchronize
+    def synchronize(self) -> None:
+        if tensor.current:
+            tensor.current[-1].wait("synchronize", until=self._until)
 
 
 def _within(stream: Any) -> Any:

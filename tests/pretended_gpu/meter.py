@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.pretended_gpu.copies import Copies
+
 VIEWS = frozenset({
     "view", "_unsafe_view", "t", "transpose", "permute", "slice", "select", "expand", "unsqueeze", "squeeze",
     "as_strided", "detach", "alias", "split", "unbind", "_reshape_alias", "unfold", "diagonal", "split_with_sizes",
@@ -97,11 +99,12 @@ class Meter:
             that do not lie in pinned memory.
         queued: The same of tensors that went from the host to the device or back, and nobody waited.
         bytes_across: That went from the host to the device, or back.
+        copies: Those that are not done.
         waited_at, uploaded_at: "file:line name", of the innermost line of quark -> how often.
     """
 
     def __init__(self, where: bool = True) -> None:
-        self.where = where
+        self.where, self.copies = where, Copies()
         self.reset()
 
     def reset(self) -> None:
@@ -127,7 +130,9 @@ class Meter:
             return
         self.launches[name] += 1
 
-    def wait(self, name: str, nbytes: int = 0) -> None:
+    def wait(self, name: str, nbytes: int = 0, index: int | None = None, until: int | None = None) -> None:
+        """The host waits for a device, or for all of them; see `Copies.settle`."""
+        self.copies.settle(index, until)
         self.waits[name] += 1
         self.bytes_across += nbytes
         if self.where:

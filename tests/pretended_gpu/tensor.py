@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.pretended_gpu.meter import VIEWS, WAITS, Meter, is_pinned, life_of, lives, pin
+from tests.pretended_gpu.meter import VIEWS, WAITS, Meter, is_pinned, life_of, line_of_quark, lives, pin
 
 ADDRESSES = 1 << 46
 """Added to an address: it tells tensors apart, and is none of the host's."""
@@ -92,7 +92,7 @@ class DeviceTensor(torch.Tensor):
     __dlpack__ = numpy
 
     def tolist(self) -> Any:
-        _waited("tolist", self.host)
+        _waited("tolist", self)
         return self.host.detach().tolist()
 
     def is_pinned(self, *args: Any) -> bool:
@@ -121,7 +121,7 @@ class DeviceTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _waited("save", self.host)
+        _waited("save", self)
         is_parameter = isinstance(self, torch.nn.Parameter)
         return _rebuilt, (self.host.detach(), self.index, self.requires_grad, is_parameter)
 
@@ -213,12 +213,41 @@ def run(f: Any, args: Any, kwargs: Any) -> Any:
         host_kwargs["device"] = torch.device("cpu")
     if host_kwargs.get("pin_memory"):
         host_kwargs["pin_memory"] = False
-    made = f(*host_args, **host_kwargs)
-    if name == "_to_copy" and ours and target is None and kwargs.get("non_blocking"):
-        pin(made)  # PyTorch makes what a device copies to the host without a wait in pinned memory
+    if name in ("_to_copy", "copy_") and current:
+        made = _copied(f, name, host_args, host_kwargs, args[name == "copy_"], target)
+    else:
+        made = f(*host_args, **host_kwargs)
     if name == "_to_copy" and made is host_args[0]:
         made = made.clone()
     return _wrapped(f, made, args, kwargs, target)
+
+
+def _copied(f: Any, name: str, args: Any, kwargs: Any, source: Any, target: int | None) -> Any:
+    """The result of a copy; one that nobody waits for is noted.
+
+    Args:
+        f, name: The operator.
+        args, kwargs: On host tensors.
+        source: The tensor that is copied, as it was given.
+        target: The device of the result; None: the host.
+    """
+    copies = current[-1].copies
+    queued = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+    if not isinstance(source, DeviceTensor):
+        if not queued or not is_pinned(source) or target is None:
+            return f(*args, **kwargs)
+        return copies.from_host(source, target, line_of_quark(), lambda: f(*args, **kwargs))
+    if target is not None:
+        copies.between(source.index, target)
+        return f(*args, **kwargs)
+    if name == "copy_":
+        copies.before_to_host(args[0])
+        queued = queued and is_pinned(args[0])
+    made = f(*args, **kwargs)
+    if queued:  # PyTorch makes what a device copies to the host without a wait in pinned memory
+        made = pin(made.clone() if made is source.host else made)
+        copies.to_host(made, source.index, line_of_quark())
+    return made
 
 
 def _wrapped(f: Any, made: Any, args: Any, kwargs: Any, target: int | None) -> Any:
@@ -304,24 +333,26 @@ def _count(name: str, args: Any, kwargs: Any, ours: Sequence[DeviceTensor], targ
         nbytes = source.numel() * source.element_size()
         if isinstance(source, DeviceTensor) and target is None:
             if blocking or (name == "copy_" and not is_pinned(args[0])):
-                meter.wait("to cpu", nbytes)
+                meter.wait("to cpu", nbytes, source.index)
             else:
                 meter.queue("to cpu", nbytes)
             return
         if not isinstance(source, DeviceTensor):
             if blocking or not is_pinned(source):
+                if blocking:
+                    meter.copies.settle(target)
                 meter.upload("to device", nbytes)
             else:
                 meter.queue("to device", nbytes)
             return
     if name in WAITS or (name in INDEXES and _by_mask(name, args)):
-        meter.wait(name)
+        meter.wait(name, index=ours[0].index if ours else target)
     if name in INDEXES:
         for index in args[1]:
             if index is not None and not isinstance(index, DeviceTensor):
                 meter.upload("index", index.numel() * index.element_size())
     if name == "repeat_interleave" and len(args) > 1 and "output_size" not in kwargs:
-        meter.wait(name)
+        meter.wait(name, index=ours[0].index)
     meter.launch(name)
 
 
@@ -332,6 +363,6 @@ def _by_mask(name: str, args: Any) -> bool:
     return bool(masks) and not fills
 
 
-def _waited(name: str, host: torch.Tensor) -> None:
+def _waited(name: str, x: DeviceTensor) -> None:
     if current:
-        current[-1].wait(name, host.numel() * host.element_size())
+        current[-1].wait(name, x.numel() * x.element_size(), x.index)

@@ -220,6 +220,61 @@ def test_copies_wait_unless_the_host_memory_is_pinned() -> None:
         assert meter.waits.total() == 1
 
 
+def test_what_goes_to_the_host_is_not_there_until_one_waits() -> None:
+    with PretendedGpu(count=2) as gpu:
+        x, numbers = torch.arange(4.0, device="cuda"), torch.arange(4, device="cuda")
+        on_second = torch.ones(4, device="cuda:1")
+        pinned = torch.zeros(8).pin_memory()
+        for wait in (torch.cuda.synchronize, x.sum().item, x.cpu, x.tolist, lambda: torch.zeros(2).to("cuda")):
+            back, counted = x.to("cpu", non_blocking=True), numbers.to("cpu", non_blocking=True)
+            pinned[2:6].copy_(x, non_blocking=True)
+            assert back.isnan().all() and counted.ne(torch.arange(4)).all()
+            assert pinned.isnan().tolist() == [False] * 2 + [True] * 4 + [False] * 2
+            on_second.sum().item()  # another device
+            assert back.isnan().all()
+            x += 1  # the device does that after the copy
+            wait()
+            x -= 1
+            assert back.tolist() == pinned[2:6].tolist() == counted.tolist() == [0, 1, 2, 3]
+            pinned.zero_()
+        first = x.to("cpu", non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        second = x.to("cpu", non_blocking=True)
+        event.synchronize()
+        assert not first.isnan().any() and second.isnan().all()
+        third = x.to("cuda:1").to("cpu", non_blocking=True)
+        x.sum().item()  # waits for the second device, too, which the first one has told something
+        assert not second.isnan().any() and third.isnan().all()
+    assert third.isnan().all() and gpu.meter.queued["to cpu"] == 18
+
+
+def test_what_is_sent_from_pinned_memory_stays_until_one_waits() -> None:
+    with PretendedGpu():
+        sent = torch.ones(4).pin_memory()
+        there = sent[:2].to("cuda", non_blocking=True)
+        sent[2:] = 5.0  # another part of it
+        torch.cuda.synchronize()
+        sent[:] = 7.0
+        assert there.tolist() == [1.0, 1.0]
+        # A device does one thing after the other: memory goes there, comes back, and goes there again.
+        there.copy_(sent[:2], non_blocking=True)
+        there.mul_(2.0)
+        sent[:2].copy_(there, non_blocking=True)
+        assert sent[:2].isnan().all()
+        assert sent.to("cuda", non_blocking=True).tolist() == [14.0, 14.0, 7.0, 7.0]
+    ends: tuple[Any, ...] = (
+        lambda y: torch.cuda.synchronize(),
+        lambda y: sent.copy_(y, non_blocking=True),
+        lambda y: None,  # the end of the device
+    )
+    for end in ends:
+        with pytest.raises(RuntimeError, match="written to before the device had copied"), PretendedGpu():
+            there = sent.to("cuda", non_blocking=True)
+            sent[0] += 1.0
+            end(there)
+
+
 def test_a_storage_is_freed_and_filled_again() -> None:
     with PretendedGpu() as gpu:
         x = torch.arange(1024.0, device="cuda")

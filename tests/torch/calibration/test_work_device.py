@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from quark.torch.algorithms.pass_store import PassStore
 from quark.torch.calibration import work_device
 from quark.torch.calibration.work_device import Offload, Recorded, WorkDevice
 from quark.torch.model.blocks import Call
@@ -115,3 +117,12 @@ def test_calls_of_a_model_on_the_device_are_recorded_within_the_bound(
     x = drawn(5)
     both = [keep(Call((x,), {}), shared), keep(Call((x,), {}), shared)]
     assert both[0].hidden is both[1].hidden and both[0].hidden.is_pinned()
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_what_is_kept_of_a_pass_has_come_to_the_host(gpu: PretendedGpu, tmp_path: Path, on_disk: bool) -> None:
+    store, x = PassStore(tmp_path if on_disk else None, {}), drawn(0)
+    before = on_host(x).clone()
+    store.keep("x", [x])
+    x.zero_()
+    assert torch.equal(store.read("x")[0], before)
