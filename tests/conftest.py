@@ -109,6 +109,7 @@ EVERYDAY = (
     "kill/test_kill.py::test_kills_leave_nothing_behind",
     "torch/algorithms/test_output_scores.py::test_held_out_divergence_falls[qronos int3]",
     "torch/calibration/test_distributed.py::test_a_rank_that_ends_is_named_by_the_others_and_nothing_stays[killed-0]",
+    "torch/calibration/test_rendezvous.py::test_a_partner_that_does_not_come_is_said_and_named[waits]",
     "torch/flows/on_load/test_of_diffusers.py::test_it_is_the_network_of_the_quantized_folder[int8_wo]",
     "torch/flows/test_stream.py::test_a_killed_run_goes_on[2-True-static activations]",
     "torch/writers/test_gguf_folder.py::test_a_file_that_contradicts_itself_is_refused[a million heads]",

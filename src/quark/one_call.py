@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from quark.jobs.folders.compared.measure import MeasuredFolders
     from quark.jobs.request import Kinds
 
-OF_THE_COMMAND = ("report", "write_recipe", "log_file")
-"""Options that say what the command writes beside its output."""
+OF_THE_COMMAND = ("report", "write_recipe", "log_file", "process_timeout")
+"""Options of what the command does beside its output: it writes something, or joins the processes of torchrun."""
 OF_QUANTIZE = {"for": "goal", "calib": "data", "force": "overwrite", "format": "export_format"}
 OF_CONVERT = {"export-format": "format", "force": "overwrite"}
 """Options that have other names as keywords."""
@@ -260,9 +260,9 @@ def convert(
 
 
 def _refuse_of_command(command: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for options that say what a command writes beside its output."""
+    """Raise ConfigError for options of what a command does beside its output."""
     if printed := sorted({*options} & {*OF_THE_COMMAND}):
-        raise ConfigError(f"{', '.join(printed)}: written by the command alone. Possible: `quark {command}`.")
+        raise ConfigError(f"{', '.join(printed)}: of the command alone. Possible: `quark {command}`.")
 
 
 def _is_untried(scheme: str | None) -> bool:

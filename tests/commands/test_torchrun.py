@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quark.base import command_line
-from quark.errors import NotSupportedError
+from quark.errors import NotSupportedError, UsageError
 from quark.jobs.processes import refuse_processes, together
 
 MODEL = Path("examples/models/language_model").resolve()
@@ -73,19 +74,25 @@ def test_what_one_process_makes_is_refused_under_torchrun(monkeypatch: pytest.Mo
         pass
 
 
-@pytest.mark.parametrize(("count", "worked"), [("1", []), ("2", ["together"])])
-def test_several_processes_work_together(count: str, worked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("count", "worked"), [("1", []), ("2", [{"device": "cuda", "timeout": 9.0}])])
+def test_several_processes_work_together(count: str, worked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def joined() -> Iterator[int]:
-        seen.append("together")
+    def joined(**options: Any) -> Iterator[int]:
+        seen.append(options)
         yield 0
 
-    seen = list[str]()
+    seen = list[Any]()
     monkeypatch.setattr("quark.torch.processes", joined)
     for name, value in {"WORLD_SIZE": count, "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with together(False, "quark"):
+    with together(False, "quark", "cuda", 9.0 if worked else None):
         assert seen == worked
+    if not worked:
+        with (
+            pytest.raises(UsageError, match="--process-timeout 9: a process that is alone"),
+            together(False, "a", "b", 9),
+        ):
+            pass
 
 
 def test_other_processes_print_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

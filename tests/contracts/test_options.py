@@ -35,6 +35,7 @@ WORDS = {
     "layers": 1, "threads": 0, "prompt": "x", "requantize": "int4_wo_32", "schemes": "int4_wo_32", "format": "awq",
     "report": "page.html", "log_file": "log.jsonl", "write_recipe": "recipe.yaml", "sensitivity": "table.json",
     "imatrix": "in.gguf", "save_imatrix": "out.gguf", "statistics": "statistics.json", "profile": "times.json",
+    "process_timeout": 60,
 }  # fmt: skip
 """Of an option with a value: one that is not its default, with which a command without it differs or ends."""
 ALONE = {

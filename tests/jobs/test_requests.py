@@ -32,9 +32,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "of the command": ({"calib": "x"}, "calib: so the command calls it. Possible: data= for calib"),
     "effort": ({"effort": "bst"}, "effort='bst' is unknown. Did you mean 'best'"),
     "of the other kind": ({"config": "A8W8"}, "config does not apply to .*: it is for an ONNX file"),
-    "report": ({"report": "r.html"}, "report: written by the command alone"),
-    "recipe": ({"write_recipe": "r.yaml"}, "write_recipe: written by the command alone"),
-    "log": ({"log_file": "l.jsonl"}, "log_file: written by the command alone"),
+    "report": ({"report": "r.html"}, "report: of the command alone"),
+    "recipe": ({"write_recipe": "r.yaml"}, "write_recipe: of the command alone"),
+    "timeout": ({"process_timeout": 9.0}, "process_timeout: of the command alone"),
+    "log": ({"log_file": "l.jsonl"}, "log_file: of the command alone"),
 }
 
 
@@ -51,7 +52,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "evaluate, no data": (lambda to: quark.evaluate("f", "q"), "Missing option data or text, which f needs"),
     "evaluate, other kind": (lambda to: quark.evaluate("f", "q", data="x", threads=2), "threads does not apply to f"),
     "evaluate, twice": (lambda to: quark.evaluate("f", "q", data="x", text="y"), "data and text are the same option"),
-    "evaluate, report": (lambda to: quark.evaluate("f", "q", report="r"), "report: written by the command alone"),
+    "evaluate, report": (lambda to: quark.evaluate("f", "q", report="r"), "report: of the command alone"),
     "compare, no schemes": (lambda to: quark.compare("f", []), "schemes names none"),
     "compare, scheme": (lambda to: quark.compare("f", "int9_wo", calib="x"), "Unknown scheme 'int9_wo'"),
     "compare, no data": (lambda to: quark.compare("f", "int8_wo"), "Missing option calib or data, which f needs"),

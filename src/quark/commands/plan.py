@@ -24,7 +24,7 @@ from quark.jobs.words import usage
 
 OF_THE_RESULT = (
     "output", "force", "report", "write_recipe", "save_imatrix", "weight_format", "pack_method", "max_shard_size",
-    "stream",
+    "stream", "process_timeout",
 )  # fmt: skip
 """The options of a request that say what is written beside the layers, and how: of a plan there is nothing to write."""
 OF_FOLDERS_ALONE = ("algorithm", "samples")

@@ -71,7 +71,10 @@ def quantize_as(request: FolderRequest | FileRequest) -> None:
     check_report(request, job.form)
     check_recipe(request)
     files = {name: named.get(name) for name in ("report", "log_file", "write_recipe", "save_imatrix")}
-    with log_to(request.log_file), together(isinstance(job, FileJob), job.form, **files):
+    group = together(
+        isinstance(job, FileJob), job.form, named.get("device", "cpu"), named.get("process_timeout"), **files
+    )
+    with log_to(request.log_file), group:
         # Each flow imports its libraries: after the arguments are parsed, so that --help is instant.
         choice, made = _file(job) if isinstance(job, FileJob) else _folder(job)
         say_upload(made)

@@ -183,6 +183,13 @@ class FolderRequest(JobRequest):
         "Accept tensors that the model class does not use, and copy them unchanged.",
         "--keep-unexpected",
     )
+    process_timeout: float | None = option(
+        None,
+        "Under torchrun: seconds that a process waits for another before it ends with an error. Default: 600.",
+        least=1,
+        key=None,
+        changes_output=False,
+    )
 
     @property
     def load(self) -> Loading:

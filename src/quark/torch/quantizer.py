@@ -18,6 +18,7 @@ from quark.base.steps import step
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
+from quark.torch.calibration.distributed import check_devices
 from quark.torch.calibration.expert_tokens import ExpertCalibration
 from quark.torch.calibration.reached import check_reached
 from quark.torch.calibration.surroundings import own_arithmetic
@@ -310,7 +311,8 @@ def _carried(config: QConfig, model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _refuse_by_place(config: QConfig, model: nn.Module, offloaded: Offloaded, algorithms: Sequence[Algorithm]) -> None:
-    """Raise for what a model with a device_map cannot have, where it lies as that says."""
+    """Raise for what a model with a device_map cannot have, where it lies as that says; or for a GPU of others."""
+    check_devices({parameter.device for parameter in model.parameters()})
     if has_device_map(model) and config.gpu_resident_blocks:
         raise ConfigError(
             "gpu_resident_blocks does not apply to a model with a device_map, which decides itself what stays on a "

@@ -13,9 +13,10 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,33 +30,37 @@ from quark.base.files import atomic_file, atomic_folder, remove_dead
 from quark.core.observers import Observer
 from quark.errors import CalibrationError, ConfigError, OutputError, ProcessLostError, one_line
 from quark.torch.calibration.heartbeat import Heartbeat
+from quark.torch.calibration.rendezvous import Rendezvous, check_own_card, own_index, shared_card
 from quark.torch.layers.fake_quant import FakeQuantize
 
 T = TypeVar("T")
 
 
 @contextmanager
-def processes(timeout: float = 600.0) -> Iterator[int]:
+def processes(timeout: float = 600.0, device: str = "cpu") -> Iterator[int]:
     """Within: the processes that torchrun started work together. Yields the rank; 0 where there is one process only.
 
     Args:
-        timeout: Seconds after which a rank that waits for another gives up with an error.
+        timeout: Seconds after which a rank that waits for another gives up with an error: while they come together,
+            and later. After ten seconds the log says for whom it waits.
+        device: Where the work will run. A GPU is refused at once where processes would share one.
 
     Raises:
-        ConfigError: `timeout` is not a positive number, or the environment is not that of torchrun.
-        ProcessLostError: Another process died, failed or could not be reached; names it.
+        ConfigError: `timeout` is not a positive number, the environment is not that of torchrun, or there are fewer
+            GPUs than processes.
+        ProcessLostError: Another process died, failed, did not come or could not be reached; names it.
     """
-    global _heartbeat
+    global _group
     if not 0 < timeout < 1e6:
         raise ConfigError(f"timeout={timeout}: seconds are needed, more than 0 and less than a million.")
     if _in_environment("WORLD_SIZE", "1") == 1 or dist.is_initialized():
         yield rank()
         return
-    _form_group(timeout)
+    group = _form_group(timeout)
     error: BaseException | None = None
     try:
         with _told_to_stop():
-            _heartbeat.start() if _heartbeat else None
+            check_devices([device])
             yield rank()
     except _ToldToStopError as stopped:
         error = stopped
@@ -64,16 +69,34 @@ def processes(timeout: float = 600.0) -> Iterator[int]:
         error = raised
         raise
     finally:
-        if _heartbeat is not None:
-            # An error that only says that another process is lost is told to none.
-            echo = error is None or isinstance(error, (ProcessLostError, _ToldToStopError))
-            _heartbeat.stop(None if error is None or echo else one_line(error))
-        _heartbeat = None
+        # An error that only says that another process is lost is told to none.
+        echo = error is None or isinstance(error, (ProcessLostError, _ToldToStopError))
+        group.heartbeat.stop(group.heartbeat.overdue if error is None or echo else one_line(error))
+        _group = None
         dist.destroy_process_group()
 
 
-_heartbeat: Heartbeat | None = None
-"""Of the group that this process is in."""
+@dataclass(frozen=True)
+class _Group:
+    """The group that this process is in.
+
+    Attributes:
+        meeting: Where it came together.
+        heartbeat: Who is alive in it.
+        card: Number of this process's GPU; None where there are none.
+        shared_card: Which processes would share a GPU, in words; None: none.
+        before_nccl: Where the processes meet before they exchange what is on GPUs. NCCL does not let the host wait, so
+            that one that does not come would be noticed anywhere, and by the end of the process. None without NCCL.
+    """
+
+    meeting: Rendezvous
+    heartbeat: Heartbeat
+    card: int | None
+    shared_card: str | None
+    before_nccl: Any = None
+
+
+_group: _Group | None = None
 
 
 class _ToldToStopError(BaseException):
@@ -90,31 +113,50 @@ def _in_environment(name: str, default: str | None = None) -> int:
     return int(text)
 
 
-def _form_group(timeout: float) -> None:
+def _form_group(timeout: float) -> _Group:
     """Join the process group of torchrun's environment, and begin to listen to its members."""
-    global _heartbeat
+    global _group
     own, size = _in_environment("RANK"), _in_environment("WORLD_SIZE")
     _in_environment("MASTER_PORT")
+    _in_environment("LOCAL_RANK", "0")
     if not os.environ.get("MASTER_ADDR") or own >= size:
         raise ConfigError(
             f"The environment has RANK={own}, WORLD_SIZE={size}, MASTER_ADDR={os.environ.get('MASTER_ADDR')!r}. "
             "Possible: start the program by torchrun, which sets them."
         )
-    backend = "gloo"
-    if torch.cuda.is_available():
-        backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(_in_environment("LOCAL_RANK", "0") % torch.cuda.device_count())
+    meeting = Rendezvous(own, size, timeout)
+    card = own_index() if torch.cuda.is_available() else None
+    if card is not None:
+        torch.cuda.set_device(card)
+    cards = meeting.cards()
+    group = _Group(meeting, Heartbeat(meeting), card, shared_card(cards))
+    nccl, limit = all(cards) and group.shared_card is None, timedelta(seconds=timeout)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        _heartbeat = Heartbeat(own, size, timeout)
-        dist.barrier()
+        group.heartbeat.start()
+        store = dist.PrefixStore("group", meeting.store)  # type: ignore[attr-defined]
+        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+        dist.init_process_group(backend, store=store, rank=own, world_size=size, timeout=limit)
+        _group = replace(group, before_nccl=dist.new_group(backend="gloo", timeout=limit) if nccl else None)
+        wait()
     except (RuntimeError, ValueError) as error:
+        group.heartbeat.stop(None)
+        _group = None
         if dist.is_initialized():
             dist.destroy_process_group()
+        if isinstance(error, ProcessLostError):
+            raise
         raise ProcessLostError(
-            f"Rank {own} waited {timeout:g} s at most for the group of {size} processes, which did not come together: "
-            f"{_said(error)}."
+            f"Rank {own} reached all {size} processes ({', '.join(meeting.names)}), which cannot exchange anything: "
+            f"{_said(error)}. Possible: GLOO_SOCKET_IFNAME, the network between them."
         ) from error
+    return _group
+
+
+def check_devices(devices: Iterable[torch.device | str]) -> None:
+    """Raise ConfigError for a GPU that is not this process's own, where several work together."""
+    if _group is not None:
+        for device in {*map(torch.device, devices)}:
+            check_own_card(device, _group.card or 0, _group.shared_card)
 
 
 @contextmanager
@@ -134,15 +176,15 @@ def _told_to_stop() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _lost(why: str) -> ProcessLostError:
-    """The error for a group that is no longer whole; names who left."""
-    reason = _heartbeat.reason() if _heartbeat is not None else "another process is gone"
+def _lost(why: str, waited: float = 0.0) -> ProcessLostError:
+    """The error for a group that is no longer whole; names who left, or for whom it has waited for so many seconds."""
+    reason = _group.heartbeat.reason(waited) if _group is not None else "another process is gone"
     return ProcessLostError(f"Rank {rank()} cannot go on: {reason} ({why}). Start all processes again.")
 
 
 def check_alive() -> None:
     """Raise ProcessLostError where another process has been silent for long; costs nothing."""
-    if _heartbeat is not None and _heartbeat.lost():
+    if _group is not None and _group.heartbeat.lost():
         raise _lost("seen while this one worked")
 
 
@@ -378,10 +420,14 @@ def _require_seen(folder: Path) -> None:
 def collective(action: Callable[[], object]) -> None:
     """Run a collective operation. Raises ProcessLostError when another rank has died or does not answer in time."""
     check_alive()
+    begin = time.monotonic()
     try:
-        action()
+        with nullcontext() if _group is None else _group.heartbeat.waiting():
+            if _group is not None and _group.before_nccl is not None:
+                dist.barrier(_group.before_nccl)
+            action()
     except (RuntimeError, ValueError) as error:
-        raise _lost(_said(error)) from error
+        raise _lost(_said(error), time.monotonic() - begin) from error
 
 
 def _said(error: Exception) -> str:

@@ -1,20 +1,21 @@
 """Who is alive among the processes of a group, and what ended those that are not.
 
-Each process writes a number that grows into the store that torchrun keeps, `BEAT` seconds apart, and reads those of the
+Each process writes a number that grows into the store that they share, `BEAT` seconds apart, and reads those of the
 others. One whose number stands still for `SILENCE` seconds is lost: killed, or its machine is gone. One that ends with
 an error leaves its words there, so that the others can repeat them.
+
+Beside it stands how often the process came to where all exchange something. So one that waits there knows for whom.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
-import torch.distributed as dist
+from quark.base.progress import seconds_text
+from quark.torch.calibration.rendezvous import OPTION, LongWait, Rendezvous
 
 BEAT, SILENCE = 0.5, 5.0
 """Seconds between two beats, and without one until a process is taken for lost after a collective operation failed."""
@@ -26,35 +27,41 @@ class Heartbeat:
     """The beats of this process, and what is heard of the others.
 
     Args:
-        rank, world: Of this process and its group.
-        timeout: Seconds after which the store is given up.
+        meeting: Where the group came together.
+
+    Attributes:
+        overdue: What the others are to know, where this one has waited for too long.
     """
 
-    def __init__(self, rank: int, world: int, timeout: float) -> None:
-        self.rank, self.world = rank, world
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # A connection of its own: what waits on another one does not hold up the beats.
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=min(timeout, 30))
-        )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = dist.PrefixStore(f"quark/{attempt}", store)  # type: ignore[attr-defined]
-        self.store.set(f"name-{rank}", f"process {os.getpid()} on {socket.gethostname()}")
-        self._beats = [f"beat-{other}" for other in range(world)]
-        self._heard = {other: (b"", time.monotonic()) for other in range(world)}
-        self.names = [f"rank {other}" for other in range(world)]
+    def __init__(self, meeting: Rendezvous) -> None:
+        self.rank, self.world, self.timeout = meeting.rank, meeting.world, meeting.timeout
+        self.store = meeting.connection()
+        self.names = [f"rank {other} ({name})" for other, name in enumerate(meeting.names)]
+        self._beats = [f"beat-{other}" for other in range(self.world)]
+        self._met, self._came = 0, [0] * self.world
+        self._waiting: LongWait | None = None
         self._store_lost: float | None = None
+        self.overdue: str | None = None
         self._stop = threading.Event()
-        self.store.set(self._beats[rank], "0")
         self._thread = threading.Thread(target=self._run, daemon=True, name="quark-heartbeat")
 
     def start(self) -> None:
-        """Begin to beat and to listen; when all processes have made theirs."""
-        names = self.store.multi_get([f"name-{other}" for other in range(self.world)])
-        self.names = [f"rank {other} ({name.decode()})" for other, name in enumerate(names)]
+        """Begin to beat and to listen; when all processes have come."""
+        self.store.set(self._beats[self.rank], "0 0")
+        self.store.wait(self._beats)
         now = time.monotonic()
         self._heard = dict.fromkeys(range(self.world), (b"", now))
         self._thread.start()
+
+    @contextmanager
+    def waiting(self) -> Iterator[LongWait]:
+        """Within: this process is where all exchange something."""
+        self._met += 1
+        self._waiting = LongWait(self.rank, time.monotonic())
+        try:
+            yield self._waiting
+        finally:
+            self._waiting = None
 
     def stop(self, error: str | None) -> None:
         """End it, with what the others are to know: the error that ends this process, if one does."""
@@ -70,7 +77,7 @@ class Heartbeat:
         while not self._stop.wait(BEAT):
             count += 1
             try:
-                self.store.set(self._beats[self.rank], str(count))
+                self.store.set(self._beats[self.rank], f"{count} {self._met}")
                 found = self.store.multi_get(self._beats)
             except RuntimeError:  # the store went with the process or the agent that kept it
                 self._store_lost = self._store_lost or time.monotonic()
@@ -80,6 +87,19 @@ class Heartbeat:
             for other, beat in enumerate(found):
                 if beat != self._heard[other][0]:
                     self._heard[other] = (beat, now)
+                    self._came[other] = int(beat.split()[1])
+            waiting, absent = self._waiting, self._absent()
+            if waiting is not None and absent and self.rank == min({*range(self.world)} - {*absent}):
+                waiting.say(self._state_of(absent), self.timeout)
+
+    def _absent(self) -> list[int]:
+        """The ranks that have not come to where this one is."""
+        return [other for other, came in enumerate(self._came) if other != self.rank and came < self._met]
+
+    def _state_of(self, ranks: list[int]) -> str:
+        silent = self.lost(SILENCE)
+        words = (f"{self.names[each]}, which is {'silent' if each in silent else 'alive'}" for each in ranks)
+        return " and ".join(words)
 
     def lost(self, silence: float = _STALLED) -> list[int]:
         """The ranks that have been silent for so many seconds; rank 0 where the store is gone, which it keeps."""
@@ -88,8 +108,12 @@ class Heartbeat:
             return [0] if self.rank else []
         return [other for other, (_, when) in self._heard.items() if other != self.rank and now - when > silence]
 
-    def reason(self) -> str:
-        """Which process ended, and by what; waits until one is silent for `SILENCE` seconds, or has left its words."""
+    def reason(self, waited: float = 0.0) -> str:
+        """Which process ended, and by what; waits until one is silent for `SILENCE` seconds, or has left its words.
+
+        Args:
+            waited: Seconds for which this process has waited for the others.
+        """
         until = time.monotonic() + SILENCE + 4 * BEAT
         while time.monotonic() < until:
             words = self._words()
@@ -98,8 +122,13 @@ class Heartbeat:
             lost = self.lost(SILENCE)
             if lost:
                 return f"{', '.join(self.names[other] for other in lost)} died or can no longer be reached"
+            if waited >= 0.95 * self.timeout:
+                absent = self._absent()
+                whom = self._state_of(absent) if absent else "the others, which came, but nothing comes from them"
+                self.overdue = f"it has waited {seconds_text(waited)} for {whom}"
+                return f"{self.overdue}. Possible: look what that process does; or more time ({OPTION})"
             time.sleep(BEAT / 2)
-        return "all processes are alive, but one did not come to the place where they meet in time"
+        return "all processes are alive, but nothing comes from one of them"
 
     def _words(self) -> str | None:
         """The error that another process left, but for those that only repeat one."""

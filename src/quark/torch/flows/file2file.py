@@ -26,7 +26,7 @@ from quark.core.checks import naming
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 from quark.torch.calibration.calibrate import qparams_under, sharing_scales, tensor_qparams
-from quark.torch.calibration.distributed import check_alive, rank, shared_output, world
+from quark.torch.calibration.distributed import check_alive, check_devices, rank, shared_output, world
 from quark.torch.calibration.surroundings import own_arithmetic
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import ByteRange, write_across
@@ -120,10 +120,12 @@ def quantize_files(
 
     Raises:
         OutputExistsError: `output` is, holds or lies in the source; or see `quark.base.files.check_folder`.
-        ConfigError: An activation is static, or an algorithm was asked for: both need data.
+        ConfigError: An activation is static, or an algorithm was asked for: both need data. Or several processes share
+            a GPU.
         FormatError: The source is incomplete or corrupt.
         NonFiniteError, ShapeError: See there; each names the tensor.
     """
+    check_devices(devices)
     source = OpenedFolder.of(source)
     check_apart(output, source.path, whole=not target.is_file)
     job = CheckpointJob(config, source, target, keep_unexpected, plan=plan)

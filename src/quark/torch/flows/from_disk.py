@@ -30,7 +30,7 @@ from quark.torch.algorithms.block_loop import LoopState, is_inside
 from quark.torch.algorithms.layer_weights import weight_quantizer
 from quark.torch.calibration.calibrate import calibrate_tensor, calibrate_weights, not_finite_error
 from quark.torch.calibration.device_memory import filled_a_device, halves_of, with_smaller_batches
-from quark.torch.calibration.distributed import first_then_all, rank, wait, world
+from quark.torch.calibration.distributed import check_devices, first_then_all, rank, wait, world
 from quark.torch.calibration.reached import check_reached
 from quark.torch.calibration.surroundings import own_arithmetic
 from quark.torch.checkpoint.opened import OpenedFolder
@@ -84,10 +84,11 @@ def stream(
 
     Raises:
         OutputExistsError: `output` is, holds or lies in the source; or see `quark.base.files.check_folder`.
-        ConfigError: `work` belongs to a run with other settings; says which differs.
+        ConfigError: `work` belongs to a run with other settings; says which differs. Or several processes share a GPU.
         FormatError: The source, or what `work` holds, is incomplete or corrupt.
         CalibrationError, NonFiniteError, ShapeError, NotSupportedError: See there; each names the tensor or layer.
     """
+    check_devices([device])
     source = OpenedFolder.of(source)
     check_apart(output, source.path, whole=not target.is_file)
     (check_file if target.is_file else check_folder)(output, overwrite)
