@@ -17,6 +17,7 @@ from quark.jobs.processes import refuse_processes, together
 
 MODEL = Path("examples/models/language_model").resolve()
 TEXT = Path("examples/models/text/calibration.txt").resolve()
+DATA = ["--samples", "2", "--length", "64", "--calib", str(TEXT)]
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
 
@@ -30,19 +31,22 @@ def quark(*words: str, processes: bool) -> subprocess.CompletedProcess[str]:
     "options",
     [
         ["--scheme", "mxfp4", "--stream"],
-        ["--scheme", "uint4_wo_32", "--algorithm", "gptq", "--samples", "4", "--calib", str(TEXT)],
+        ["--scheme", "uint4_wo_32", "--algorithm", "gptq", *DATA],
+        ["--scheme", "q8_0", "--export-format", "gguf"],
+        ["--scheme", "q4_k_m", "--export-format", "gguf", "--stream", *DATA],
     ],
-    ids=["file to file", "calibrated"],
+    ids=["file to file", "calibrated", "gguf, file to file", "gguf, streamed"],
 )
 def test_two_processes_write_the_bytes_of_one_and_one_speaks(options: list[str], tmp_path: Path) -> None:
     made = {}
     for count in (1, 2):
-        out = tmp_path / str(count)
+        out = tmp_path / str(count) / ("model.gguf" if "gguf" in options else "model")
+        out.parent.mkdir()
         done = quark("quantize", str(MODEL), *options, "-o", str(out), processes=count == 2)
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) == 1
         assert done.stderr.count("[QUARK-INFO]: Quantizing ") == 1
-        made[count] = {file.name: file.read_bytes() for file in out.iterdir()}
+        made[count] = {file.name: file.read_bytes() for file in (out.iterdir() if out.is_dir() else [out])}
     assert made[1] == made[2]
 
 
@@ -58,7 +62,7 @@ def test_what_one_process_makes_is_refused_under_torchrun(monkeypatch: pytest.Mo
         monkeypatch.setenv(name, value)
     for onnx, form, files, named in (
         (True, "quark", {}, "an ONNX file"),
-        (False, "gguf", {}, "--export-format gguf"),
+        (False, "comfyui", {}, "--export-format comfyui"),
         (False, "awq", {"log_file": Path("a")}, "--log-file"),
     ):
         with (

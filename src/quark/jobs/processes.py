@@ -1,4 +1,4 @@
-"""`quark quantize` under torchrun: its processes work together, where the output is a folder that all of them write."""
+"""`quark quantize` under torchrun: its processes work together, where all of them write the output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quark.base.command_line import started_processes
 from quark.errors import NotSupportedError, UsageError
-from quark.jobs.words import FILE_FORMS
+from quark.jobs.words import COMFYUI, ONNX
 
 
 def refuse_processes(what: str) -> None:
@@ -46,7 +46,7 @@ def together(
             )
         yield
         return
-    alone = ["an ONNX file"] if onnx else [f"--export-format {form}"] if form in FILE_FORMS else []
+    alone = ["an ONNX file"] if onnx else [f"--export-format {form}"] if form in (ONNX, COMFYUI) else []
     alone += [f"--{name.replace('_', '-')}" for name, path in files.items() if path is not None]
     if alone:
         refuse_processes(", ".join(alone))

@@ -10,7 +10,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.flows import file2file
 from quark.torch.flows.from_disk import stream
 from quark.torch.flows.resume import Manifest
+from quark.torch.writers.folder import FolderTarget
 from tests.models.torch_zoo import tiny_llama, token_batches
 from tests.torch.flows.test_file2file import contents, save_float
 
@@ -72,11 +74,17 @@ def configs() -> dict[str, QConfig]:
             kv_cache_post_rope=True,
         ),
         "mxfp4": template.get_config("mxfp4"),
+        "in awq": replace(uint4, algo_config=[AWQConfig()]),
+        "in gptq": replace(uint4, algo_config=[GPTQConfig()]),
+        "in compressed-tensors": replace(template.get_config("int4_wo_32"), algo_config=[QronosConfig()]),
+        "in fp8": template.get_config("fp8"),
     }
 
 
 CALIBRATED = ("int8", "gptq", "awq", "gptaq", "qronos", "fisher", "cache")
 STREAMED = ("int8", "gptq", "cache")
+FORMS = {form: f"in {form}" for form in ("awq", "gptq", "compressed-tensors", "fp8")}
+"""Format -> the config whose result is streamed to a folder of it."""
 
 
 def as_rank(
@@ -128,6 +136,8 @@ def everything(folder: Path) -> None:
         export_safetensors(model, own / name)
     for name in STREAMED:
         stream(configs()[name], OpenedFolder(folder / "float"), own / f"{name}-streamed", data)
+    for form, name in FORMS.items():
+        stream(configs()[name], OpenedFolder(folder / "float"), own / f"{form}-form", data, target=FolderTarget(form))
     ModelQuantizer(configs()["mxfp4"]).direct_quantize_checkpoint(folder / "float", own / "files")
     table = measure_sensitivity(tiny_llama(), data, ["uint4_wo_32", "int8_wo"])
     if distributed.rank() == 0:
@@ -140,15 +150,19 @@ def test_processes_give_the_bytes_of_one(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(gptq, "ELEMENTS", gptq.ELEMENTS)
     monkeypatch.setattr(gptq, "LEAST_ROWS", gptq.LEAST_ROWS)
     save_float(tmp_path / "float", torch.float32, "5GB")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the processes: sums of several threads are other ones
-    try:
+    with one_thread():
         everything(tmp_path)
-    finally:
-        torch.set_num_threads(threads)
     one = tmp_path / "1"
     made = sorted(path.name for path in one.iterdir())
-    assert made == sorted([*CALIBRATED, *(f"{name}-streamed" for name in STREAMED), "files", "table.json"])
+    assert made == sorted(
+        [
+            *CALIBRATED,
+            *(f"{name}-streamed" for name in STREAMED),
+            *(f"{form}-form" for form in FORMS),
+            "files",
+            "table.json",
+        ]
+    )
     together(everything, tmp_path, 3)
     several = tmp_path / "3"
     assert sorted(path.name for path in several.iterdir()) == made
@@ -157,6 +171,11 @@ def test_processes_give_the_bytes_of_one(tmp_path: Path, monkeypatch: pytest.Mon
             assert (several / name).read_bytes() == (one / name).read_bytes()
         else:
             assert contents(several / name) == contents(one / name), name
+
+
+def in_awq(folder: Path, output: str = "out") -> None:
+    source, target = OpenedFolder(folder / "float"), FolderTarget("awq")
+    stream(configs()["awq"], source, folder / output, token_batches(4), target=target)
 
 
 def dying(folder: Path) -> None:
@@ -171,14 +190,14 @@ def dying(folder: Path) -> None:
     Manifest.finish = then_die  # type: ignore[method-assign]
     start = time.monotonic()
     try:
-        stream(configs()["int8"], OpenedFolder(folder / "float"), folder / "out", token_batches(4))
+        in_awq(folder)
     except QuarkError as error:
         (folder / "said").write_text(f"{time.monotonic() - start}\n{error}")
         sys.exit(4)
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies(tmp_path: Path) -> None:
+def test_the_same_call_goes_on_after_a_rank_that_dies(tmp_path: Path) -> None:
     save_float(tmp_path / "float", torch.float32, "5GB")
     with pytest.raises(spawning.ProcessExitedException):
         spawn_and_join_all(dying, tmp_path)
@@ -192,6 +211,21 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     assert manifest.begun and manifest.state().done == 1
     inputs = sorted(path.name for path in partial.glob("inputs-1*"))
     assert inputs == [f"inputs-1-{rank}.safetensors" for rank in (0, 1)]
+    together(in_awq, tmp_path)
+    with one_thread():
+        in_awq(tmp_path, "one")
+    assert contents(tmp_path / "out") == contents(tmp_path / "one")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within: as in the processes, as sums of several threads are other ones."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def spawn_and_join_all(work: Callable[[Path], None], folder: Path, count: int = 2, **options: Any) -> None:

@@ -381,6 +381,7 @@ def shared_output(path: str | os.PathLike[str], overwrite: bool = False, is_file
         try:
             yield made
             wait()
+            wait()  # rank 0 gives it its name
         except (ProcessLostError, OSError) as error:
             # Rank 0, as it ends, removes what the ranks write, file by file: the folder may still be there.
             gone = isinstance(error, FileNotFoundError) and Path(error.filename or "").is_relative_to(made.parent)
@@ -397,6 +398,7 @@ def shared_output(path: str | os.PathLike[str], overwrite: bool = False, is_file
             _require_seen(made.parent)
             yield made
             wait()
+        wait()
     finally:
         if not told:
             from_first(None)
