@@ -54,9 +54,11 @@ def _in_memory(job: FolderJob, export: Export) -> tuple[int, list[Any]]:
     """
     from quark.jobs.folders.models import check_loading, inputs_of, load_model
     from quark.torch import ModelQuantizer
+    from quark.torch.calibration.distributed import require_shared
 
     request, calibration = job.request, job.calibration
     check_loading(request.load)
+    require_shared(export.path.parent)  # it is written at the end
     data = None if job.plan is None else _preflight_data(job, job.plan, export)
     float_model = load_model(job.folder, request.load, dequantize=True)
     if job.plan is None:  # only the model that is loaded says what it takes

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from quark.base.files import atomic_file, atomic_folder, remove_dead
+from quark.base.files import atomic_file, atomic_folder, remove_dead, scratch_folder
 from quark.core.observers import Observer
 from quark.errors import CalibrationError, ConfigError, OutputError, ProcessLostError, one_line
 from quark.torch.calibration.heartbeat import Heartbeat
@@ -293,6 +293,10 @@ def from_owner(x: torch.Tensor, owner: int) -> None:
         x.copy_(data)
 
 
+_turn = 0
+"""Which rank takes the first piece of the next work: what is over falls to each in turn."""
+
+
 def shared_work(count: int, work: Callable[[int], T], device: torch.device) -> Iterator[T]:
     """`work(i)` for each i below `count`, in order; each is done by one rank and given to all.
 
@@ -301,17 +305,36 @@ def shared_work(count: int, work: Callable[[int], T], device: torch.device) -> I
         work: Returns tensors, or dataclasses, lists and tuples of them.
         device: Where the results are wanted.
     """
+    global _turn
     if world() == 1:
         yield from map(work, range(count))
         return
-    cpu = torch.device("cpu")
+    cpu, first = torch.device("cpu"), _turn
+    _turn = (first + count) % world()
     for begin in range(0, count, world()):
-        own = begin + rank()
+        own = begin + (rank() - first) % world()
         done = moved(work(own), cpu) if own < count else None
-        for owner in range(min(world(), count - begin)):
+        for piece in range(min(world(), count - begin)):
+            owner = (first + piece) % world()
             box = [done if owner == rank() else None]
             collective(partial(dist.broadcast_object_list, box, owner))
             yield moved(box[0], device)
+
+
+def shared_parts(parts: Sequence[torch.Tensor], fill: Callable[[int], object]) -> None:
+    """`fill(i)` for each i, which fills `parts[i]` in place; each is filled by one rank and given to all."""
+    owners = [owner_of(index) for index in range(len(parts))]
+    for index, owner in enumerate(owners):
+        if owner == rank():
+            fill(index)
+    for part, owner in zip(parts, owners, strict=True):
+        from_owner(part, owner)
+
+
+def owner_of(index: int) -> int:
+    """Which rank takes a part: there and back again, for parts that are each a little less work than the one before."""
+    place = index % (2 * world())
+    return min(place, 2 * world() - 1 - place)
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -402,6 +425,18 @@ def shared_output(path: str | os.PathLike[str], overwrite: bool = False, is_file
     finally:
         if not told:
             from_first(None)
+
+
+def require_shared(folder: Path) -> None:
+    """Raise OutputError on all ranks where one of them does not see what rank 0 makes in a folder, or would make there.
+
+    Each machine may have a folder of that name: so rank 0 makes one in it that no other has.
+    """
+    if world() == 1:
+        return
+    there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    with scratch_folder(there) if rank() == 0 else nullcontext() as made:
+        _require_seen(from_first(made or there))
 
 
 def _require_seen(folder: Path) -> None:

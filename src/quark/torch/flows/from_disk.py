@@ -30,7 +30,7 @@ from quark.torch.algorithms.block_loop import LoopState, is_inside
 from quark.torch.algorithms.layer_weights import weight_quantizer
 from quark.torch.calibration.calibrate import calibrate_tensor, calibrate_weights, not_finite_error
 from quark.torch.calibration.device_memory import filled_a_device, halves_of, with_smaller_batches
-from quark.torch.calibration.distributed import check_devices, first_then_all, rank, wait, world
+from quark.torch.calibration.distributed import check_devices, first_then_all, rank, require_shared, wait, world
 from quark.torch.calibration.reached import check_reached
 from quark.torch.calibration.surroundings import own_arithmetic
 from quark.torch.checkpoint.opened import OpenedFolder
@@ -86,6 +86,7 @@ def stream(
         OutputExistsError: `output` is, holds or lies in the source; or see `quark.base.files.check_folder`.
         ConfigError: `work` belongs to a run with other settings; says which differs. Or several processes share a GPU.
         FormatError: The source, or what `work` holds, is incomplete or corrupt.
+        OutputError: Of several processes, one does not see `work`.
         CalibrationError, NonFiniteError, ShapeError, NotSupportedError: See there; each names the tensor or layer.
     """
     check_devices([device])
@@ -114,6 +115,7 @@ def _write(
         in_use(work),
         severity(config.log_severity_level if config.log_severity_level != 1 else None),
     ):
+        require_shared(work)
         contents = job.contents()
         check_reached(job.model, layers, batches)
         manifest = first_then_all(lambda first: Manifest.open(work, settings))
