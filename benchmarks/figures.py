@@ -7,6 +7,7 @@ from typing import Any
 
 PARTS = {
     "torch": ("import_time", "weight_only", "packing", "calibration", "file2file", "streaming", "algorithms"),
+    "processes": ("processes",),
     "solvers": ("solvers",),
     "kernels": ("kernels",),
     "accuracy": ("accuracy",),
@@ -93,6 +94,8 @@ FIGURES = [
     Figure("calibration", "static w8a8 / float forward", ("cpu_ratio",), 1.15),
     Figure("file2file", "MXFP4, file to file / copy and fake quantization", ("time_ratio",), 1 / 0.6),
     Figure("file2file", "two workers / one", ("two_workers_ratio",), 1 / 1.7),
+    Figure("processes", "streamed GPTQ, two processes / one", ("gptq", "path"), 1 / 1.7),
+    Figure("processes", "MXFP4, file to file, two processes / one", ("mxfp4", "path"), 1 / 1.7),
     Figure("file2file", "peak memory of a process", ("peak_tensors",), 2.0, " tensors"),
     Figure("streaming", "static w8a8, streamed / in memory", ("time_ratio",), 1.2),
     Figure("streaming", "peak memory with twice the blocks", ("memory_growth",), 1.1),

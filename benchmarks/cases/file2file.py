@@ -29,7 +29,7 @@ HIDDEN, INTERMEDIATE, LAYERS, RUNS = 2048, 8192, 2, 3
 TENSOR_BYTES = HIDDEN * INTERMEDIATE * 2
 
 
-def checkpoint(folder: Path, layers: int) -> int:
+def checkpoint(folder: Path, layers: int, intermediate: int = INTERMEDIATE) -> int:
     """Write a random checkpoint; return how many weights its linear layers have."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -37,7 +37,7 @@ def checkpoint(folder: Path, layers: int) -> int:
     config = LlamaConfig(
         vocab_size=1024,
         hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
+        intermediate_size=intermediate,
         num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=16,
@@ -46,7 +46,7 @@ def checkpoint(folder: Path, layers: int) -> int:
     torch.manual_seed(0)
     model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="200MB")
-    return layers * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE)
+    return layers * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * intermediate)
 
 
 def seconds_of(action: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:

@@ -29,7 +29,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from quark.base.log import logger
-from quark.core.array import Array, astype, copied_once, dtype_name, is_torch, like, minmax, namespace, row_major
+from quark.core.array import (
+    Array,
+    astype,
+    copied_once,
+    dtype_name,
+    is_torch,
+    like,
+    minmax,
+    namespace,
+    on_cpu,
+    row_major,
+)
 from quark.core.checks import read
 from quark.core.kernels import products
 from quark.core.solvers.columns import triangles
@@ -42,6 +53,18 @@ Rounder = Callable[[int, Array], Array]
 
 _Damping = float | Sequence[float] | Array
 """Share of the mean of the diagonal: one number, or one for each matrix; an array stays on its device."""
+
+Share = Callable[[Sequence[Array], Callable[[int], object]], None]
+"""(parts, fill) -> fill(i) for each i, of which each fills parts[i] in place and needs no other part; in any order, and
+each by one process, which gives its parts to the others.
+"""
+
+
+def fill_alone(parts: Sequence[Array], fill: Callable[[int], object]) -> None:
+    """A `Share` of one process."""
+    for index in range(len(parts)):
+        fill(index)
+
 
 _LADDER = (1.0, 10.0, 100.0)
 """Factors on the damping that are tried in turn when the Hessian is not positive definite."""
@@ -145,7 +168,9 @@ def _ordered(matrix: Array, order: Array, dtype: str) -> Array:
     return result
 
 
-def factor(hessian: Array, damp: _Damping, order: Array | None = None) -> tuple[Array, Array, _Damping]:
+def factor(
+    hessian: Array, damp: _Damping, order: Array | None = None, share: Share = fill_alone
+) -> tuple[Array, Array, _Damping]:
     """F, d and the damping that it took: H + damping = F diag(d) F^T, F upper triangular with ones on its diagonal.
 
     d_j is the importance of column j: what a unit of error in it costs when the columns after it make up for it.
@@ -157,6 +182,7 @@ def factor(hessian: Array, damp: _Damping, order: Array | None = None) -> tuple[
         hessian: X X^T in any scale, shape (..., columns, columns).
         damp: Share of the mean of the diagonal that is added to it; one number, or one for each matrix.
         order: Of the columns, in which they are factored, (columns,), for one matrix; None: as they are.
+        share: Who finds which rows.
 
     Raises:
         CalibrationError: H holds NaN or Inf, or is not positive definite even with 100 times the damping. Of several
@@ -165,7 +191,7 @@ def factor(hessian: Array, damp: _Damping, order: Array | None = None) -> tuple[
     xp = namespace(hessian)
     if dtype_name(hessian) == "float32":
         with np.errstate(invalid="ignore", over="ignore"):
-            single = _factor_in(hessian, damp, "float32", order)
+            single = _factor_in(hessian, damp, "float32", order, share)
             exact = bool(read(_is_exact(single, hessian, damp, order))[0])  # the one wait, where float32 is enough
         if exact:  # which nothing is that holds NaN or Inf
             return *_pivots_apart(single), damp
@@ -175,9 +201,9 @@ def factor(hessian: Array, damp: _Damping, order: Array | None = None) -> tuple[
         raise CalibrationError("The second moments of the inputs hold NaN or Inf.")
     logger.debug("A factor of %d channels needs float64.", hessian.shape[-1])
     ladder = _LADDER if hessian.ndim == 2 else _LADDER[:1]
-    for share in ladder:
-        tried = damp if share == 1 else share * _largest(damp)
-        found = _factor_in(hessian, tried, "float64", order)
+    for times in ladder:
+        tried = damp if times == 1 else times * _largest(damp)
+        found = _factor_in(hessian, tried, "float64", order, share)
         if bool(xp.isfinite(_diagonal(found)).all()):
             return *_pivots_apart(found), tried
     raise CalibrationError(
@@ -190,10 +216,10 @@ def _largest(damp: _Damping) -> float:
     return float(like(damp, np.empty(0)).max()) if isinstance(damp, (float, Sequence)) else float(damp.max())
 
 
-def _factor_in(hessian: Array, damp: _Damping, dtype: str, order: Array | None) -> Array:
+def _factor_in(hessian: Array, damp: _Damping, dtype: str, order: Array | None, share: Share) -> Array:
     """R; NaN on its diagonal where the damped matrix is not positive definite in that precision."""
     matrix = damped(hessian, damp, dtype, order)
-    _factor_in_place(matrix)
+    _factor_in_place(matrix, share)
     return matrix
 
 
@@ -209,8 +235,11 @@ def _cholesky(matrix: Array) -> Array:
         return xp.full_like(matrix, xp.nan)
 
 
-def _factor_in_place(matrix: Array) -> None:
-    """Turn H into R, block after block from the last: R_22 of H_22, R_12 = H_12 R_22^-T, then H_11 - R_12 R_12^T."""
+def _factor_in_place(matrix: Array, share: Share) -> None:
+    """Turn H into R, block after block from the last: R_22 of H_22, R_12 = H_12 R_22^-T, then H_11 - R_12 R_12^T.
+
+    Rows of R_12 need no others, and are found some at a time, who ever finds them.
+    """
     xp, size = namespace(matrix), matrix.shape[-1]
     if size <= FACTOR_BLOCK or not is_torch(matrix):
         # R of a matrix is the Cholesky factor of the flipped one, flipped.
@@ -219,13 +248,20 @@ def _factor_in_place(matrix: Array) -> None:
         return
     half = size // 2
     first, last = slice(half), slice(half, size)
-    _factor_in_place(matrix[..., last, last])
-    side = triangles.solve_right(matrix[..., first, last], matrix[..., last, last], unit=False)
-    for start in range(0, half, FACTOR_BLOCK):  # the upper half of a symmetric product
-        rows, right = slice(start, min(start + FACTOR_BLOCK, half)), slice(start, half)
-        add_product(matrix[..., rows, right], side[..., rows, :], _transposed(side[..., right, :]), -1)
+    _factor_in_place(matrix[..., last, last], share)
+    side, known = matrix[..., first, last], matrix[..., last, last]
+    some = [slice(start, min(start + FACTOR_BLOCK, half)) for start in range(0, half, FACTOR_BLOCK)]
+    solved = [side[..., rows, :] for rows in some] if on_cpu(matrix) else [side]  # a GPU is slow at small parts
+    share(solved, lambda index: triangles.solve_right(solved[index], known, unit=False))
+    totals = [matrix[..., rows, rows.start : half] for rows in some]  # the upper half of a symmetric product
+
+    def subtract(index: int) -> None:
+        start = some[index].start
+        add_product(totals[index], side[..., some[index], :], _transposed(side[..., start:half, :]), -1)
+
+    share(totals, subtract)
     matrix[..., last, first] = 0.0
-    _factor_in_place(matrix[..., first, first])
+    _factor_in_place(matrix[..., first, first], share)
 
 
 def _is_exact(factor: Array, hessian: Array, damp: _Damping, order: Array | None) -> Array:

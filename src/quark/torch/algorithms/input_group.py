@@ -26,7 +26,7 @@ from quark.core.checks import all_finite, check
 from quark.core.kernels import products
 from quark.core.solvers.columns.halves import add_product
 from quark.errors import CalibrationError, NonFiniteError, StructureError
-from quark.torch.calibration.distributed import from_owner, in_order, largest, rank, summed, world
+from quark.torch.calibration.distributed import from_owner, in_order, largest, owner_of, rank, summed, world
 from quark.torch.calibration.spill import Waiting
 
 TILE = 512
@@ -314,12 +314,8 @@ def _add_moments(
 
 
 def _rows_of_ranks(starts: Sequence[int]) -> list[list[int]]:
-    """Which tiles of rows each rank takes: there and back again, for each is a little less work than the one above."""
-    there_and_back = [*range(world()), *reversed(range(world()))]
-    return [
-        [start for index, start in enumerate(starts) if there_and_back[index % len(there_and_back)] == owner]
-        for owner in range(world())
-    ]
+    """Which tiles of rows each rank takes."""
+    return [[start for index, start in enumerate(starts) if owner_of(index) == owner] for owner in range(world())]
 
 
 def _mirror(matrix: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from quark.torch.algorithms.base import Block
 from quark.torch.algorithms.input_group import InputGroup
 from quark.torch.algorithms.layer_weights import store_qparams, weight_quantizer, weight_spec
 from quark.torch.calibration.calibrate import FROM_OWN_RANGE, sharing_scales, tensor_qparams
+from quark.torch.calibration.distributed import shared_work
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import Mode
 
@@ -71,25 +72,37 @@ def fix_scales(layers: Mapping[str, QuantLayer], block: Block, importance: Mappi
 def _least_loss(
     weights: Sequence[torch.Tensor], importance: Sequence[torch.Tensor], spec: TensorSpec
 ) -> Iterator[QParams]:
-    """`weighted_qparams` of weights of one shape; rows have scales of their own, so those of many may be one weight."""
+    """`weighted_qparams` of weights of one shape; rows have scales of their own, so those of many may be one weight.
+
+    Several processes take what is searched at once in turn.
+    """
     alone = not by_row(spec) or spec.dtype.is_block or spec.scale_spec is not None or spec.code_spec is not None
     step = 1 if alone else max(1, _SIDE_BY_SIDE // weights[0].numel())
-    for start in range(0, len(weights), step):
+    whole = alone or weights[0].ndim != 2 or weights[0].device.type != "cpu"
+    rows = len(weights[0]) if whole or step > 1 else max(1, PIECE // weights[0].shape[1])
+    places = [(start, row) for start in range(0, len(weights), step) for row in range(0, len(weights[0]), rows)]
+
+    def search(index: int) -> QParams:
+        start, row = places[index]
         batch, weighing = weights[start : start + step], importance[start : start + step]
         if len(batch) == 1:
-            whole = alone or batch[0].ndim != 2 or batch[0].device.type != "cpu"
-            search = weighted_qparams if whole else _by_rows
-            yield search(batch[0], weighing[0], spec)
-            continue
-        of_elements = torch.cat([one.expand(weight.shape) for one, weight in zip(weighing, batch, strict=True)])
-        params, rows = weighted_qparams(torch.cat(list(batch)), of_elements, spec), len(batch[0])
-        zeros: Any = [None] * len(batch) if params.zero_point is None else torch.split(params.zero_point, rows)
-        for scale, zero in zip(torch.split(params.scale, rows), zeros, strict=True):
-            yield QParams(scale.clone(), None if zero is None else zero.clone())
+            return weighted_qparams(batch[0][row : row + rows], weighing[0], spec)
+        of_elements = torch.cat([*map(torch.Tensor.expand_as, weighing, batch)])
+        return weighted_qparams(torch.cat(list(batch)), of_elements, spec)
+
+    found = shared_work(len(places), search, weights[0].device)
+    for start in range(0, len(weights), step):
+        parts = [next(found) for _ in range(0, len(weights[0]), rows)]
+        yield from _apart(parts, len(weights[start : start + step]))
 
 
-def _by_rows(weight: torch.Tensor, importance: torch.Tensor, spec: TensorSpec) -> QParams:
-    """`weighted_qparams` of a matrix whose rows have scales of their own, some rows at a time."""
-    found = [weighted_qparams(rows, importance, spec) for rows in torch.split(weight, max(1, PIECE // weight.shape[1]))]
-    zeros = [params.zero_point for params in found if params.zero_point is not None]
-    return QParams(torch.cat([params.scale for params in found]), torch.cat(zeros) if zeros else None)
+def _apart(parts: Sequence[QParams], count: int) -> Iterator[QParams]:
+    """The scales of each of so many weights of one shape, from those of some rows, one after the other."""
+    if len(parts) == count == 1:
+        yield parts[0]
+        return
+    zeros = [params.zero_point for params in parts if params.zero_point is not None]
+    scale, zero = torch.cat([params.scale for params in parts]), torch.cat(zeros) if zeros else None
+    rows = len(scale) // count
+    for own in (slice(start, start + rows) for start in range(0, len(scale), rows)):
+        yield QParams(scale[own].clone(), None if zero is None else zero[own].clone())

@@ -50,7 +50,7 @@ from quark.torch.algorithms.rounding.grids import (
     static_grid,
 )
 from quark.torch.algorithms.rounding.output_scores import ByScores
-from quark.torch.calibration.distributed import shared_work
+from quark.torch.calibration.distributed import shared_parts, shared_work
 from quark.torch.layers import QuantLayer
 
 ELEMENTS, LEAST_ROWS = 1 << 21, 256
@@ -122,12 +122,14 @@ class GPTQ(ByScores):
         for problem in problems:
             group = problem.group
             problem.damping = gptq.damping_at_least(self.damping(group.gram), group.gram.diagonal(), group.count)
+        # What a GPU finds in a moment is sooner found by each than exchanged.
+        share = shared_parts if problems[0].group.device.type == "cpu" else gptq.fill_alone
         if len(problems) == 1:
             only = problems[0]
             with naming(names_of(problems)):
                 feedback, importance, taken = only.group.found(
                     (self, *map(weight_spec, only.layers.values())),  # from which order and damping follow
-                    lambda: gptq.factor(only.group.gram, only.damping, only.order),
+                    lambda: gptq.factor(only.group.gram, only.damping, only.order, share),
                 )
             only.damping = cast(Any, taken)
             return feedback, importance
@@ -137,7 +139,7 @@ class GPTQ(ByScores):
             if any(isinstance(damping, torch.Tensor) for damping in dampings):
                 # Experts with tokens enough keep the number; new_full waits for no device.
                 dampings = torch.stack([d if isinstance(d, torch.Tensor) else whole.new_full((), d) for d in dampings])
-            return gptq.factor(whole, dampings)[:2]
+            return gptq.factor(whole, dampings, share=share)[:2]
         except CalibrationError:
             alone = [self._factor([problem]) for problem in problems]
             # One may have needed float64.
@@ -316,7 +318,9 @@ class _Solver:
         """(layer, rows) that are solved at once."""
         if not by_row(spec) or spec.scale_spec is not None:
             return [[(layer, slice(0, count)) for layer, count in enumerate(rows)]]
-        most = max(LEAST_ROWS, ELEMENTS // self.importance.numel())
+        most, total = max(LEAST_ROWS, ELEMENTS // self.importance.numel()), sum(rows)
+        if (count := -(-total // most)) > 1:  # an even number of like pieces, so that two processes have as much to do
+            most = max(LEAST_ROWS, -(-total // (count + count % 2)))
         batches: list[list[tuple[int, slice]]] = []
         room = 0
         for layer, count in enumerate(rows):
