@@ -1,30 +1,29 @@
 """Layers wider than every part in which the code takes them: what is solved is the same as at once.
 
-A weight is solved some rows at a time, its columns in blocks, second moments in tiles of channels and some tokens at a
-time, scales some bytes at a time. The parts of `PARTS` are smaller here than every layer, and no divisor of its sides.
+The parts are those of `tests.models.parts`. First the algorithms by themselves, on a model in memory; then what commands
+write of a folder, over schemes, formats, flows and algorithms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import ModuleType
+import atexit
+import itertools
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from quark.core import array, checks
-from quark.core.blocks import block_search
-from quark.core.kernels import runs
-from quark.core.solvers import coupled, gptq, importance, smooth
-from quark.core.solvers.columns import columns, triangles
-from quark.torch import ModelQuantizer, gguf_config
-from quark.torch.algorithms import ALGORITHMS, input_group
-from quark.torch.algorithms.rotation import fold as rotation_fold
-from quark.torch.algorithms.rounding import column_problem, fix_scales
-from quark.torch.algorithms.rounding import gptq as solvers
-from quark.torch.algorithms.scaling import float64_forward, fold
-from quark.torch.calibration import experts
+from quark.core.schemes import SCHEMES
+from quark.gguf.mixes import MIXES
+from quark.torch import ModelQuantizer, gguf_config, import_model_from_gguf, import_model_from_safetensors
+from quark.torch.algorithms import ALGORITHMS
 from quark.torch.config.algo_configs import (
     AlgoConfig,
     AWQConfig,
@@ -33,37 +32,12 @@ from quark.torch.config.algo_configs import (
     QronosConfig,
     SVDQuantConfig,
 )
+from quark.torch.formats import FORMATS
+from tests.commands.program import quark
 from tests.contracts.test_torch_algorithms import SEEN, logits, quantized, row_of, solved
-from tests.models.torch_zoo import tiny_llama
-
-PARTS: Sequence[tuple[ModuleType, str, int]] = (
-    (array, "CACHE_CHUNK", 1000),
-    (checks, "_FINITE", 1000),
-    (block_search, "CHUNK", 3000),
-    (runs, "TILE", 24),
-    (coupled, "ROWS", 24),
-    (gptq, "FACTOR_BLOCK", 24),
-    (gptq, "_GRADIENT_BLOCK", 24),
-    (importance, "SMALL", 1000),
-    (smooth, "BLOCK", 24),
-    (smooth, "ELEMENTS", 1000),
-    (smooth, "LEAST_ROWS", 7),
-    (columns, "BLOCK", 24),
-    (columns, "_SLICE", 24),
-    (triangles, "BLOCK", 24),
-    (triangles, "ROWS", 24),
-    (input_group, "TILE", 24),
-    (input_group, "TOKENS", 7),
-    (rotation_fold, "CHUNK_BYTES", 1000),
-    (solvers, "ELEMENTS", 1000),
-    (solvers, "LEAST_ROWS", 24),
-    (column_problem, "ROWS", 24),
-    (fix_scales, "PIECE", 1000),
-    (fix_scales, "_SIDE_BY_SIDE", 1000),
-    (float64_forward, "ROWS", 24),
-    (fold, "ROWS", 24),
-    (experts, "AT_ONCE", 1000),
-)
+from tests.models.families import family
+from tests.models.parts import make_parts_small
+from tests.models.torch_zoo import LANGUAGE_MODEL, tiny_llama
 
 IN_OTHER_ORDER: dict[type[AlgoConfig], float] = {
     GPTQConfig: 0.01,
@@ -80,22 +54,15 @@ lose the same within that.
 """
 
 
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name, size in PARTS:
-        assert isinstance(getattr(module, name), int)
-        monkeypatch.setattr(module, name, size)
-
-
 @pytest.mark.parametrize(
     "kind",
     [kind if kind is GPTQConfig else pytest.param(kind, marks=pytest.mark.slow) for kind in ALGORITHMS],
     ids=lambda kind: kind.__name__.removesuffix("Config"),
 )
-def test_an_algorithm_gives_what_it_gives_at_once(kind: type[AlgoConfig], request: pytest.FixtureRequest) -> None:
+def test_an_algorithm_gives_what_it_gives_at_once(kind: type[AlgoConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     row, expected = row_of(kind), solved(kind)
     config = row.config if isinstance(row.config, AlgoConfig) else row.config()
-    request.getfixturevalue("small_parts")
+    make_parts_small(monkeypatch)
     found = quantized(row.scheme, config)
     if kind in IN_OTHER_ORDER:
         assert row.loss(found) == pytest.approx(row.loss(expected), rel=IN_OTHER_ORDER[kind])
@@ -117,12 +84,99 @@ def of_block_types(name: str, algorithm: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 @pytest.mark.parametrize("algorithm", ["gptq", "qronos"])
-def test_block_types_give_what_they_give_at_once(name: str, algorithm: str, request: pytest.FixtureRequest) -> None:
+def test_block_types_give_what_they_give_at_once(name: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = of_block_types(name, algorithm)
-    request.getfixturevalue("small_parts")
+    make_parts_small(monkeypatch)
     found = of_block_types(name, algorithm)
     wanted, left = logits(tiny_llama(hidden_size=256, intermediate_size=512, num_hidden_layers=1), SEEN), []
     for model in (expected, found):
         left.append(float((logits(model, SEEN) - wanted).square().mean()))
     # The search among block types takes the other one of two near scales where sums differ in their last digits.
     assert left[1] == pytest.approx(left[0], rel=0.1)
+
+
+# What a command writes of a folder. ---------------------------------------------------------------------------------
+
+SIDES = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+MODELS = {
+    "llama": {"tie_word_embeddings": True},
+    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
+}
+"""Family -> what it has beside SIDES: one whose table is its head, and experts."""
+SOLVED = ("gptq", "awq", "qronos", "importance")
+"""Algorithms that a folder is solved by here; the one-model contract above has all of them."""
+FLOWS = {"memory": ("--no-stream",), "streamed": ("--stream",), "files": ()}
+EVERY = [
+    *((form, scheme) for form in FORMATS for scheme in SCHEMES if FORMATS[form].refusal(SCHEMES[scheme]) is None),
+    *(("gguf", mix) for mix in MIXES),
+]
+EVERYDAY = [
+    ("llama", "awq", "uint4_wo_32", "files", ""),
+    ("mixtral", "gguf", "q4_0", "streamed", ""),
+]
+
+
+def cases() -> Iterator[Any]:
+    """Every model, format, scheme, flow and algorithm that go together."""
+    for (form, scheme), name, flow in itertools.product(EVERY, MODELS, FLOWS):
+        needs_data = form != "gguf" and SCHEMES[scheme].needs_data
+        rounds = form == "gguf" or (weight := SCHEMES[scheme].weight) is not None and not weight.is_cast
+        for algorithm in ("", *(SOLVED if flow != "files" and rounds else ())):
+            if flow == "files" and needs_data:
+                continue
+            case = name, form, scheme, flow, algorithm
+            yield pytest.param(*case, marks=() if case in EVERYDAY else pytest.mark.slow, id=" ".join(filter(None, case)))
+
+
+@cache
+def float_folder(name: str, in_blocks: bool) -> Path:
+    """A folder in bfloat16 with its tokenizer, and the data that belong to it."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # Rows of GGUF files are whole blocks, and they hold the tokenizer.
+    sides = SIDES | ({"vocab_size": 2048, "hidden_size": 256} if in_blocks else {})
+    family(name, **sides, **MODELS[name]).to(torch.bfloat16).save_pretrained(folder / "float")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(LANGUAGE_MODEL / file, folder / "float" / file)
+    np.savez(folder / "data.npz", input_ids=np.random.default_rng(0).integers(3, 300, (4, 32)))
+    return folder
+
+
+def written(name: str, form: str, output: Path, options: Sequence[object]) -> dict[str, bytes] | str:
+    """What a command writes of a model, by the names of files, or what it says."""
+    output.mkdir()
+    out = output / ("out.gguf" if form == "gguf" else "out")
+    done = quark("quantize", float_folder(name, form == "gguf") / "float", "-o", out, "--export-format", form, *options)
+    if done.code != 0:
+        return done.err
+    return {file.name: file.read_bytes() for file in ([out] if form == "gguf" else sorted(out.iterdir()))}
+
+
+def lost_by(name: str, form: str, output: Path) -> float:
+    """Mean square error of the logits of what was written."""
+    folder = float_folder(name, form == "gguf")
+    with np.load(folder / "data.npz") as data:
+        batches = [torch.from_numpy(data["input_ids"])]
+    model = AutoModelForCausalLM.from_pretrained(folder / "float", dtype=torch.float32)
+    expected = logits(model, batches)
+    read = import_model_from_gguf if form == "gguf" else import_model_from_safetensors
+    return float((logits(read(model, output), batches) - expected).square().mean())
+
+
+@pytest.mark.parametrize(("name", "form", "scheme", "flow", "algorithm"), [*cases()])
+def test_a_command_writes_what_it_writes_at_once(
+    name: str, form: str, scheme: str, flow: str, algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_data = algorithm or (form != "gguf" and SCHEMES[scheme].needs_data)
+    data = ("--calib", float_folder(name, form == "gguf") / "data.npz") if needs_data else ()
+    options = ("--scheme", scheme, *FLOWS[flow], *data, *(("--algorithm", algorithm) if algorithm else ()))
+    expected = written(name, form, tmp_path / "once", options)
+    make_parts_small(monkeypatch)
+    found = written(name, form, tmp_path / "parts", options)
+    assert type(found) is type(expected), found if isinstance(found, str) else expected
+    if algorithm and found != expected:
+        file = "out.gguf" if form == "gguf" else "out"
+        lost = [lost_by(name, form, tmp_path / part / file) for part in ("once", "parts")]
+        assert lost[1] == pytest.approx(lost[0], rel=0.1)
+    else:
+        assert found == expected

@@ -41,8 +41,7 @@ from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.layers import QuantLayer
 from quark.torch.plan import Plan
-from quark.torch.writers import by_rows
-from quark.torch.writers.by_rows import RowsOfWeight, Way, ways_of
+from quark.torch.writers.by_rows import RowsOfWeight, Way, copy_pieces, ways_of
 from quark.torch.writers.folder import QUARK
 from quark.torch.writers.writer import Move, OutputTarget, Writer
 
@@ -285,20 +284,12 @@ class Converter:
                 item.write(item.make())
                 continue
             if item.spec is None:
-                self._copy(item)
+                x = item.source.read(self.source, item.dtype, item.shape)
+                copy_pieces(x, item.ways[""], partial(item.source.release, self.source))
                 continue
             if largest is None and self._converts_by_rows(item, item.spec):
                 continue
             item.write(self._convert(item, item.spec, largest))
-            item.source.release(self.source)
-
-    def _copy(self, item: TensorJob) -> None:
-        """Write a tensor as it is, and give back each piece of it before the next one."""
-        move, places = item.ways[""]
-        x = item.source.read(self.source, item.dtype, item.shape)
-        pieces = torch.split(x.reshape(-1), max(1, by_rows.PIECE // item.dtype.itemsize)) if move.stays else [move(x)]
-        for values in pieces:
-            places = write_across(values, places)
             item.source.release(self.source)
 
     def _converts_by_rows(self, item: TensorJob, spec: TensorSpec) -> bool:

@@ -47,7 +47,7 @@ from quark.torch.layers.attention.probabilities import forget_ranges
 from quark.torch.model.calibration_data import calibration_data
 from quark.torch.model.meta_model import fill_buffers
 from quark.torch.writers import by_rows
-from quark.torch.writers.by_rows import RowsOfWeight, ways_of
+from quark.torch.writers.by_rows import RowsOfWeight, copy_pieces, ways_of
 from quark.torch.writers.folder import QUARK
 from quark.torch.writers.writer import OutputTarget
 
@@ -213,6 +213,8 @@ class _Run:
                 self.writer.put(name, self.dropped[name](), self.places)
             if not (own := own - self.dropped.keys()):
                 continue
+            if parent not in self.layers:
+                own -= self._copied(own)
             # What files hold in one tensor may lie in several modules.
             members = (name for form in self.writer.forms if form.members[0] in own for name in form.members)
             parents = dict.fromkeys((parent, *(name.rpartition(".")[0] for name in members)))
@@ -220,6 +222,16 @@ class _Run:
                 own.discard(f"{parent}.weight")
             if own:
                 self._write_whole(parent, own, parents, algorithms)
+
+    def _copied(self, own: set[str]) -> set[str]:
+        """Write the tensors of a float module that lie in the files as they are, some bytes at a time; their names."""
+        joined = {name for form in self.writer.forms for name in form.members}
+        there = own & self.weights.sources.keys() - joined
+        for name, _, shapes in [*self.writer.entries(there)]:
+            source = self.weights.sources[name]
+            move = self.writer.move(name, "")
+            copy_pieces(source.read(shapes[""]), (move, [self.places[key] for key in move.keys]), source.release)
+        return there
 
     def _write_whole(self, parent: str, own: set[str], parents: Iterable[str], algorithms: Sequence[Algorithm]) -> None:
         """Quantize and write some tensors of a module outside the blocks, and what files hold with them.

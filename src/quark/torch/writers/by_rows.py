@@ -31,6 +31,21 @@ def ways_of(entry: Entry, writer: Writer, places: Mapping[str, ByteRange]) -> di
     return {suffix: (move, [places[key] for key in move.keys]) for suffix, move in moves.items()}
 
 
+def copy_pieces(x: torch.Tensor, way: Way, release: Callable[[], None]) -> None:
+    """Write a tensor that is not quantized, and give back each piece of it before the next one.
+
+    Args:
+        x: The tensor, over a file.
+        way: What becomes of it, and where it goes.
+        release: Gives back the memory of what was read of it.
+    """
+    move, places = way
+    pieces = torch.split(x.reshape(-1), max(1, PIECE // x.dtype.itemsize)) if move.stays else [move(x)]
+    for values in pieces:
+        places = write_across(values, places)
+        release()
+
+
 @dataclass(frozen=True)
 class RowsOfWeight:
     """A weight whose rows are quantized and stored on their own.
