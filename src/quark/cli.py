@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 
 TYPE_CHECKING = False  # that of typing, which takes long to read: Ctrl-C is met from here on
@@ -16,6 +17,8 @@ HELP = "Quantize a model, and see what it cost.\n\nExample: quark quantize ./lla
 
 def program() -> None:
     """Run the command line in a process of its own, which ends with it."""
+    # oneDNN keeps code for each shape of a product, 1,024 of them: experts read another number of tokens each time.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     main()
 
 

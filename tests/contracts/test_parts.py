@@ -1,7 +1,7 @@
 """Layers wider than every part in which the code takes them: what is solved is the same as at once.
 
-The parts are those of `tests.models.parts`. First the algorithms by themselves, on a model in memory; then what commands
-write of a folder, over schemes, formats, flows and algorithms.
+The parts are those of `tests.models.parts`. First the algorithms by themselves, on a model in memory; then what
+commands write of a folder, over schemes, formats, flows and algorithms.
 """
 
 from __future__ import annotations
@@ -120,12 +120,14 @@ def cases() -> Iterator[Any]:
     """Every model, format, scheme, flow and algorithm that go together."""
     for (form, scheme), name, flow in itertools.product(EVERY, MODELS, FLOWS):
         needs_data = form != "gguf" and SCHEMES[scheme].needs_data
-        rounds = form == "gguf" or (weight := SCHEMES[scheme].weight) is not None and not weight.is_cast
+        rounds = form == "gguf" or ((weight := SCHEMES[scheme].weight) is not None and not weight.is_cast)
         for algorithm in ("", *(SOLVED if flow != "files" and rounds else ())):
             if flow == "files" and needs_data:
                 continue
             case = name, form, scheme, flow, algorithm
-            yield pytest.param(*case, marks=() if case in EVERYDAY else pytest.mark.slow, id=" ".join(filter(None, case)))
+            yield pytest.param(
+                *case, marks=() if case in EVERYDAY else pytest.mark.slow, id=" ".join(filter(None, case))
+            )
 
 
 @cache

@@ -49,7 +49,7 @@ def reached_together(
     for down, places in turns.items():
         experts = sorted(places)
         first = groups[places[experts[0]]] if experts else ()
-        step = _fitting([mixture.get_submodule(leaf.removeprefix(f"{name}.")) for leaf in first])
+        step = at_once([mixture.get_submodule(leaf.removeprefix(f"{name}.")) for leaf in first])
         for start in range(0, len(experts), step):
             batch = experts[start : start + step]
             if len(batch) > 1:
@@ -57,7 +57,7 @@ def reached_together(
     return reached
 
 
-def _fitting(layers: Sequence[nn.Module]) -> int:
+def at_once(layers: Sequence[nn.Module]) -> int:
     """How many experts with these layers are in flight at once."""
     weights = [cast(nn.Linear, layer).weight for layer in layers]
     if not weights:

@@ -36,11 +36,13 @@ from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig
 from quark.torch.flows.checkpoint_job import CheckpointJob, Contents, create_files
 from quark.torch.flows.predicted_size import FolderPlan
+from quark.torch.flows.preflight import Estimate, preflight
 from quark.torch.flows.replaced import replaced
 from quark.torch.formats.fused_groups import sibling_groups
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.layers import QuantLayer
 from quark.torch.plan import Plan
+from quark.torch.writers import by_rows
 from quark.torch.writers.by_rows import RowsOfWeight, Way, copy_pieces, ways_of
 from quark.torch.writers.folder import QUARK
 from quark.torch.writers.writer import Move, OutputTarget, Writer
@@ -78,6 +80,9 @@ class TensorJob:
 
 _MOST_WORKERS = 4
 """More would hold more tensors at once than reading and writing keep busy."""
+
+FLOATS_OF_A_VALUE = 4
+"""Arrays in float32 of what is converted at once that are alive together."""
 
 Family = tuple[TensorJob, ...]
 """Tensors that share a second-level scale, or one alone: what a worker takes at once."""
@@ -141,10 +146,37 @@ def quantize_files(
         items = [item for entry in contents.entries for item in _tensor_jobs(entry, contents, layers, places)]
         items += [_carried_job(entry, writer, job, places) for entry in writer.carried]
         groups = sibling_groups(job.model, config.shared_scale_groups)
+        if rank() == 0:
+            size = sum(place.length for place in places.values())
+            workers = _workers(devices, workers)
+            needed = Estimate(len(items), _largest(items) * workers * len(devices), 0, 0, size, unit="tensors")
+            preflight(needed, made, None, "fewer workers", written=True)
         _run(conversion, _share(_families(items, groups), job.checkpoint, rank(), world()), devices, workers)
         if rank() == 0:
             writer.write_rest(made)
     logger.info("Quantized %s to %s.", source.path, output)
+
+
+def _workers(devices: list[str], asked: int | None) -> int:
+    """How many threads each device gets."""
+    if asked is not None:
+        return asked
+    return min(torch.get_num_threads(), _MOST_WORKERS) if devices == ["cpu"] else 1
+
+
+def _largest(items: Sequence[TensorJob]) -> int:
+    """Bytes of memory that the largest tensor takes, or those of its rows that are converted at once."""
+    largest = 0
+    for item in items:
+        size, rows = math.prod(item.shape), None
+        if item.spec is None:
+            largest = max(largest, min(size * item.dtype.itemsize, by_rows.PIECE))
+            continue
+        if item.layout is not None:
+            rows = RowsOfWeight.of(item.layout, item.spec, item.shape, item.dtype, item.ways)
+        part = size if rows is None else size // item.shape[0] * rows.step
+        largest = max(largest, FLOATS_OF_A_VALUE * 4 * part + size * item.dtype.itemsize * (rows is None))
+    return largest
 
 
 def _refuse_data(config: QConfig, plan: Plan) -> None:
@@ -234,8 +266,7 @@ def _run(conversion: Conversion, families: list[Family], devices: list[str], wor
     Nearly all of the work is done without Python's lock: reading pages, arithmetic, writing. Processes would spend more
     on importing torch than a thread on several gigabytes.
     """
-    if workers is None:
-        workers = min(torch.get_num_threads(), _MOST_WORKERS) if devices == ["cpu"] else 1
+    workers = _workers(devices, workers)
     converters = [Converter(conversion, device) for device in devices * workers]
     if len(converters) == 1:
         for family in progress(families, "tensors", total=len(families)):

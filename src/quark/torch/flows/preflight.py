@@ -1,9 +1,10 @@
 """What a job will take, from a model without weights: estimates, and errors before the first block.
 
-    more memory = weights there at once + H and its factor of the widest layer + inputs of one block for all samples
+    least = weights there at once + H and its factor of the widest layer + inputs of one block for all samples
+    about = least + what work takes beside: the block twice more, some rows that are solved, experts that are at once
 
-Weights: all of them, or block by block the largest block. Each is a lower bound: a job that would need more than is
-free by this count would end in the middle. What is said is the whole of the process, with what it has already.
+Weights: all of them, or block by block the largest block. A job for which less than `least` is free would end in the
+middle, and is refused. What is said is the whole of the process: `about`, and what it has already.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from quark.base.memory_and_disk import available_memory, check_disk, check_memor
 from quark.base.progress import write_event
 from quark.core.array import DEVICE_CHUNK
 from quark.torch.calibration.device_memory import HELPS, check_device, free_on
+from quark.torch.calibration.experts import at_once
 from quark.torch.calibration.work_device import ON_DEVICE
 from quark.torch.model.batches import hidden_width, tokens_in
 from quark.torch.model.blocks import find_blocks
+from quark.torch.model.passes import UnfusedExperts
 
 if TYPE_CHECKING:
     from quark.torch.algorithms.base import Algorithm
@@ -112,6 +115,8 @@ class Estimate:
         output: Bytes of the quantized tensors.
         scores: Bytes of what an algorithm learns of all blocks; in memory, or on disk beside the output.
         whole: Whether all weights, and what is learned, are in memory.
+        work: Bytes that come and go meanwhile.
+        unit: What is counted by `blocks`.
     """
 
     blocks: int
@@ -121,6 +126,13 @@ class Estimate:
     output: int
     scores: int = 0
     whole: bool = True
+    work: int = 0
+    unit: str = "blocks"
+
+    @property
+    def about(self) -> int:
+        """Bytes of memory that it comes to."""
+        return self.memory + self.work
 
     @property
     def memory(self) -> int:
@@ -162,10 +174,34 @@ def estimate(
     inputs = series * tokens_in(data) * hidden_width(model) * 4 if series and data else 0
     solver = 2 * 4 * widest**2 if solving else 0
     scores = sum(algorithm.learned_bytes(model, names, data or ()) for algorithm in algorithms)
-    return Estimate(len(names), _bytes(model) if whole else max(blocks), solver, inputs, output, scores, whole)
+    largest = max(blocks)
+    # Beside the block: its weights to nearest, with which an algorithm is compared, and what it was before.
+    work = 2 * largest + _work(model) if solving else 0
+    weights = _bytes(model) if whole else largest
+    return Estimate(len(names), weights, solver, inputs, output, scores, whole, work)
 
 
-def preflight(made: Estimate, output: Path, data: Sequence[Any] | None, possible: str) -> None:
+def _work(model: nn.Module) -> int:
+    """Bytes of what solves some rows of the widest layer, or of the experts that are solved at once."""
+    from quark.torch.algorithms.rounding.gptq import ELEMENTS, LEAST_ROWS  # where it runs
+
+    experts = {id(expert) for each in model.modules() if isinstance(each, UnfusedExperts) for expert in each.children()}
+    work = 0
+    for module in model.modules():
+        by_width: dict[int, list[nn.Linear]] = {}
+        for layer in module.children():
+            if isinstance(layer, nn.Linear):
+                by_width.setdefault(layer.in_features, []).append(layer)
+        for wide, layers in by_width.items():
+            together = at_once(layers) if id(module) in experts else 1
+            solver = 8 * wide**2 * (together - 1)  # one is counted already
+            work = max(work, solver + TEMPORARIES * 4 * max(ELEMENTS, LEAST_ROWS * wide * together))
+    return work
+
+
+def preflight(
+    made: Estimate, output: Path, data: Sequence[Any] | None, possible: str, *, written: bool = False
+) -> None:
     """Say what a job will take, before it begins.
 
     Args:
@@ -173,23 +209,26 @@ def preflight(made: Estimate, output: Path, data: Sequence[Any] | None, possible
         output: Where the result goes.
         data: Calibration batches.
         possible: What to do where memory is too small.
+        written: Whether the files are there at their full size, and the disk was large enough.
 
     Raises:
         OutputError: The disk is too small.
         TooLittleMemoryError: The memory is.
     """
-    check_disk(output, made.disk)
+    if not written:
+        check_disk(output, made.disk)
     check_memory(made.memory, "This job", possible)
     disk, memory, used = free_disk(output), available_memory(), memory_in_use()
+    free = None if memory is None else used + memory
     logger.info(
-        "About to quantize %d blocks. Estimates: memory about %s, %s of it in use, output %s%s.",
-        made.blocks, _beside(used + made.memory, None if memory is None else used + memory), _beside(used, None),
+        "About to quantize %d %s. Estimates: memory about %s, %s of it in use, output %s%s.",
+        made.blocks, made.unit, _beside(used + made.about, free), _beside(used, None),
         _beside(made.disk, disk),
         f"; {len(data)} samples, {tokens_in(data)} tokens" if data and tokens_in(data) else "",
     )  # fmt: skip
     write_event(
-        "preflight", blocks=made.blocks, memory_bytes=made.memory, memory_used=used, memory_free=memory,
-        output_bytes=made.output, disk_free=disk, samples=len(data) if data else 0, tokens=tokens_in(data),
+        "preflight", blocks=made.blocks, memory_bytes=made.memory, memory_about=made.about, memory_used=used,
+        memory_free=memory, output_bytes=made.output, disk_free=disk, samples=len(data) if data else 0, tokens=tokens_in(data),
     )  # fmt: skip
 
 
