@@ -1,10 +1,11 @@
-"""What a job says before it begins that it takes of memory, beside the peak of its process.
+"""What a job says before it begins that it takes of memory, and after its first block of time, beside what it took.
 
     python -m benchmarks.estimates SCRATCH             all jobs
     python -m benchmarks.estimates SCRATCH mixture     those whose name holds a word
 
 The models have random weights in bfloat16, and are made in SCRATCH where they are not there: a dense one with a large
-table, a mixture of 64 experts, and an encoder. Each job is a process of its own; its peak is that of its resident
+table, a mixture of 64 experts, an encoder, and one block as wide as that of an 8B with its table of 128,256 rows, whose
+jobs take minutes. Each job is a process of its own; its peak is that of its resident
 memory, as the system counts it, with what importing takes and with pages of files that are mapped.
 """
 
@@ -16,6 +17,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +35,10 @@ MODELS = {
         "hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 384, "num_experts": 64,
         "num_experts_per_tok": 4, "num_hidden_layers": 4, "vocab_size": 32000, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 64,
+    }),
+    "wide": ("LlamaConfig", {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 1, "vocab_size": 128256,
+        "num_attention_heads": 32, "num_key_value_heads": 8,
     }),
     "encoder": ("BertConfig", {
         "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 12,
@@ -61,6 +68,11 @@ JOBS = [
     "encoder --scheme int8_wo",
     "encoder --scheme int8 --calib --no-stream",
     "encoder --scheme int8 --calib --stream",
+    "wide --scheme int4_wo_128 --export-format awq",
+    "wide --scheme int4_wo_128 --export-format gptq",
+    "wide --scheme q4_k_m --export-format gguf",
+    "wide --scheme iq4_xs --export-format gguf --calib --stream",
+    "wide --scheme int4_wo_128 --export-format gptq --algorithm gptq --calib --stream",
 ]
 
 
@@ -80,8 +92,27 @@ def model_folder(name: str, folder: Path) -> Path:
     return folder
 
 
-def run(words: str, scratch: Path) -> tuple[float | None, float, str]:
-    """What a job said that it takes, its peak, and how it ended; bytes."""
+@dataclass(frozen=True)
+class Run:
+    """How a job went.
+
+    Attributes:
+        said: Bytes of memory that it said; None: nothing.
+        peak: Bytes of its peak.
+        left: Seconds that it said were left after its first block, and that were; None: nothing was said.
+        seconds: That it took.
+        why: Its last line where it failed.
+    """
+
+    said: float | None
+    peak: float
+    left: tuple[float, float] | None
+    seconds: float
+    why: str
+
+
+def run(words: str, scratch: Path) -> Run:
+    """Run a job in a process of its own."""
     name, *options = words.split()
     text = ROOT / "README.md"
     if "--calib" in options:
@@ -89,15 +120,24 @@ def run(words: str, scratch: Path) -> tuple[float | None, float, str]:
         options[at:at] = [str(text), "--samples", str(SAMPLES)]
     output = scratch / ("out.gguf" if "gguf" in options else "out")
     command = [sys.executable, "-m", "quark", "quantize", str(scratch / name), *options, "-o", str(output), "--force"]
-    with (scratch / "said.txt").open("w+") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
-        _, code, used = os.wait4(process.pid, 0)
-        said.seek(0)
-        lines = said.read()
-    found = re.search(r"memory about ([\d.]+) (GB|MB)", lines)
-    said_bytes = None if found is None else float(found[1]) * {"GB": 1e9, "MB": 1e6}[found[2]]
-    peak = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return said_bytes, float(peak), "" if code == 0 else lines.strip().splitlines()[-1][:90]
+    began = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines: list[str] = []
+    first: tuple[float, float] | None = None
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        found = re.search(r"blocks 1/.*about (?:(\d+) h )?(?:(\d+) min|([\d.]+) s) left", line)
+        if found:
+            hours, minutes, seconds = (float(number or 0) for number in found.groups())
+            first = 3600 * hours + 60 * minutes + seconds, time.monotonic()
+    _, code, used = os.wait4(process.pid, 0)
+    ended = time.monotonic()
+    found = re.search(r"memory about ([\d.]+) (GB|MB)", "".join(lines))
+    said = None if found is None else float(found[1]) * {"GB": 1e9, "MB": 1e6}[found[2]]
+    peak = float(used.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+    left = None if first is None else (first[0], ended - first[1])
+    return Run(said, peak, left, ended - began, "" if code == 0 else lines[-1].strip()[:90])
 
 
 def main(scratch: Path, word: str = "") -> None:
@@ -111,10 +151,12 @@ def main(scratch: Path, word: str = "") -> None:
         making = multiprocessing.get_context("spawn").Process(target=model_folder, args=(name, scratch / name))
         making.start()
         making.join()
-        said, peak, why = run(job, scratch)
-        ratio = "" if said is None else f"{peak / said:.2f}"
-        told = "nothing" if said is None else f"{said / 1e9:.2f} GB"
-        print(f"{job:85s} said {told:8s} peak {peak / 1e9:.2f} GB  {ratio} {why}", flush=True)
+        done = run(job, scratch)
+        ratio = "" if done.said is None else f"{done.peak / done.said:.2f}"
+        told = "nothing" if done.said is None else f"{done.said / 1e9:.2f} GB"
+        left = "" if done.left is None else f"said {done.left[0]:.0f} s left, took {done.left[1]:.0f}"
+        memory = f"said {told:8s} peak {done.peak / 1e9:.2f} GB  {ratio:4s}"
+        print(f"{job:85s} {memory}  {done.seconds:.0f} s  {left} {done.why}", flush=True)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,13 @@ def test_a_line_for_each_block(clock: Clock, capsys: pytest.CaptureFixture[str])
     ]
 
 
+def test_the_time_left_goes_by_the_sizes_of_the_steps(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in progress([1, 3, 6], "blocks", 3, name=str, size=float):
+        clock.now += 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("about ")[2] for line in lines] == ["18 s left.", "6.0 s left.", ""]
+
+
 def test_short_steps_without_errors_speak_seldom(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in progress([f"conv{index}" for index in range(100)], "layers", 100, name=str):
         clock.now += 0.25

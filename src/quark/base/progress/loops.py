@@ -1,6 +1,6 @@
 """What a long job says of itself: one mechanism for every loop, whatever it goes over.
 
-    time left = steps left * mean seconds of the steps that this run has done
+    time left = size of the steps left * seconds for each size of the steps that this run has done
 
 A loop is written `for name in progress(names, "blocks", name=str)`. What works inside it calls `report(...)` with the
 errors of a layer, and formats nothing. Steps that have a name (blocks, layers) speak one by one, but for short ones
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
@@ -58,6 +58,7 @@ def progress(
     *,
     name: Callable[[T], str] | None = None,
     done: int = 0,
+    size: Callable[[T], float] | None = None,
 ) -> Iterator[T]:
     """Iterate, and say how far it is.
 
@@ -67,8 +68,11 @@ def progress(
         total: How many there are, with those that an earlier run did; None where that is unknown.
         name: The name of an item; each step then speaks. None: they speak every `QUIET_SECONDS`.
         done: How many an earlier run did.
+        size: What the time of an item goes with, for items that are a sequence; None: all take the same.
     """
     running = _Loop(loop, total, done, named=name is not None)
+    if size is not None and isinstance(items, Sequence):
+        running.sizes = [size(item) for item in items]
     _running().append(running)
     bar = Bar(loop, total, done) if drawing() else None
     running.begin()
@@ -135,6 +139,7 @@ class _Loop:
         layers: What was reported in this step.
         status: The last word of what works in this step, or what makes it.
         said, made: What it made last, and when.
+        sizes: Of the steps of this run; none: all take the same.
     """
 
     name: str
@@ -146,6 +151,7 @@ class _Loop:
     line: str = ""
     said: str = ""
     made: float = -math.inf
+    sizes: Sequence[float] = ()
 
     def begin(self) -> None:
         self.first, self.started = self.done, seconds_and_peak.seconds_now()
@@ -197,7 +203,9 @@ class _Loop:
         own = self.done - self.first
         if self.total is None or not own:
             return None
-        return (seconds_and_peak.seconds_now() - self.started) / own * (self.total - self.done)
+        there, left = sum(self.sizes[:own]), sum(self.sizes[own:])
+        share = left / there if there else (self.total - self.done) / own
+        return (seconds_and_peak.seconds_now() - self.started) * share
 
     def _say_step(self, seconds: float) -> None:
         before, after, measure = mean_errors(self.layers)

@@ -140,7 +140,8 @@ def loop_over_blocks(
     for name in names[: state.done]:
         calls.pop(name, None)
     place_of = partial(WorkDevice.of, size=bytes_of(next(iter(calls.values()), [])))  # of the next block
-    left = progress(names[state.done :], loop, len(names), name=_shown, done=state.done)
+    size = partial(_weights_in, model)
+    left = progress(names[state.done :], loop, len(names), name=_shown, done=state.done, size=size)
     with between_blocks(model, names, calls, weights):
         for index, name in enumerate(left, state.done):
             try:
@@ -159,6 +160,11 @@ def loop_over_blocks(
                     finish(name, state)
             finally:
                 weights.take(name)
+
+
+def _weights_in(model: nn.Module, name: str) -> float:
+    """How many weights a block has, in memory or not."""
+    return float(sum(parameter.numel() for parameter in model.get_submodule(name).parameters()))
 
 
 def _shown(name: str) -> str:

@@ -228,7 +228,8 @@ def preflight(
     )  # fmt: skip
     write_event(
         "preflight", blocks=made.blocks, memory_bytes=made.memory, memory_about=made.about, memory_used=used,
-        memory_free=memory, output_bytes=made.output, disk_free=disk, samples=len(data) if data else 0, tokens=tokens_in(data),
+        memory_free=memory, output_bytes=made.output, disk_free=disk, samples=len(data) if data else 0,
+        tokens=tokens_in(data),
     )  # fmt: skip
 
 
