@@ -141,9 +141,12 @@ def test_tensors_are_copied_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
         return write_across(tensor, places)
 
     monkeypatch.setattr(by_rows, "PIECE", 64)
-    monkeypatch.setattr(file2file, "write_across", write)
+    monkeypatch.setattr(by_rows, "write_across", write)
     assert file_to_file(config, source, tmp_path / "pieces") == expected
     assert pieces.count(64) > 100
+    pieces.clear()
+    stream(config, OpenedFolder(source), tmp_path / "streamed")
+    assert contents(tmp_path / "streamed") == expected and pieces.count(64) > 100
 
 
 @pytest.mark.parametrize("name", ["int8_wo", "uint4_wo_128"])
