@@ -26,7 +26,7 @@ del documented_paths, of_diffusers, profiled_steps, Path
 
 
 CALLS = ("quantize", "evaluate", "compare", "convert")
-"""What commands do, as functions: see `quark.one_call`."""
+"""The commands as functions: see `quark.one_call`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -38,5 +38,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What can be asked for."""
+    """Return every name that can be asked for."""
     return sorted([*(name for name in globals() if name.startswith("__")), *CALLS])

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _leave_garbage() -> None:
-    """What is there at the end goes with the process: nothing is gained by looking through it for garbage once more.
+    """Leave all objects to the end of the process: nothing is gained by looking through them for garbage once more.
 
     Except where triton 3.9 or newer is loaded, as torch for GPUs does: its module then prints thirty lines on "leaks".
     """

@@ -129,7 +129,7 @@ def _is_installed(package: str) -> bool:
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Whether an error is Ctrl-C, or came of it: libraries raise their own where it falls into their work."""
+    """Return True where an error is Ctrl-C, or came of it: libraries raise their own where it falls into their work."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         if isinstance(error, KeyboardInterrupt):

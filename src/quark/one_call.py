@@ -266,7 +266,7 @@ def _refuse_of_command(command: str, options: Mapping[str, Any]) -> None:
 
 
 def _is_untried(scheme: str | None) -> bool:
-    """Whether this is a configuration of ONNX files that no goal has a fact of."""
+    """Return True for a configuration of ONNX files that no goal has a fact of."""
     from quark.goals.choice import is_known
     from quark.onnx.config.preset_rows import QROWS, ROWS  # imports onnx: the model is such a file
 
@@ -359,7 +359,9 @@ def _module(
 
 
 def _completed(chosen: Any, model: Any, data: Any) -> tuple[Any, Any]:
-    """What the effort adds for a module in memory, and the data with the texts that it writes."""
+    """Return the recipe that an effort makes of the chosen one for a module in memory, and the data with the texts
+    that it writes.
+    """
     from quark.jobs.folders.best_effort import completed_for, say_completed
     from quark.jobs.folders.calibration import Calibration
     from quark.torch.model.batches import input_device, longest_in, tokens_in

@@ -1,1 +1,1 @@
-"""What everything stands on: files, logs, progress, checks of what comes from outside."""
+"""The ground that everything stands on: files, logs, progress, checks of values that come from outside."""

@@ -36,7 +36,7 @@ _CATEGORIES: dict[str, Callable[[str], bool]] = {
 
 
 def full_match(pattern: str, text: str) -> bool:
-    """Whether a regular expression matches all of a text.
+    """Return True where a regular expression matches all of a text.
 
     Raises:
         ConfigError: It is no regular expression, or one that takes too long.

@@ -26,7 +26,7 @@ E = TypeVar("E", bound=Enum)
 
 
 def config_table(title: str, rows: Iterable[tuple[str, str]]) -> str:
-    """What `repr` of a config shows: its class, and a line for each row that says something."""
+    """Return the text that `repr` of a config shows: its class, and a line for each row with a text."""
     shown = [row for row in rows if row[1]]
     width = max((len(name) for name, _ in shown), default=0)
     return "\n".join([title, *(f"  {name:{width}}  {text}" for name, text in shown)])

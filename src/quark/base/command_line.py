@@ -41,7 +41,7 @@ _QUIET_LIBRARIES = {
     "DIFFUSERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-"""What other libraries read while they are imported; a variable that is set stays. --verbose shows what they say."""
+"""Variables that other libraries read while they are imported; one that is set stays. --verbose shows their lines."""
 DEBUG_HELP = (
     f"Anywhere on the line: {DEBUG} (or {DEBUG_VARIABLE}=1) shows the traceback of an error; {JSON} prints what is "
     f"printed as one JSON object; {QUIET} logs warnings only; {VERBOSE} logs more."
@@ -58,7 +58,7 @@ def started_processes() -> int:
 
 
 def _is_first(variable: str) -> bool:
-    """Whether this process is the first of all (RANK), or of its machine (LOCAL_RANK)."""
+    """Return True where this process is the first of all (RANK), or of its machine (LOCAL_RANK)."""
     return started_processes() == 1 or os.environ.get(variable, "0") == "0"
 
 
@@ -83,7 +83,7 @@ class Results:
     """
 
     collected: ClassVar[dict[str, list[Any]] | None] = None
-    """What --json prints at the end; None without it."""
+    """The rows that --json prints at the end, by their kind; None without it."""
 
     def print(self, item: Any = "", **options: Any) -> None:
         """Print a table, or text; `options` are those of `rich.console.Console.print`."""
@@ -115,7 +115,8 @@ def _value(cell: Any) -> Any:
 
 
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
-"""What a system says of a path that is none, whoever looks whether it is there; only the user can have given it."""
+"""The errors of a system for a path that is none, whoever looks whether it is there; only the user can have given
+it."""
 
 
 def results() -> Results:
@@ -211,7 +212,7 @@ FREES_A_DEVICE = (
 
 
 def _unexpected(error: Exception, debug: bool) -> str:
-    """What is said of an error that nobody foresaw: its kind, where it came up, and what to do."""
+    """Return the message for an error that nobody foresaw: its kind, where it came up, and what to do."""
     # This file is always among them.
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(PACKAGE)]
     place = f"in {Path(own[-1].filename).relative_to(PACKAGE.parent)}, line {own[-1].lineno}"
@@ -235,7 +236,9 @@ def _absent(error: ModuleNotFoundError) -> str | None:
 
 
 def _bringing(package: str) -> str:
-    """What pip is to install for a package: the extra of this distribution that brings it, or the package itself."""
+    """Return the name that pip installs for a package: the extra of this distribution that brings it, or the
+    package.
+    """
     for line in metadata.requires("openquark") or ():
         found = re.fullmatch(r"([\w-]+).*extra == ['\"](\w+)['\"]", line)
         if found and found[1].replace("-", "_") == package and found[2] not in ("all", "dev"):

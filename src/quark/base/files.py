@@ -198,7 +198,7 @@ def flush(path: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a folder is one of those that runs work in, by its name."""
+    """Return True where a folder is, by its name, one of those that runs work in."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
@@ -258,7 +258,7 @@ def digest_of(file: Path, ended: Event | None = None) -> str:
 
 
 def _holds(folder: Path, path: Path) -> bool:
-    """Whether a path, or what it links to, lies in a folder."""
+    """Return True where a path, or what it links to, lies in a folder."""
     return any(_same(folder, parent) for parent in (*path.parents, *_real(path).parents))
 
 
@@ -576,7 +576,7 @@ def why_no_model(folder: Path) -> str:
 
 
 def _hint(folder: Path) -> str:
-    """What a folder without a config.json is for, where its names say it; "" where they do not."""
+    """Return the use of a folder without a config.json, where names in it tell; "" where they do not."""
     if folder.suffix.lower() == ".gguf":
         return f" It is a GGUF file. Possible: quark convert {folder} -o FOLDER, and that folder here."
     try:
@@ -604,7 +604,7 @@ def _hint(folder: Path) -> str:
 
 
 def _is_hub_name(path: Path) -> bool:
-    """Whether a path where nothing is reads like OWNER/NAME."""
+    """Return True where a path where nothing is reads like OWNER/NAME."""
     try:
         there = path.exists() or path.parent.exists()
     except (OSError, ValueError):

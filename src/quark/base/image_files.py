@@ -57,7 +57,7 @@ def _in_8_bits(image: Any) -> Any:
 
 
 _GREY = 114
-"""What `pad` puts beside an image, of 0 to 255: the usual value of detectors."""
+"""The grey that `pad` puts beside an image, of 0 to 255: the usual value of detectors."""
 WAYS = {
     "stretch": "both sides are scaled to the size of the input",
     "crop": "the image is scaled to cover the input, and its middle is taken",

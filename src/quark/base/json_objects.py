@@ -7,7 +7,7 @@ from typing import Any
 
 
 def plain_json(text: str | bytes) -> Any:
-    """What a text of JSON says; Infinity, which limits of some models are, is allowed.
+    """Return the value of a text of JSON; Infinity, which limits of some models are, is allowed.
 
     Raises:
         ValueError: It is not JSON, an object has a name twice, its nesting is deeper than Python reads, or a value is
@@ -30,7 +30,7 @@ def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def differences(one: Any, other: Any, name: str = "") -> list[str]:
-    """What differs between two settings, each as "name: one there, other now"."""
+    """Return the differences between two settings, each as "name: one there, other now"."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = sorted({*one, *other}, key=str)
         return [d for k in keys for d in differences(one.get(k), other.get(k), f"{name}.{k}".lstrip("."))]

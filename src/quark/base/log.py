@@ -50,7 +50,7 @@ class UnfailingStream:
                 self.error = error
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
+        """Return True where the stream is a terminal."""
         try:
             return self.stream is not None and self.stream.isatty()
         except ValueError:

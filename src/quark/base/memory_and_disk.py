@@ -1,4 +1,4 @@
-"""What is free of memory and disk, and errors where a job would certainly find too little of it, hours later.
+"""The free memory and disk, and errors where a job would certainly find too little of either, hours later.
 
 Also gives freed memory back.
 """
@@ -33,7 +33,7 @@ def available_memory() -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the memory of the host or of a device is full, whoever raised it."""
+    """Return True where an error says that the memory of the host or of a device is full, whoever raised it."""
     # PyTorch's own class is not imported here; a driver that is called by another library only says it, and libraries
     # of products have a status of their own (CUBLAS_STATUS_ALLOC_FAILED).
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

@@ -116,7 +116,7 @@ def _private(folder: Path, without: str) -> Path:
 
 
 def _is_safe(path: Path) -> bool:
-    """Whether a file or folder is this user's, or root's, and no one else may write it."""
+    """Return True where a file or folder is this user's, or root's, and no one else may write it."""
     if not hasattr(os, "getuid"):  # Windows, where the cache folder takes the rights of the user's own
         return True
     found = path.stat()

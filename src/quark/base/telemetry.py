@@ -13,7 +13,7 @@ _SWITCHES = ("ORT_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"
 """Environment variables. What a user has set stays."""
 
 _was_early = "onnxruntime" not in sys.modules
-"""Whether ONNX Runtime was not there yet when this module was imported, as the first one of quark."""
+"""True where ONNX Runtime was imported before this module, as the first one of quark."""
 _said = os.environ.get(_SWITCHES[0])
 
 
@@ -24,5 +24,5 @@ def switch_off() -> None:
 
 
 def onnxruntime_is_silent() -> bool:
-    """Whether ONNX Runtime was imported with its telemetry off."""
+    """Return True where ONNX Runtime was imported with its telemetry off."""
     return _said not in (None, "", "0") or (_said is None and _was_early)

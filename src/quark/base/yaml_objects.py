@@ -19,7 +19,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 def plain_yaml(text: str) -> Any:
-    """What a text of YAML says.
+    """Return the value of a text of YAML.
 
     Raises:
         yaml.YAMLError: It is no YAML, has aliases, a name twice or one that is no text, or a number that readers differ

@@ -86,7 +86,9 @@ def usable_cores() -> int:
 
 
 def may_have_accelerator() -> bool:
-    """Whether torch may find a GPU: False where it is built for none, or the driver of NVIDIA's is not installed."""
+    """Return True where torch may find a GPU: not where it is built for none, or the driver of NVIDIA's is not
+    installed.
+    """
     if sys.platform == "darwin":
         return True
     spec = find_spec("torch")

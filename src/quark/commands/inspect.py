@@ -226,7 +226,7 @@ def _inspect_gguf(file: Path) -> None:
 
 
 def _flat(entries: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """What is set: nested keys joined by dots."""
+    """Yield the entries that are set, and their values as texts: nested keys are joined by dots."""
     for key, value in entries.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")

@@ -36,7 +36,7 @@ def schemes(
 
 
 def _print_schemes(console: Results) -> None:
-    """What --scheme takes. A table of the PyTorch flow, which does not load torch."""
+    """Print the values of --scheme, from a table of the PyTorch flow, which does not load torch."""
     try:
         from quark.gguf import MIXES
     except MissingDependencyError as error:
@@ -51,7 +51,7 @@ def _print_schemes(console: Results) -> None:
 
 
 def _print_configurations(console: Results) -> None:
-    """What --config takes. A table of the ONNX flow, which does not load onnx."""
+    """Print the values of --config, from a table of the ONNX flow, which does not load onnx."""
     try:
         from quark.onnx.config.preset_rows import QROWS, ROWS
     except MissingDependencyError as error:

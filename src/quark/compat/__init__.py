@@ -1,1 +1,1 @@
-"""What exists because documented and earlier spellings work. Only the tables of public names import what is here."""
+"""Names that are there because documented and earlier spellings work. Only the tables of public names import them."""

@@ -152,7 +152,7 @@ class _Absent(type):
 
 @cache
 def absent(path: str, name: str) -> type:
-    """What stands for a documented name that this version does not have."""
+    """Return a class for a documented name that this version does not have, which says what is possible instead."""
     instead = ABSENT[path][1]
     doc = f"Not part of this version. Possible: {instead}."
     return _Absent(name, (), {"__module__": path, "__doc__": doc, "instead": instead})

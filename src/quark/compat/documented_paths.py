@@ -55,7 +55,7 @@ def paths() -> frozenset[str]:
 
 
 def is_package(path: str) -> bool:
-    """Whether another documented path lies below."""
+    """Return True where another documented path lies below."""
     return any(other.startswith(f"{path}.") for other in paths())
 
 

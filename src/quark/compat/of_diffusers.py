@@ -66,7 +66,7 @@ class _FinderOfQuantizers(PathEntryFinder):
         self.finder.invalidate_caches()
 
     def __getattr__(self, name: str) -> Any:
-        """What else programs ask of finders."""
+        """Return any other attribute of the finder."""
         return getattr(self.finder, name)
 
 

@@ -78,7 +78,8 @@ class ProfileStep:
 
 @dataclass(frozen=True)
 class MetricContext:
-    """What a metric is computed from. Times are seconds since 1970, sizes bytes; 0 where they are not known.
+    """The figures that a metric is computed from. Times are seconds since 1970, sizes bytes; 0 where they are not
+    known.
 
     Attributes:
         start_time, current_time: Of the profile, and of the checkpoint; `end_time` of a summary.
@@ -117,7 +118,7 @@ class BaseMetric(ABC):
 
     @abstractmethod
     def get_definition(self) -> str:
-        """What it is, with its unit: one line of the file's comments."""
+        """Return the name of the metric, with its unit: one line of the file's comments."""
 
     @abstractmethod
     def collect(self, context: MetricContext) -> float | str | None:
@@ -302,7 +303,7 @@ def _collected(metrics: list[Metric], context: MetricContext) -> dict[str, float
 
 @dataclass(frozen=True)
 class _Usage:
-    """What the process uses now, in bytes: memory 0 and the others None where the system does not say."""
+    """The use of the process now, in bytes: memory 0 and the others None where the system does not tell them."""
 
     memory: int
     peak: int

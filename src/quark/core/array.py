@@ -22,13 +22,13 @@ NumpyArray = np.ndarray[Any, Any]
 
 
 def is_torch(x: Array) -> bool:
-    """Whether `x` is a torch tensor."""
+    """Return True where `x` is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
 def on_cpu(x: Array) -> bool:
-    """Whether `x` is numpy's, or a tensor that is on no device."""
+    """Return True where `x` is an array of numpy, or a tensor on the CPU."""
     return not is_torch(x) or x.device.type == "cpu"
 
 

@@ -40,7 +40,9 @@ class _Asked:
 
 @dataclass
 class _Gathered:
-    """What one `gathered` keeps; the first `outer` names are put before an error by what it lies in."""
+    """The offenders of one `gathered`; the first `outer` names are put before an error by the object that it lies
+    in.
+    """
 
     outer: int
     asked: list[_Asked]
@@ -134,7 +136,7 @@ def named(name: str, error: QuarkError) -> QuarkError:
 
 
 def all_finite(*arrays: Array) -> Array:
-    """Whether arrays hold neither NaN nor Inf: one truth value."""
+    """Return True where arrays have neither NaN nor Inf: one truth value."""
     first, *others = arrays
     xp = namespace(first)
     if on_cpu(first):

@@ -44,17 +44,17 @@ class Dtype:
 
     @property
     def is_float(self) -> bool:
-        """Whether values are floats (else integers)."""
+        """True where values are floats (else integers)."""
         return self.kind == "float"
 
     @property
     def is_block(self) -> bool:
-        """Whether a power-of-two step shared by a block is part of the format."""
+        """True where a power-of-two step shared by a block is part of the format."""
         return self.block > 0
 
     @property
     def signed(self) -> bool:
-        """Whether negative values exist."""
+        """True where negative values exist."""
         return self.min < 0
 
     @property

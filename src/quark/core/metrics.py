@@ -39,7 +39,7 @@ _SUM = 0.01
 """How far from 1 the sum of a distribution may be: in float16 that of a thousand classes is."""
 
 _CERTAIN = 2.0**-24
-"""What probabilities are told from 0 and from 1 by: half of the step of float32 below 1."""
+"""The least distance of probabilities from 0 and from 1: half of the step of float32 below 1."""
 
 CODE = 2.0**-8
 """The step of 8 bits from 0 to 1: codes of fewer are told from 0 as those are."""
@@ -114,7 +114,7 @@ class Comparison:
 
 
 def is_distribution(x: NumpyArray) -> bool:
-    """Whether every row (the last axis) of an array is at least 0 and sums to 1, to 1 %."""
+    """Return True where every row (the last axis) of an array is at least 0 and sums to 1, to 1 %."""
     if not x.ndim or x.shape[-1] < 2 or not x.size or x.dtype.kind != "f" or not np.isfinite(x).all() or x.min() < 0:
         return False
     return bool(np.abs(x.sum(-1, dtype=np.float64) - 1).max() < _SUM)
@@ -131,7 +131,9 @@ def scores_of(p: NumpyArray, q: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
 
 
 def _floor(q: NumpyArray) -> float:
-    """What probabilities are at least: half a code of those that are rounded to 0. Zeros alone tell no step."""
+    """Return the least that probabilities are taken for: half a code of those that are rounded to 0. Zeros alone
+    tell no step.
+    """
     above = q[q > 0]
     return max(_CERTAIN, min(CODE, float(above.min())) / 2) if 0 < above.size < q.size else _CERTAIN
 
@@ -172,16 +174,16 @@ class Metric:
 
     @property
     def falls(self) -> bool:
-        """Whether less is better."""
+        """True where less is better."""
         return self.name == "l2"
 
     @property
     def worst(self) -> float:
-        """What nothing is worse than."""
+        """The value that nothing is worse than."""
         return math.inf if self.falls else -math.inf
 
     def better(self, one: float, other: float) -> bool:
-        """Whether one value is better than another."""
+        """Return True where one value is better than another."""
         return one < other if self.falls else one > other
 
     def worst_of(self, values: Mapping[Key, float]) -> Key:
@@ -195,7 +197,7 @@ class Metric:
         return -value if UNITS[self.name] else 1 - value
 
     def noise(self, value: float, samples: int) -> float:
-        """What a value is as noise, of which less is better: its share of the signal, or the square for a sample."""
+        """Return a value as noise, of which less is better: its share of the signal, or the square for a sample."""
         if self.falls:
             return value**2 / samples
         return float(10 ** (-value / 10)) if UNITS[self.name] else 1 - value
@@ -245,7 +247,8 @@ class ChannelFit:
 
     @property
     def noise_to_signal(self) -> float:
-        """What the fitted noise is of the signal, unbiased (a factor and a mean cost each channel two values).
+        """Return the ratio of the fitted noise to the signal, unbiased (a factor and a mean cost each channel two
+        values).
 
         inf where there is no fit.
         """

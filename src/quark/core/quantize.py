@@ -170,7 +170,9 @@ def fake_quantize(x: Array, params: QParams | None, spec: TensorSpec, out: Array
 
 
 def _fake_quantize_at_once(x: Array, params: QParams | None, spec: TensorSpec, out: Array) -> bool:
-    """Whether a kernel of a device has written it to `out`; its scales are found before where it cannot find them."""
+    """Return True where a kernel of a device has written the result to `out`; its scales are found before where it
+    cannot find them.
+    """
 
     def plain(x: Array, out: Array) -> None:
         _fake_quantize_in_steps(x, params, spec, out)
@@ -289,7 +291,7 @@ def _saturate(y: Array, x: Array) -> Array:
 
 
 def _is_view(part: Array, whole: Array) -> bool:
-    """Whether `part` shares the memory of `whole`, entire and in order."""
+    """Return True where `part` shares the memory of `whole`, entire and in order."""
     if is_torch(whole):
         return bool(part.data_ptr() == whole.data_ptr() and whole.is_contiguous() and part.numel() == whole.numel())
     return bool(np.shares_memory(part, whole) and whole.flags.c_contiguous and part.size == whole.size)

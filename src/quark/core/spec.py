@@ -122,18 +122,18 @@ class TensorSpec:
 
     @property
     def is_cast(self) -> bool:
-        """Whether the type is a plain 16-bit float, which has no scale."""
+        """True where the type is a plain 16-bit float, which has no scale."""
         return self.dtype.name in ("float16", "bfloat16")
 
     @property
     def is_block(self) -> bool:
-        """Whether blocks along one axis share an exponent: a format of its own, or a scale of type E8M0."""
+        """True where blocks along one axis share an exponent: a format of its own, or a scale of type E8M0."""
         shared = self.dtype.is_block or self.scale_type is ScaleType.float8_e8m0fnu
         return shared and isinstance(self.granularity, PerGroup)
 
     @property
     def has_zero_point(self) -> bool:
-        """Whether a zero point belongs to the scale (every plain integer type, symmetric or not)."""
+        """True where a zero point belongs to the scale (every plain integer type, symmetric or not)."""
         return not self.dtype.is_float and not self.dtype.is_block
 
     @property
@@ -156,7 +156,7 @@ class TensorSpec:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether data must be seen before the tensor can be quantized."""
+        """True where data must be seen before the tensor can be quantized."""
         if self.is_cast or (self.dtype.is_block and self.dynamic):
             return False
         return not self.dynamic or (self.scale_spec is not None and not self.scale_spec.dynamic)
@@ -178,7 +178,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What happens to the tensors of one layer; None leaves a tensor in float."""
+    """The specs of the tensors of one layer; None leaves a tensor in float."""
 
     weight: TensorSpec | None = None
     bias: TensorSpec | None = None
@@ -187,12 +187,12 @@ class LayerSpec:
 
     @property
     def needs_data(self) -> bool:
-        """Whether activations must be calibrated."""
+        """True where activations must be calibrated."""
         return any(spec is not None and spec.needs_calibration for spec in (self.input, self.output))
 
     @property
     def dynamic_input(self) -> bool:
-        """Whether the input is quantized as it comes; block formats apart, which find their scales the same way."""
+        """True where the input is quantized as it comes; block formats apart, which find their scales the same way."""
         return self.input is not None and self.input.dynamic and not self.input.is_block
 
     def __str__(self) -> str:
@@ -201,7 +201,7 @@ class LayerSpec:
 
 
 def by_row(spec: TensorSpec) -> bool:
-    """Whether no scale of a matrix is shared by two of its rows."""
+    """Return True where no scale of a matrix is shared by two of its rows."""
     split = spec.split
     return (isinstance(split, PerChannel) and split.axis == 0) or (
         isinstance(split, PerGroup) and split.axis in (-1, 1)

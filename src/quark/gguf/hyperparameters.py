@@ -18,7 +18,7 @@ from quark.gguf.reader import hyperparameters
 _DESCRIBES = ("context_length", "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "nextn_predict_layers")
 """Keys that say nothing of what is computed; sizes are those of the tensors."""
 DEFAULTS = {"rope.freq_base": 10000.0, "rope.scaling.type": "none"}
-"""What readers take where a file has no such key."""
+"""The values that readers take where a file has no such key."""
 _NEUTRAL = ("", "none", 0, False)
 """Values with which a key that is not known here changes nothing."""
 ROPE = {

@@ -48,7 +48,7 @@ class WeightRole:
 
     @property
     def is_head(self) -> bool:
-        """Whether the logits are products with this tensor."""
+        """True where the logits are products with this tensor."""
         return self.name == "output" or (self.tied and self.name == "token_embd")
 
 
@@ -92,7 +92,9 @@ def below(layer: int) -> Rule:
 
 
 def shared(role: WeightRole) -> bool:
-    """Whether at least four heads read the same keys and values: their tensors are small then, and matter more."""
+    """Return True where at least four heads read the same keys and values: their tensors are small then, and matter
+    more.
+    """
     return role.sharing >= 4
 
 
@@ -130,8 +132,8 @@ class Mix:
 
 
 CHOSEN_TYPES = ("q2_k", "q3_k", "iq4_xs", "q4_k", "q5_k", "q6_k", "q8_0")
-"""What a budget chooses from: each the best of its size. Rows that are no whole blocks
-get what llama.cpp gives them."""
+"""The types that a budget chooses from: each the best of its size. Rows that are no whole blocks get the types that
+llama.cpp gives them."""
 
 MIXES: Registry[Mix] = Registry("mix of block types")
 _NL = {"attn_v": ((shared, "q5_k"),), "ffn_down": ((first(8), "q5_k"),)}

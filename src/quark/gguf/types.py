@@ -57,7 +57,7 @@ def block_type(spec: TensorSpec) -> str | None:
 
 
 def _whole_blocks(split: Granularity) -> bool:
-    """Whether values that share a scale are whole blocks, in rows of a whole number of blocks."""
+    """Return True where values that share a scale are whole blocks, in rows of a whole number of blocks."""
     if isinstance(split, PerGroup):
         return split.axis in (-1, 1) and (split.size == -1 or split.size % BLOCK == 0)
     if isinstance(split, PerBlock):

@@ -47,7 +47,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says before its tensors.
+    """The metadata of a file, which stand before its tensors.
 
     Attributes:
         config: Of the transformers model.
@@ -79,14 +79,14 @@ class Header:
         _write_infos(writer, tensors)
 
     def _name(self) -> str:
-        """What a reader shows: the name of the folder or of the repository that the model came from."""
+        """The name that a reader shows: of the folder or of the repository that the model came from."""
         source = folder_of(self.config) or str(self.tokenizer.resolve())
         return source.rstrip("/").rpartition("/")[2]
 
 
 @dataclass(frozen=True)
 class DenoiserHeader:
-    """What a file of a denoiser says before its tensors, as ComfyUI-GGUF reads it.
+    """The metadata of a file of a denoiser, which stand before its tensors, as ComfyUI-GGUF reads them.
 
     Attributes:
         arch: The name of the architecture.

@@ -26,7 +26,7 @@ _ONNX_EFFORTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GoalRequest:
-    """What is asked for of a goal.
+    """A request for a goal.
 
     Attributes:
         goal: Its name.
@@ -58,7 +58,7 @@ class GoalRequest:
 
 @dataclass(frozen=True)
 class GoalChoice:
-    """What was chosen, and why.
+    """The choice for a goal, and its reasons.
 
     Attributes:
         asked: What was asked for.
@@ -124,7 +124,7 @@ class GoalChoice:
         return replace(self, scheme=smaller, reasons={**self.reasons, "scheme": why, "format": str(known[smaller])})
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """What, the choice, and the reason, for a table."""
+        """Return rows of a table: setting, choice, reason."""
         form = "onnx" if self.asked.onnx else self.form
         algorithms = ", ".join(self.algorithms) or "none"
         values = {"scheme": self.scheme, "format": form, "effort": self.effort, "algorithms": algorithms}
@@ -164,7 +164,7 @@ class GoalChoice:
 
 
 def choose(asked: GoalRequest) -> GoalChoice:
-    """What is done for a goal.
+    """Return the choice for a goal.
 
     Raises:
         ConfigError: No such goal, effort or number of bits; the program takes no such kind of model.
@@ -211,7 +211,7 @@ def choose(asked: GoalRequest) -> GoalChoice:
 
 @dataclass(frozen=True)
 class _Known:
-    """What is asked for of a goal, and what is known of its program for that kind of model."""
+    """The request for a goal, and the facts of its program for that kind of model."""
 
     asked: GoalRequest
     goal: RuntimeGoal
@@ -318,7 +318,7 @@ def _takes_none(asked: GoalRequest) -> ConfigError:
 
 
 def _beside_cache(asked: GoalRequest, goal: RuntimeGoal, defaults: GoalDefaults, cache: str) -> GoalDefaults:
-    """What a goal makes of a model whose cache of keys and values is quantized, too.
+    """Return the defaults of a goal for a model whose cache of keys and values is quantized, too.
 
     Raises:
         NotSupportedError: The program reads no such cache, or the form has no place for it.
@@ -354,7 +354,7 @@ def fusing_programs(form: str, schemes: Sequence[str]) -> tuple[str, ...]:
 
 
 def is_known(scheme: str, onnx: bool) -> bool:
-    """Whether there is a scheme of this name, for any program."""
+    """Return True where there is a scheme of this name, for any program."""
     from quark.core.schemes import SCHEMES
     from quark.goals.facts import FACTS
 

@@ -45,14 +45,14 @@ DISTILLATION = "distillation"
 TEXTS, FEWEST_TEXTS = 512, 64
 """Samples that a language model writes itself for the best, and the fewest that are worth their time."""
 MOST_SECONDS = 3600.0
-"""What the best may take by estimate with them; where they would take more, there are fewer, or none."""
+"""Seconds that the best steps may take by estimate; where they would take more, there are fewer, or none."""
 _WHY_FISHER = "Qronos by Fisher information: 3.1 millinats of uint4, alone 4.5, to nearest 12.1"
 """Of weights alone."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What an effort means for a scheme.
+    """The steps of an effort for a scheme.
 
     Attributes:
         algorithms: As --algorithm takes them.
@@ -110,7 +110,7 @@ def _nearest(why: str) -> tuple[Steps, Steps]:
 
 
 def _steps(scheme: str) -> tuple[Steps, Steps]:
-    """What is balanced, and what is best."""
+    """Return the balanced steps and the best steps."""
     if scheme in MIXES:
         nearest = Steps((), "8 bits to nearest lose 0.1 millinats")
         best = Steps(("qronos",), "Qronos: 3.1 millinats of Q4_K_M where to nearest has 6.1", distills=True)

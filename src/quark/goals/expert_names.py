@@ -47,7 +47,7 @@ class ExpertNames:
     note: str
 
     def finds(self, layer: str) -> bool:
-        """Whether the program has a place for a layer of an expert, by its name in the folder."""
+        """Return True where the program has a place for a layer of an expert, by its name in the folder."""
         leaves = "|".join(map(re.escape, self.leaves))
         return re.search(rf"\.{re.escape(self.place)}\.\d+\.({leaves})$", layer) is not None
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 class Answer(Enum):
-    """What the program did with the file."""
+    """The behaviour of the program with the file."""
 
     RIGHT = "right"
     """It computes what the quantized model does."""

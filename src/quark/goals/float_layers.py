@@ -36,7 +36,7 @@ class FloatLayer:
     source: str
 
     def is_of(self, known: Collection[str]) -> bool:
-        """Whether the row holds for a model of these architectures."""
+        """Return True where the row holds for a model of these architectures."""
         return ANY in self.architectures or not set(self.architectures).isdisjoint(known)
 
 

@@ -48,7 +48,7 @@ class FusedLayers:
     note: str
 
     def is_of(self, architectures: Collection[str]) -> bool:
-        """Whether the row holds for a model of these architectures."""
+        """Return True where the row holds for a model of these architectures."""
         return not set(self.but).intersection(architectures) and (
             not self.only or not set(self.only).isdisjoint(architectures)
         )

@@ -15,7 +15,7 @@ WITHOUT_TOKENIZER = "TOKENIZER stands for a folder with a tokenizer, or its name
 
 @dataclass(frozen=True)
 class GoalDefaults:
-    """What a goal makes of one kind of model.
+    """The defaults of a goal for one kind of model.
 
     Attributes:
         default: Form and scheme where nothing is said.
@@ -94,15 +94,15 @@ class RuntimeGoal:
     heads: tuple[str, ...] | None = None
 
     def defaults(self, onnx: bool) -> GoalDefaults | None:
-        """What is chosen for a kind of model."""
+        """Return the defaults for a kind of model."""
         return self.onnx if onnx else self.folder
 
     def facts(self, onnx: bool) -> list[Fact]:
-        """What is known of a kind of model."""
+        """Return the facts of a kind of model."""
         return [fact for fact in facts_of(self.program) if (fact.form == ONNX_FILE) == onnx]
 
     def loaded(self, onnx: bool) -> list[Fact]:
-        """What the program is known to take."""
+        """Return the facts of files that the program takes."""
         return [fact for fact in self.facts(onnx) if fact.answer is not Answer.REFUSED]
 
 

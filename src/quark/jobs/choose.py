@@ -1,4 +1,4 @@
-"""What a goal chooses for a request, and what its layers allow of that. Reads no weights."""
+"""Choices of a goal for a request, and the limits that its layers set to them. Reads no weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def chosen(
     request: FolderRequest | FileRequest, has_data: bool, open: Callable[[], OpenedFolder] | None = None
 ) -> GoalChoice | None:
-    """What --for chooses; None without it. Raises as `choose` does, and for --effort alone.
+    """Return the choice of --for; None without it. Raises as `choose` does, and for --effort alone.
 
     Args:
         request: What was asked for.
@@ -81,7 +81,9 @@ def _check_tried(request: FileRequest) -> None:
 
 
 def _asks_for_mix(request: FolderRequest) -> bool:
-    """Whether layers are to have schemes of their own. Raises for words that do not go with --size, or without it."""
+    """Return True where layers are to have schemes of their own. Raises for words that do not go with --size, or
+    without it.
+    """
     measured = bool(request.candidates) or request.sensitivity is not None
     if request.size is not None and (request.scheme is not None or request.bits is not None):
         raise ConfigError("--size chooses the scheme of a model folder. Possible: --size, --bits or --scheme.")

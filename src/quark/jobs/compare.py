@@ -26,7 +26,7 @@ MEASURED_ON = "Held-out data to measure on. Default: --calib."
 
 @dataclass(frozen=True, kw_only=True)
 class CompareFolders(MeasureFolders):
-    """What may be asked for of a model folder."""
+    """Options of a comparison for a model folder."""
 
     schemes: tuple[str, ...] = option(
         (),
@@ -40,7 +40,7 @@ class CompareFolders(MeasureFolders):
 
 @dataclass(frozen=True, kw_only=True)
 class CompareFiles(MeasureFiles):
-    """What may be asked for of an ONNX file."""
+    """Options of a comparison for an ONNX file."""
 
     schemes: tuple[str, ...] = same_as(CompareFolders, "schemes")
     calib: Path | None = same_as(CompareFolders, "calib")
@@ -52,7 +52,7 @@ COMPARE: Kinds[CompareFolders, CompareFiles] = (CompareFolders, CompareFiles)
 
 @dataclass(frozen=True)
 class ComparisonJob:
-    """What is compared.
+    """A comparison that is ready to run.
 
     Attributes:
         request: What was asked for.
@@ -65,7 +65,7 @@ class ComparisonJob:
     data: Path
 
     def words(self, samples: str) -> str:
-        """What the title of the results says about the data.
+        """Return the words of the title of the results about the data.
 
         Args:
             samples: How many of them were measured: "1 sample of 256 tokens".
@@ -75,7 +75,7 @@ class ComparisonJob:
 
 @dataclass(frozen=True)
 class SchemeResult:
-    """What one scheme gives.
+    """The results of one scheme.
 
     Attributes:
         name: Of the scheme or preset.
@@ -98,7 +98,7 @@ class SchemeResult:
 
 @dataclass(frozen=True)
 class ComparedSchemes:
-    """What a comparison gave.
+    """The results of a comparison.
 
     Attributes:
         float_model: The row of the float model.
@@ -112,7 +112,7 @@ class ComparedSchemes:
 
 
 def resolve_comparison(request: CompareFolders | CompareFiles) -> ComparisonJob:
-    """What is compared. Raises UsageError, or ConfigError for a word that there is not."""
+    """Return the comparison of a request. Raises UsageError, or ConfigError for a word that there is not."""
     names = list(dict.fromkeys(name.strip() for item in request.schemes for name in item.split(",") if name.strip()))
     if not names:
         raise UsageError("--schemes names none. Possible: several with commas between them, as in int8_wo,mxfp4.")

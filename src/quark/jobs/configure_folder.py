@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from quark.torch.checkpoint.opened import OpenedFolder
 
 MIX_ALGORITHM = "qronos"
-"""What rounds a mix of block types where there is calibration data, and neither a goal nor --algorithm."""
+"""The algorithm of a mix of block types where there is calibration data, and neither a goal nor --algorithm."""
 
 
 def configure(job: FolderJob) -> FolderJob:
@@ -120,7 +120,7 @@ def check_before_values(job: FolderJob) -> None:
 
 
 def _check_library(job: FolderJob) -> bool:
-    """Whether the folder is that of a network of diffusers.
+    """Return True where the folder is that of a network of diffusers.
 
     Raises ConfigError where it is of another library than the goal's, or the format's.
     """
@@ -145,7 +145,8 @@ def _check_library(job: FolderJob) -> bool:
 
 
 def servers_say(job: FolderJob) -> str | None:
-    """What servers do with a plan that gives parts of what they make one layer different schemes; else None.
+    """Return the words about a plan that gives parts of one layer of a server different schemes; None for any other
+    plan.
 
     Of a job with a goal, or of a file that no server fuses layers of, nothing is said.
     """
@@ -198,7 +199,7 @@ def _of_linear_layers(folder: OpenedFolder, config: Any) -> Any:
 
 
 def _layers_decide(choice: GoalChoice) -> bool:
-    """Whether single layers decide if the program of a goal loads the result."""
+    """Return True where single layers decide if the program of a goal loads the result."""
     return choice.goal.fuses or choice.goal.heads is not None
 
 
@@ -257,8 +258,8 @@ def _refuse_beside_budget(request: FolderRequest, budget: Budget) -> None:
 
 
 def _reason_for_data(job: FolderJob) -> str | None:
-    """What needs calibration data: a scheme with static activations, an algorithm, or a budget that is measured; None
-    where nothing does.
+    """Return the part of a job that needs calibration data: a scheme with static activations, an algorithm, or a
+    budget that is measured; None where nothing does.
     """
     from quark.core.schemes import scheme_of
     from quark.gguf import MIXES

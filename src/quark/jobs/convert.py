@@ -29,7 +29,7 @@ FLOAT = "float"
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertRequest(ModelRequest):
-    """What may be asked for of a quantized model; see the help texts."""
+    """Options for a quantized model; see the help texts."""
 
     output: Path = option(Path(), "Folder or GGUF file to write.", "--output", "-o", metavar="PATH", required=True)
     format: str | None = option(
@@ -56,7 +56,7 @@ CONVERT: Kinds[ConvertRequest, ConvertRequest] = (ConvertRequest, ConvertRequest
 
 @dataclass(frozen=True)
 class ConversionJob:
-    """What is converted.
+    """A conversion that is ready to run.
 
     Attributes:
         request: What was asked for.
@@ -88,7 +88,7 @@ def require_quantized_model(model: Path) -> None:
 
 
 def resolve_conversion(request: ConvertRequest) -> ConversionJob:
-    """What is converted. Raises QuarkError where it cannot be, or may not be written."""
+    """Return the conversion of a request. Raises QuarkError where it cannot be, or may not be written."""
     refuse_processes("quark convert")
     if request.format is None:
         if not is_gguf(request.model):

@@ -28,19 +28,19 @@ TAKEN = frozenset({
     "output", "goal", "effort", "scheme", "bits", "exclude", "layer", "force", "write_recipe", "log_file",
     "export_format", "device", "dtype", "calib", "samples", "algorithm",
 })  # fmt: skip
-"""What may be said of a denoiser."""
+"""The options that a denoiser takes."""
 _WITHOUT_PLACE = {"svdquant": "low-rank branches", "quarot": "rotations of inputs", "rotation": "rotations of inputs"}
 """Algorithm -> what of it a file for ComfyUI cannot say."""
 SUFFIXES = {COMFYUI: ".safetensors", GGUF: ".gguf"}
 
 
 def is_denoiser_file(path: Path) -> bool:
-    """Whether a path names one safetensors file."""
+    """Return True where a path names one safetensors file."""
     return path.suffix == ".safetensors"
 
 
 def holds_denoiser(path: Path) -> bool:
-    """Whether a path is a safetensors file, or a folder of diffusers: of a model, or of a pipeline."""
+    """Return True where a path is a safetensors file, or a folder of diffusers: of a model, or of a pipeline."""
     if is_denoiser_file(path) or is_pipeline(path):
         return True
     try:
@@ -53,7 +53,7 @@ def holds_denoiser(path: Path) -> bool:
 
 
 def is_for_comfyui(job: FolderJob) -> bool:
-    """Whether a job writes a file for ComfyUI. Raises NotSupportedError for a model that has no such file."""
+    """Return True where a job writes a file for ComfyUI. Raises NotSupportedError for a model that has no such file."""
     model = job.request.model
     if job.form not in SUFFIXES:
         if is_denoiser_file(model):
@@ -72,7 +72,7 @@ def is_for_comfyui(job: FolderJob) -> bool:
 
 @dataclass(frozen=True)
 class DenoiserJob:
-    """What is done for a denoiser.
+    """A job for a denoiser that is ready to run.
 
     Attributes:
         source: A `DenoiserSource`.
@@ -181,7 +181,7 @@ def _algorithms(job: FolderJob) -> list[Any]:
 
 
 def _reads_data(plan: Mapping[str, Any], algorithms: list[Any]) -> str | None:
-    """What reads calibration data; None where nothing does."""
+    """Return the part of a job that reads calibration data; None where nothing does."""
     from quark.torch.algorithms import algorithms_of
 
     scaled = [layer.what for layer in plan.values() if not isinstance(layer.what, str) and layer.what.needs_data]

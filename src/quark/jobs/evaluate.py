@@ -35,7 +35,7 @@ IN_BLOCKS = "Load one block of each model at a time; the results are the same. D
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureRequest(ModelRequest):
-    """What may be said of a measurement of either kind of model."""
+    """Options of a measurement of either kind of model."""
 
     report: Path | None = same_as(JobRequest, "report", key="")
     log_file: Path | None = same_as(JobRequest, "log_file")
@@ -46,7 +46,7 @@ class MeasureRequest(ModelRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureFolders(MeasureRequest):
-    """What may be said of a measurement of model folders."""
+    """Options of a measurement of model folders."""
 
     length: int = option(256, "Tokens in a window.", least=2)
     windows: int = option(64, "Number of windows, or of other samples, to use; 0: all.", least=0)
@@ -64,7 +64,7 @@ class MeasureFolders(MeasureRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureFiles(MeasureRequest):
-    """What may be said of a measurement of ONNX files."""
+    """Options of a measurement of ONNX files."""
 
     samples: int | None = option(None, "Number of samples to use. Default: all.", least=1)
     batch_size: int | None = same_as(FileRequest, "batch_size", key="")
@@ -76,7 +76,7 @@ class MeasureFiles(MeasureRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateFolders(MeasureFolders):
-    """What may be asked of two folders. `quantized` may be a GGUF file, too."""
+    """Options of a measurement of two folders. `quantized` may be a GGUF file, too."""
 
     quantized: Path
     layers: int = option(10, "Number of layers to show, those with the largest errors first.", least=0)
@@ -98,7 +98,7 @@ class EvaluateFolders(MeasureFolders):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateFiles(MeasureFiles):
-    """What may be asked of two ONNX files."""
+    """Options of a measurement of two ONNX files."""
 
     quantized: Path
     layers: int = same_as(EvaluateFolders, "layers")
@@ -272,7 +272,9 @@ def _pictures(request: EvaluateFolders, measured: Mapping[str, MeasuredFolders])
 
 
 def _shows_pictures(request: EvaluateFolders) -> bool:
-    """Whether pictures are made, which both pipelines in memory can. Raises ConfigError where that cannot be."""
+    """Return True where pictures are made, which both pipelines in memory can. Raises ConfigError where that cannot
+    be.
+    """
     if request.prompt and request.stream:
         raise ConfigError("--prompt with --stream: pictures need both models in memory. Possible: one of them.")
     pictures = bool(request.prompt) or (request.report is not None and not request.stream)

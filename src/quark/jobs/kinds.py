@@ -53,7 +53,7 @@ def kind_of(job: FolderJob) -> FolderKind:
 
 
 def _adapted(job: FolderJob) -> FolderJob:
-    """What is done for an adapter of PEFT, known from its base."""
+    """Return the job for an adapter of PEFT, known from its base."""
     from quark.torch.flows.adapters import base_of
 
     base = base_of(job.request.model)
@@ -111,7 +111,7 @@ def _run_gguf(job: FolderJob) -> FolderResult:
 
 
 def _run_encoder(job: FolderJob) -> FolderResult:
-    """What lies around the model of a sentence encoder is copied."""
+    """Quantize the model of a sentence encoder, and copy the files around it."""
     named, output = job.request.model, Path(job.request.output)
     with around(named, output, job.form, job.request.force) as (model, place):
         result = run_model(job.of(model, output=str(place)), named)
@@ -119,7 +119,7 @@ def _run_encoder(job: FolderJob) -> FolderResult:
 
 
 def _components(job: FolderJob) -> dict[str, FolderJob]:
-    """What is done for each component of a pipeline that is quantized."""
+    """Return the job of each component of a pipeline that is quantized, by its name."""
     return {
         name: configure(replace(job.of(part.model), request=part, choice=None if part.goal is None else job.choice))
         for name, part in requests_of(job.request).items()

@@ -50,7 +50,7 @@ def same_as(kind: type[Any], name: str, **changes: Any) -> Any:
 
 
 def option_of(each: Field[Any]) -> RequestOption:
-    """What is said of a field."""
+    """Return the option of a field."""
     found = each.metadata["option"]
     assert isinstance(found, RequestOption)
     return found

@@ -26,7 +26,7 @@ SAMPLES, LENGTH = 128, 512
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """What every command is told.
+    """The request of every command.
 
     Attributes:
         model: A folder, or a file.
@@ -39,7 +39,7 @@ class ModelRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest(ModelRequest):
-    """What may be asked for of either kind of model that is quantized; see the help texts."""
+    """Options of either kind of model that is quantized; see the help texts."""
 
     output: str = option("", "Folder or file to write.", "--output", "-o", metavar="PATH", key="output.path",
                          changes_output=False, required=True)  # fmt: skip
@@ -94,7 +94,7 @@ AS_STORED = Loading()
 
 @dataclass(frozen=True, kw_only=True)
 class FolderRequest(JobRequest):
-    """What may be asked for of a model folder."""
+    """Options of a model folder."""
 
     length: int | None = option(
         None, f"Tokens in a sample of --calib. Default {LENGTH}.", "--length", least=1, key="data.length"
@@ -199,7 +199,7 @@ class FolderRequest(JobRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class FileRequest(JobRequest):
-    """What may be asked for of an ONNX file."""
+    """Options of an ONNX file."""
 
     # With a goal these say of either kind of model what it is to be.
     scheme: str | None = option(None, "With --for: a configuration, or a family of configurations.")
@@ -260,7 +260,7 @@ QUANTIZE: Kinds[FolderRequest, FileRequest] = (FolderRequest, FileRequest)
 
 
 def is_adapter(model: Path) -> bool:
-    """Whether a folder is an adapter of PEFT, which has the weights of no whole model."""
+    """Return True where a folder is an adapter of PEFT, which has the weights of no whole model."""
     return (model / "adapter_config.json").is_file() and not (model / "config.json").is_file()
 
 
@@ -269,17 +269,17 @@ PIPELINE = "model_index.json"
 
 
 def is_pipeline(folder: Path) -> bool:
-    """Whether a folder is that of a pipeline of diffusers."""
+    """Return True where a folder is that of a pipeline of diffusers."""
     return (folder / PIPELINE).is_file()
 
 
 def is_onnx(model: Path) -> bool:
-    """Whether the model is an ONNX file, by its name."""
+    """Return True where the model is an ONNX file, by its name."""
     return model.suffix.lower() == ".onnx"
 
 
 def is_gguf(model: Path) -> bool:
-    """Whether the model is a GGUF file, by its name."""
+    """Return True where the model is a GGUF file, by its name."""
     return model.suffix.lower() == ".gguf" and not model.is_dir()
 
 

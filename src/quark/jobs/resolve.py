@@ -28,7 +28,7 @@ NAMED = {".gguf": GGUF, ".safetensors": COMFYUI}
 
 @dataclass(frozen=True)
 class FileJob:
-    """What is done for an ONNX file.
+    """A job for an ONNX file that is ready to run.
 
     Attributes:
         request: What was asked for.
@@ -47,7 +47,7 @@ class FileJob:
 
 
 def resolve(request: FolderRequest | FileRequest, data: Any = None) -> FolderJob | FileJob:
-    """What is done for a request.
+    """Return the job of a request.
 
     Args:
         request: What was asked for.

@@ -29,14 +29,14 @@ from quark.onnx.search.lost_outputs.verdict import LEAST
 from quark.onnx.search.recovery.search import Recovery
 
 CPU_TARGET = "ort_arm64" if platform.machine().lower() in ("arm64", "aarch64") else "ort_x64"
-"""What is quantized for without a configuration: the processor of this machine."""
+"""The target without a configuration: the processor of this machine."""
 CPU, CPU_WEIGHTS, CPU_DYNAMIC = "INT8_CPU", "INT8_CPU_WEIGHTS", "INT8_CPU_DYNAMIC"
 """The preset with data; where no integers are faster; without data."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What the command line says about the times of kernels.
+    """The words of the command line about the times of kernels.
 
     Attributes:
         measure: Whether they are taken; None as the configuration says.
@@ -95,18 +95,20 @@ class Recovering:
 
 
 QUICK = Recovering("60s", "sqnr", None, quick=True)
-"""What a file gets for which no configuration is given: at most a minute."""
+"""The search for a file without a configuration: at most a minute."""
 
 
 def recovery_of(effort: str, has_data: bool) -> Recovering | None:
-    """What an effort of a goal means."""
+    """Return the search of an effort of a goal; None without one."""
     if not has_data or effort == FAST:
         return None
     return QUICK if effort == BALANCED else Recovering("10m", "sqnr", None)
 
 
 def _asked_recovery(request: FileRequest) -> Recovering | None:
-    """What a request asks for; None without --recover. Raises ConfigError for an option that then says nothing."""
+    """Return the search that a request asks for; None without --recover. Raises ConfigError for an option that then
+    says nothing.
+    """
     if request.recover:
         budget, metric = request.budget or "10m", request.metric or "sqnr"
         return Recovering(budget, metric, request.reach, allow_wider=request.allow_wider)
@@ -119,7 +121,7 @@ def _asked_recovery(request: FileRequest) -> Recovering | None:
 
 @dataclass(frozen=True)
 class FileResult:
-    """What was made of an ONNX file.
+    """The result for an ONNX file.
 
     Attributes:
         path: The file.
@@ -143,7 +145,7 @@ class FileResult:
 
 @dataclass(frozen=True)
 class _Writing:
-    """What is written of a file, and by which data.
+    """The settings that a file is written by, and the data.
 
     Attributes:
         model: The float model.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FolderResult:
-    """What was made of a folder.
+    """The result for a folder.
 
     Attributes:
         path: What a program opens.

@@ -160,7 +160,7 @@ def scatter(
 
 
 def search_path(steps: Sequence[tuple[str, float, float, bool]], y: str, target: float | None = None) -> str:
-    """What a search tried, in time, and the best so far.
+    """Return a figure of the trials of a search, in time, and the best so far.
 
     Args:
         steps: Name, seconds that it took, what it reached (NaN: nothing), whether it was kept.

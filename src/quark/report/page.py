@@ -134,5 +134,5 @@ def write_page(
 
 
 def _is_number(cell: str) -> bool:
-    """Whether a cell begins as a number does, its sign and its unit beside it."""
+    """Return True where a cell begins as a number does, its sign and its unit beside it."""
     return cell.lstrip("+-x")[:1].isdigit() or cell in ("inf", "-inf", "nan")

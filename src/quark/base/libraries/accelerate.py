@@ -1,4 +1,4 @@
-"""What quark takes of accelerate beside its documented names."""
+"""The names of accelerate that quark takes beside its documented ones."""
 
 from __future__ import annotations
 

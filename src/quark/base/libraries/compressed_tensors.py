@@ -10,8 +10,8 @@ from quark.base.libraries.installed_packages import is_package_lower, is_transfo
 PACKAGE = "compressed_tensors"
 THREE_BITS, TILES, MXFP6 = "3-bit integers", "weights with scales of tiles", "MXFP6"
 SINCE = {THREE_BITS: "0.18", TILES: "0.19", MXFP6: "0.20"}
-"""What newer releases decode -> the first one, in their order. Before, 3-bit codes lay in other
-words, and scales of tiles were not spread over their values."""
+"""Encodings that newer releases decode -> the first release that does, in their order. Before, 3-bit codes lay in
+other words, and scales of tiles were not spread over their values."""
 RENAMED, UNTRIED = "5.24", "0.21"
 """The first transformers that gives attention its cache by another name, and the first release not tried with it."""
 

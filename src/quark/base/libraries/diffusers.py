@@ -1,4 +1,4 @@
-"""What quark takes of diffusers beside its documented names. Questions about a model import nothing."""
+"""The names of diffusers that quark takes beside its documented ones. Questions about a model import nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What quark takes of huggingface_hub: documented names alone, of which none is young."""
+"""The names of huggingface_hub that quark takes: documented ones alone, of which none is young."""
 
 from __future__ import annotations
 

@@ -13,47 +13,47 @@ __all__ = [
 
 
 def is_accelerate_available() -> bool:
-    """Whether accelerate can be imported; it is not."""
+    """Return True where accelerate can be imported; it is not."""
     return _found("accelerate")
 
 
 def is_datasets_available() -> bool:
-    """Whether datasets can be imported; it is not."""
+    """Return True where datasets can be imported; it is not."""
     return _found("datasets")
 
 
 def is_safetensors_available() -> bool:
-    """Whether safetensors can be imported; it is not."""
+    """Return True where safetensors can be imported; it is not."""
     return _found("safetensors")
 
 
 def is_torch_available() -> bool:
-    """Whether torch can be imported; it is not."""
+    """Return True where torch can be imported; it is not."""
     return _found("torch")
 
 
 def is_transformers_available() -> bool:
-    """Whether transformers can be imported; it is not."""
+    """Return True where transformers can be imported; it is not."""
     return _found("transformers")
 
 
 def is_transformers_version_higher_or_equal(target_version: str) -> bool:
-    """Whether transformers is installed, of this version ("4.55.0") or a later one."""
+    """Return True where transformers is installed, of this version ("4.55.0") or a later one."""
     return _found("transformers") and _version("transformers") >= _numbers(target_version)
 
 
 def is_transformers_version_lower(target_version: str) -> bool:
-    """Whether transformers is installed, of a version before this one."""
+    """Return True where transformers is installed, of a version before this one."""
     return is_package_lower("transformers", target_version)
 
 
 def is_package_lower(package_name: str, target_version: str) -> bool:
-    """Whether a package, by the name that is imported, is installed of a version before this one."""
+    """Return True where a package, by the name that is imported, is installed of a version before this one."""
     return _found(package_name) and _version(package_name) < _numbers(target_version)
 
 
 def is_package_lower_or_equal(package_name: str, target_version: str) -> bool:
-    """Whether a package is installed, of this version or an earlier one."""
+    """Return True where a package is installed, of this version or an earlier one."""
     return _found(package_name) and _version(package_name) <= _numbers(target_version)
 
 

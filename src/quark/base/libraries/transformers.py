@@ -1,4 +1,4 @@
-"""What quark takes of transformers beside its documented names, for all versions from OLDEST on.
+"""The names of transformers that quark takes beside its documented ones, for all versions from OLDEST on.
 
 Questions about a model import nothing: it can be of transformers only where transformers is loaded.
 """

@@ -1,4 +1,4 @@
-"""What a long job says of itself: lines, bars on a terminal, lines of JSON."""
+"""Progress of a long job: lines, bars on a terminal, lines of JSON."""
 
 from quark.base.progress.bar_display import bars
 from quark.base.progress.events import check_log, log_to, write_event

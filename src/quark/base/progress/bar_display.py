@@ -26,7 +26,7 @@ class _Bars:
 
 
 def drawing() -> bool:
-    """Whether loops are bars now."""
+    """Return True where loops are bars now."""
     return _Bars.stream is not None
 
 

@@ -1,4 +1,4 @@
-"""What a long job says of itself: one mechanism for every loop, whatever it goes over.
+"""Progress of a long job: one mechanism for every loop, whatever it goes over.
 
     time left = size of the steps left * seconds for each size of the steps that this run has done
 
@@ -36,7 +36,7 @@ OUTPUT_ERROR = "share of the output lost"
 
 @dataclass(frozen=True)
 class LayerError:
-    """What an algorithm did to one layer, or to several at once.
+    """The error that an algorithm made in one layer, or in several at once.
 
     Attributes:
         layer: Its full name.
@@ -189,7 +189,7 @@ class _Loop:
 
     @property
     def word(self) -> str:
-        """What `status` says; one that takes time to make is a while old at most."""
+        """The text of `status`; one that takes time to make is a while old at most."""
         if isinstance(self.status, str):
             return self.status
         now = seconds_and_peak.seconds_now()
@@ -240,7 +240,7 @@ class _Loop:
 
     @property
     def shown(self) -> str:
-        """What a bar says: the time that is left first, as a narrow terminal leaves out the end."""
+        """The text beside a bar: the time that is left first, as a narrow terminal leaves out the end."""
         said = self.line or self.word
         return f"{self._left_text()}{', ' if said else ''}{said}".removeprefix(", ")
 

@@ -30,6 +30,6 @@ def peak_mb() -> float | None:
 
 
 def peak_text() -> str:
-    """What a line ends with: ", peak 1.23 GB"."""
+    """Return the end of a line: ", peak 1.23 GB"; "" where the system tells no peak."""
     peak = peak_mb()
     return "" if peak is None else f", peak {peak / 1000:.2f} GB"

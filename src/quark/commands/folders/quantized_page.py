@@ -64,7 +64,9 @@ def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
 
 
 def errors_section(errors: Sequence[BlockErrors]) -> Section:
-    """What each algorithm did to the output of each block, in the order of the model."""
+    """Return a section with the errors that each algorithm left in the output of each block, in the order of the
+    model.
+    """
     from quark.report.figures import bars
     from quark.torch.algorithms.base import OUTPUT_ERROR
 
@@ -99,7 +101,7 @@ def _shown(error: float, measure: str) -> str:
 
 
 def budget_section(table: SensitivityTable, choice: BudgetChoice) -> Section:
-    """What the budget chose, among what one scheme for all, and other budgets, would give."""
+    """Return a section with the choice of a budget, among what one scheme for all, and other budgets, would give."""
     from quark.report.figures import scatter
 
     uniform = {name: found for name in table.candidates if (found := table.uniform(name)) is not None}

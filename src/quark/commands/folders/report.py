@@ -125,7 +125,7 @@ def _timesteps(measured: MeasuredFolders) -> list[Section]:
 
 
 def damage_section(damage: Mapping[str, tuple[float, float]]) -> Section:
-    """What each layer lost, in the order of the model."""
+    """Return a section with the loss of each layer, in the order of the model."""
     worst = sorted(damage, key=lambda name: worst_first(damage[name][1]))[:MOST_BARS]
     drawn = [(name, pair) for name, pair in damage.items() if name in set(worst)]
     some = "" if len(drawn) == len(damage) else f" The {len(drawn)} worst of {len(damage)} are drawn."

@@ -41,7 +41,7 @@ class NodeTimes:
 
 @dataclass(frozen=True)
 class FileTimes:
-    """What a file takes.
+    """The times of a file, measured or estimated.
 
     Attributes:
         nodes: Those that read decoded tensors, with what runs together with them; what is lost most first.

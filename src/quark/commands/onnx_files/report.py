@@ -86,7 +86,7 @@ def _costs(measured: MeasuredFiles) -> Section:
 
 
 def damage_section(float_model: Path, layers: Sequence[ComparedLayer], weights: LayerWeights) -> Section:
-    """What each layer lost, in the order of the graph."""
+    """Return a section with the loss of each layer, in the order of the graph."""
     order = {name: i for i, node in enumerate(read_header(float_model).graph.node) for name in node.output}
     stored = {layer.tensor: weights.sqnr(layer.tensor) for layer in layers}
     lossy = [layer for layer in layers if layer.sqnr < math.inf or stored[layer.tensor] is not None]

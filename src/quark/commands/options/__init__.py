@@ -1,1 +1,1 @@
-"""What is typed: the words, kinds of models and options that several commands share."""
+"""Typed words, kinds of models and options that several commands share."""

@@ -1,1 +1,1 @@
-"""What is printed: lines, tables and pages that several commands share."""
+"""Lines, tables and pages that several commands print."""

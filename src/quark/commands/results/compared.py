@@ -1,4 +1,4 @@
-"""What `quark compare` found: a row for each scheme, as a table and as a page."""
+"""The result of `quark compare`: a row for each scheme, as a table and as a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `quark quantize` says at its end of what it quantized: a line, and a page when one was asked for."""
+"""The last lines of `quark quantize`, and a page when one was asked for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_report(request: JobRequest, form: str) -> None:
 
 
 def _text_of_the_package(request: JobRequest) -> Path | None:
-    """What a page measures on where no data are given; None of a model that does not read text."""
+    """Return the text that a page measures on where no data are given; None for a model that does not read text."""
     if is_onnx(request.model) or not (request.model / "config.json").is_file():
         return None
     from quark.jobs.folders.models import inputs_of, open_folder, skeleton_of
@@ -47,7 +47,7 @@ def _text_of_the_package(request: JobRequest) -> Path | None:
 
 
 def size_line(title: str, before: int, after: int, seconds: float, rest: str = "") -> str:
-    """What the command says at its end: bytes before and after, and the time it took."""
+    """Return the last line of a command: bytes before and after, and the time it took."""
     return f"{title}: {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB in {seconds:.1f} s{rest}"
 
 

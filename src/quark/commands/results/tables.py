@@ -28,7 +28,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def choice_rows(choice: GoalChoice) -> Table:
-    """What was chosen, and why."""
+    """Return a table of the choice for a goal, with its reasons."""
     table = new_table("", "chosen", "why", title=f"For {choice.goal.program}")
     for row in choice.rows():
         table.add_row(*row)
@@ -61,7 +61,7 @@ def facts_table(goal: str, onnx: bool) -> Table:
 
 
 def choice_table(table: SensitivityTable, choice: BudgetChoice) -> Table:
-    """What each group gets, and what one scheme for all would give."""
+    """Return a table of the scheme of each group, and of the errors that one scheme for all would give."""
     shown = new_table("layers", "scheme", "MB", "loss", title="Choice")
     for group in table.groups:
         name = choice.schemes[group.layers[0]]
@@ -80,7 +80,7 @@ def choice_table(table: SensitivityTable, choice: BudgetChoice) -> Table:
 
 
 def recovery_table(recovery: Recovery) -> Table:
-    """What each step gave."""
+    """Return a table of the results of the steps of a search."""
     from quark.onnx.search.recovery.search import measure_text  # imports onnx: the flow has run
 
     measure = measure_text(recovery.metric, recovery.by_scores)

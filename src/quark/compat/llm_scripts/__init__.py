@@ -1,1 +1,1 @@
-"""What language-model scripts call: loading by name, data for calibration and training, perplexity, benchmarks."""
+"""Functions of language-model scripts: loading by name, data for calibration and training, perplexity, benchmarks."""

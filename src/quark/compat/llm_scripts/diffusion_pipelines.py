@@ -63,7 +63,7 @@ def get_calib_dataloader(
 
 
 def qconfig_needs_activation_calibration(qconfig: QConfig) -> bool:
-    """Whether a layer has static input or output scales, which data must find."""
+    """Return True where a layer has static input or output scales, which data must find."""
     layers = [qconfig.global_quant_config, *qconfig.layer_type_quant_config.values()]
     layers += qconfig.layer_quant_config.values()
     return any(lower_layer(layer).needs_data for layer in layers)

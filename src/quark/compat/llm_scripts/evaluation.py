@@ -208,7 +208,7 @@ SCRIPT_ARGUMENTS: dict[str, Any] = {
     "ppl_eval_for_kv_cache_patch_size": None, "tasks": None, "max_eval_batch_size": None, "eval_batch_size": 1,
     "num_fewshot": None, "apply_chat_template": False,
 }  # fmt: skip
-"""What the arguments of a script may say of its evaluation, and what holds where they do not."""
+"""The arguments that a script may have for its evaluation, each with its default."""
 
 
 def eval_model(
@@ -219,7 +219,7 @@ def eval_model(
     output_dir: str | os.PathLike[str] = "metrics_output_dir",
     multimodal: bool = False,
 ) -> dict[str, float]:
-    """What a script's arguments ask for: perplexity, perplexity with a cache, tasks. Each is printed.
+    """Print and return the measures that a script's arguments ask for: perplexity, perplexity with a cache, tasks.
 
     Args:
         args: The namespace of the script; see the guide for the names that are read. What is absent is off.

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 PROMPT = "Summarize the following text.\n\n{text}\n\nSummary:"
-"""What a model without a chat template is asked; one with a template gets the first part as the user's message."""
+"""The prompt of a model without a chat template; one with a template gets the first part as the user's message."""
 
 
 @dataclass(frozen=True)

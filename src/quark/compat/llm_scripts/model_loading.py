@@ -156,7 +156,7 @@ def create_model_skeleton(
 
 
 def check_compatibility_before_quantization(model: nn.Module, raise_on_error: bool = False) -> bool:
-    """Whether the model takes eight tokens and gives finite logits: what calibration needs, in a moment.
+    """Return True where the model takes eight tokens and gives finite logits, as calibration needs; it takes a moment.
 
     Args:
         model: A language model of transformers.

@@ -1,4 +1,6 @@
-"""What turns texts, images and sound into a model's input: saved beside a quantized model."""
+"""Tokenizers and processors, which turn texts, images and sound into a model's input: saved beside a quantized
+model.
+"""
 
 from __future__ import annotations
 

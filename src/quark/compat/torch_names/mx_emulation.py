@@ -37,7 +37,7 @@ def dq_mxfp4(x: torch.Tensor, scale: torch.Tensor, float_dtype: torch.dtype) -> 
 
 
 def qdq_mxfp4(x: torch.Tensor, scale_calculation_mode: str = "even") -> torch.Tensor:
-    """What x becomes in MXFP4, with scales of its own along the last axis, in the shape and dtype of x."""
+    """Return x rounded to MXFP4, with scales of its own along the last axis, in the shape and dtype of x."""
     rules = {rule.value: rule for rule in ScaleRule}
     if scale_calculation_mode not in rules:
         raise ConfigError(
@@ -63,7 +63,7 @@ def reshape_to_blocks(x: torch.Tensor, block_size: int, axis: int) -> torch.Tens
 def fake_quantize_fp4_fp6_per_group_with_scale(
     inputs: torch.Tensor, scale: torch.Tensor, axis: int, group_size: int, quant_dtype: object
 ) -> torch.Tensor:
-    """What `inputs` become under given scales of groups along `axis`, in their shape and dtype."""
+    """Return `inputs` rounded under given scales of groups along `axis`, in their shape and dtype."""
     x = inputs.transpose(axis, -1)
     scales = scale.transpose(axis, -1) if scale.ndim == inputs.ndim else scale
     scales = _scales_of(scales, x.shape, group_size)

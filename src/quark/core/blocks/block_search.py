@@ -82,7 +82,7 @@ class _Search:
         self.h = importance
         self.hx = x if importance is None else x * importance
         self.signed = dtype.has_minimum and dtype.scales is None
-        """Whether a minimum may be negative."""
+        """True where a minimum may be negative."""
 
     def solve(self) -> Levels:
         s, m = self._free()

@@ -143,6 +143,6 @@ def _nearest(values: tuple[int, ...]) -> NumpyArray:
 
 
 def block_values(codes: Array, scale: Array, minimum: Array | None) -> Array:
-    """What codes stand for; float32."""
+    """Return the values of codes, in float32."""
     y = codes * scale
     return y if minimum is None else y - minimum

@@ -1,1 +1,1 @@
-"""What kernels of a GPU compute in one launch each, and compiled code in one pass; when kernels are trusted."""
+"""Computations of kernels of a GPU in one launch each, and of compiled code in one pass; when kernels are trusted."""

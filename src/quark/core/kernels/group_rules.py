@@ -1,4 +1,4 @@
-"""What a kernel has to know to fake-quantize a tensor: where its scales lie, and how they follow from its values."""
+"""The rules by which a kernel fake-quantizes a tensor: where its scales lie, and how they follow from its values."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Plain = Callable[[Array, Array], None]
 
 
 def takes(x: Array, spec: TensorSpec) -> bool:
-    """Whether a kernel may take x, if its scales lie as one reads them."""
+    """Return True where a kernel may take x, if its scales lie as one reads them."""
     device = device_of(x)
     if device is None or device in TRUST.refused or not _is_taken(x) or _needs_grad(x):
         return False
@@ -65,7 +65,7 @@ def fake_quantize_at_once(x: Array, params: QParams | None, spec: TensorSpec, ou
 
 
 def same_bits(found: Array, expected: Array) -> Array:
-    """Whether all values have the same bits, or are both NaN; an array of one bool."""
+    """Return True where all values have the same bits, or are both NaN; an array of one bool."""
     pattern = PATTERNS[dtype_name(found)]
     nan = (found != found) & (expected != expected)
     return ((view(found, pattern) == view(expected, pattern)) | nan).all()
@@ -121,7 +121,7 @@ def _parts(params: QParams | None) -> list[Any]:
 
 
 def _needs_grad(x: Any) -> bool:
-    """Whether a gradient is asked for, which goes through the plain steps alone."""
+    """Return True where a gradient is asked for, which goes through the plain steps alone."""
     return bool(is_torch(x) and x.requires_grad and namespace(x).is_grad_enabled())
 
 

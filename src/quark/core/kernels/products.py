@@ -26,12 +26,14 @@ PANEL, LEAST = 32, 16
 
 
 def fits(total: Array, *operands: Array) -> bool:
-    """Whether `add_products` takes a matrix to be added to and its operands, or columns of them."""
+    """Return True where `add_products` takes a matrix to be added to and its operands, or columns of them."""
     return total.shape[-1] >= WORTH_COMPILING and _takes(total, operands, ("bfloat16",))
 
 
 def fits_rounded(total: Array, *operands: Array) -> bool:
-    """Whether `add_products` takes operands that may be float32, which it rounds; of a matrix that `serves` knows."""
+    """Return True where `add_products` takes operands that may be float32, which it rounds, for a matrix that
+    `serves` takes.
+    """
     large = min(*total.shape, *(min(x.shape) for x in operands)) >= PANEL
     return large and _takes(total, operands, ("bfloat16", "float32"))
 
@@ -49,7 +51,7 @@ def _takes(total: Array, operands: Sequence[Array], types: Sequence[str]) -> boo
 
 
 def serves(matrix: Array) -> bool:
-    """Whether a matrix is one of a real model, where this machine has the code."""
+    """Return True where a matrix is one of a real model, and this machine has the code."""
     return is_torch(matrix) and on_cpu(matrix) and matrix.shape[-1] >= WORTH_COMPILING and _library() is not None
 
 

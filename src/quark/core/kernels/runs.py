@@ -37,7 +37,7 @@ TILE = 256
 
 
 class CodeRule(ctypes.Structure):
-    """What a code is; see runs.cpp."""
+    """The rule by which values become codes; see runs.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_float) for name in ("low", "high", "shift", "least", "rounder", "small")),
@@ -173,13 +173,13 @@ def live_codes(x: Array, spec: TensorSpec, rule: CodeRule) -> tuple[Array, Array
 
 
 def has_live_codes(spec: TensorSpec) -> bool:
-    """Whether `live_codes` makes the scales of a live tensor."""
+    """Return True where `live_codes` makes the scales of a live tensor."""
     whole = not spec.dtype.is_float and spec.dtype.bits == 8 and spec.scale_spec is None
     return whole and spec.dynamic and _is_plain(spec) and spec.scale_type in (ScaleType.float, ScaleType.float32)
 
 
 def rule_of(spec: TensorSpec, order: Sequence[int] = SEQUENTIAL, shift: float = 0.0) -> CodeRule:
-    """What the codes of a type of 4 or 8 bits are; `shift` is taken from integer ones."""
+    """Return the rule of the codes of a type of 4 or 8 bits; `shift` is taken from integer ones."""
     dtype = spec.dtype
     rule = CodeRule(low=dtype.min, high=dtype.max, shift=shift, is_float=dtype.is_float, bits=dtype.bits)
     rule.place = (ctypes.c_int32 * 8)(*(list(order).index(k) for k in range(8)))
@@ -192,12 +192,12 @@ def rule_of(spec: TensorSpec, order: Sequence[int] = SEQUENTIAL, shift: float = 
 
 
 def is_compiled() -> bool:
-    """Whether this machine has the compiled passes."""
+    """Return True where this machine has the compiled passes."""
     return _library() is not None
 
 
 def _is_plain(spec: TensorSpec) -> bool:
-    """Whether codes follow from one scale, and from a zero point that is a code."""
+    """Return True where codes follow from one scale, and from a zero point that is a code."""
     dtype = spec.dtype
     plain = not isinstance(dtype, BlockType) and not dtype.is_block and spec.code_spec is None
     return plain and dtype.bits in (4, 8) and not spec.float_zero_point and spec.rounding is RoundType.half_even

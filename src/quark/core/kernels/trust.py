@@ -18,11 +18,11 @@ from quark.base.memory_and_disk import is_out_of_memory
 from quark.core.array import Array, is_torch, namespace
 
 Key = tuple[object, ...]
-"""What a kernel is compiled for."""
+"""The properties that a kernel is compiled for."""
 
 
 class Trust:
-    """What is known of the kernels of one family.
+    """The results of tests of the kernels of one family.
 
     Args:
         purpose: What they do, as in "The kernel to ... is not used".
@@ -94,7 +94,7 @@ class Trust:
 
 
 def device_of(x: Array) -> str | None:
-    """What GPU an array is on, as its maker calls it; None where no kernel runs."""
+    """Return the name of the GPU that an array is on, as its maker calls it; None where no kernel runs."""
     if not is_torch(x) or x.device.type != "cuda":
         return None
     properties = namespace(x).cuda.get_device_properties(x.device)

@@ -25,7 +25,9 @@ names that these stood for in the float model.
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether the full name matches the pattern. Raises ConfigError for one that is none, or takes too long."""
+    """Return True where the full name matches the pattern. Raises ConfigError for one that is none, or takes too
+    long.
+    """
     if pattern.startswith("re:"):
         return full_match(pattern[3:], name)
     return fnmatch.fnmatchcase(name, pattern)
@@ -37,7 +39,7 @@ def first_match(name: str, rules: Mapping[str, T]) -> T | None:
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns matches."""
+    """Return True where one of the patterns matches."""
     return any(matches(name, pattern) for pattern in patterns)
 
 

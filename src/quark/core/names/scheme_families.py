@@ -44,7 +44,7 @@ _SAME = {"2bit": "int2", "3bit": "int3", "4bit": "int4", "5bit": "int5", "6bit":
 
 
 def family_of(word: str) -> tuple[str, ...]:
-    """What a word may mean: "W8A8", "4-bit", "Q4_K_M"; nothing where it is no family."""
+    """Return the schemes that a word may mean: "W8A8", "4-bit", "Q4_K_M"; nothing where it is no family."""
     plain = re.sub(r"[-_ ]", "", word.lower()).removesuffix("s")
     return FAMILIES.get(_SAME.get(plain, plain), ())
 

@@ -61,7 +61,7 @@ class Observer:
             self.model_dtype = other.model_dtype
 
     def state(self) -> dict[str, Array]:
-        """What was collected, as arrays: saved, sent to another process, restored."""
+        """Return the collected figures as arrays: saved, sent to another process, restored."""
         return {"count": np.asarray(self.count), "low": self.low, "high": self.high}
 
     def restore(self, state: Mapping[str, Array]) -> None:

@@ -16,7 +16,7 @@ from quark.core.array import Array, NumpyArray, is_torch, namespace
 
 
 def rows_at(x: Array, real: Sequence[NumpyArray]) -> Array:
-    """What a tensor holds at real positions, of as many axes; all of it where it has none of the shapes.
+    """Return the values of a tensor at real positions, of as many axes; all of it where it has none of the shapes.
 
     Args:
         x: Any tensor.

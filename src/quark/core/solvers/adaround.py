@@ -106,7 +106,7 @@ class AdaRound:
 
     @property
     def done(self) -> bool:
-        """Whether every weight has decided, but for one in a thousand, which the sign of its `a` decides."""
+        """True where every weight has decided, but for one in a thousand, which the sign of its `a` decides."""
         return self.undecided <= self.value.numel() // 1000
 
     def step(self, gradient: Array, rate: float, beta: float | None) -> None:

@@ -265,8 +265,8 @@ def _factor_in_place(matrix: Array, share: Share) -> None:
 
 
 def _is_exact(factor: Array, hessian: Array, damp: _Damping, order: Array | None) -> Array:
-    """Whether R R^T differs from H + damping by less than SLIGHT of the damping, on vectors of random signs; one bool
-    where the arrays are.
+    """Return True where R R^T differs from H + damping by less than SLIGHT of the damping, on vectors of random
+    signs; one bool where the arrays are.
     """
     xp, columns = namespace(hessian), hessian.shape[-1]
     probes = copied_once(
@@ -308,8 +308,8 @@ def drift_matrix(
 
 
 def drift_may_round(drift: Array, feedback: Array, importance: Array) -> bool:
-    """Whether `drift_matrix` and what is multiplied with it may round to bfloat16: whether of some rows of P, above the
-    diagonal and in the measure in which errors of columns count, at most ALLOWED is then lost.
+    """Return True where `drift_matrix` and its factors may round to bfloat16: of some rows of P, above the diagonal and
+    in the measure in which errors of columns count, at most ALLOWED is then lost.
 
     Args:
         drift: D of one problem, (columns, columns), in the order of F, of torch; not changed.
@@ -359,8 +359,8 @@ def moved_target(pull: Array, feedback: Array, importance: Array) -> Array:
 
 
 def may_round(feedback: Array, importance: Array) -> bool:
-    """Whether products in `solve` may round what they multiply to bfloat16, on a machine where that is faster: whether
-    a solution then loses at most ALLOWED more, of each matrix.
+    """Return True where products in `solve` may round their factors to bfloat16, on a machine where that is faster: a
+    solution then loses at most ALLOWED more, of each matrix.
 
     Args:
         feedback, importance: F and d, float32.

@@ -64,7 +64,7 @@ class Rotation:
 
     @property
     def is_hadamard(self) -> bool:
-        """Whether all entries of Q are +-1 / sqrt(size)."""
+        """True where all entries of Q are +-1 / sqrt(size)."""
         return not self.keep_mean and is_hadamard(self.size)
 
     def _turn(self, x: Array, inverse: bool) -> Array:
@@ -110,12 +110,12 @@ def hadamard(n: int) -> Matrix:
 
 
 def is_hadamard(n: int) -> bool:
-    """Whether the matrix for size n is a Hadamard matrix: no odd factor is left for the DCT."""
+    """Return True where the matrix for size n is a Hadamard matrix: no odd factor is left for the DCT."""
     return all(order % 2 == 0 for order in factors(n))
 
 
 def is_sylvester(n: int) -> bool:
-    """Whether the matrix for size n is Sylvester's, which is symmetric and which every library has."""
+    """Return True where the matrix for size n is Sylvester's, which is symmetric and which every library has."""
     return n > 0 and n & (n - 1) == 0
 
 

@@ -106,8 +106,8 @@ class _Search:
         return quantize_scales(first, self.second, self.spec)
 
     def _errors(self, shares: tuple[float, ...]) -> Iterator[Array]:
-        """What shares of the whole range lose, each as `_error` has it; of a small weight on a device all at once, as
-        rows below each other, for each candidate would take some forty launches.
+        """Yield the losses under shares of the whole range, each as `_error` has it; of a small weight on a device
+        all at once, as rows below each other, for each candidate would take some forty launches.
         """
         # All at once where their rows have scales of their own, and no compiled code takes one after the other.
         one_second = self.second is None or math.prod(self.second.scale.shape) == 1

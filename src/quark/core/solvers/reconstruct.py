@@ -127,7 +127,7 @@ class OutputGrid:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a layer is trained on.
+    """The data that a layer is trained on.
 
     Attributes:
         inputs: X~, (rows, groups * columns).
@@ -173,7 +173,7 @@ class Learner(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to learn."""
+        """True where nothing is left to learn."""
 
     def step(self, gradient: Array, rate: float, beta: float | None) -> None:
         """Learn from dL/dW~."""
@@ -243,7 +243,7 @@ class Unit:
 
 @dataclass
 class Outcome:
-    """What a training gave.
+    """The result of a training.
 
     Attributes:
         weight: The best weight found, on its grid; that of nearest codes where none is better.
@@ -260,7 +260,7 @@ class Outcome:
 
     @property
     def gained(self) -> bool:
-        """Whether learning helped."""
+        """True where learning helped."""
         return self.learned < self.nearest
 
 
@@ -345,7 +345,7 @@ class _Watch:
             )
 
     def ends(self, loss: float, penalty: float | None) -> bool:
-        """Whether an early stop was asked for, and nothing is gained any more."""
+        """Return True where an early stop was asked for, and nothing is gained any more."""
         measure = loss if penalty is None else penalty
         worse, self.best = measure >= self.best, min(self.best, measure)
         return self.early_stop and worse

@@ -223,7 +223,7 @@ def best_steps(
 
 
 class _Candidates:
-    """What is lost of some rows of a weight under each factor. Errors are made where they are read, a few rows at once:
+    """The losses of some rows of a weight under each factor. Errors are made where they are read, a few rows at once:
     making them again costs less than fetching them from memory.
 
     Attributes:
@@ -333,5 +333,5 @@ def _descend(candidates: _Candidates, gram: Array, sweeps: int) -> Array:
 
 
 def _product(error: Array, gram: Array, here: slice, others: slice) -> Array:
-    """What the errors of other columns pull at these; G is symmetric, and its rows are contiguous."""
+    """Return the pull of the errors of other columns on these; G is symmetric, and its rows are contiguous."""
     return error[:, others] @ gram[here, others].T

@@ -1,1 +1,1 @@
-"""What GGUF files of each architecture hold: a row for each, and the metadata that readers build models from."""
+"""Contents of GGUF files by architecture: a row for each, and the metadata that readers build models from."""

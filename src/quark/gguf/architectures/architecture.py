@@ -20,7 +20,7 @@ ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of the values of a tensor that stays in float.
+    """A change of the values of a tensor that stays in float.
 
     Attributes:
         write: On its way into the file, given the config; files hold the result in float32.
@@ -107,11 +107,11 @@ class Architecture:
         return self.window_period if self.window_layers in (None, config.num_hidden_layers) else 0
 
     def adds_one(self, name: str) -> bool:
-        """Whether the file holds 1 + the tensor."""
+        """Return True where the file holds 1 + the tensor."""
         return self.unit_norms and name.endswith("norm.weight") and not name.endswith(self.plain_norms or ("/",))
 
     def change(self, name: str) -> Change | None:
-        """What becomes of the values of a tensor; None: they stay."""
+        """Return the change of the values of a tensor; None where they stay."""
         return next((change for end, change in self.changes.items() if name.endswith(end)), None)
 
     def parts(self, name: str, config: Any) -> tuple[str, ...]:

@@ -29,11 +29,11 @@ READERS = {"llama3": ("llama", "llama4", "arcee", "exaone4"), "longrope": ("phi3
 _TWO_BASES = ("gemma3",)
 """Architectures whose readers take another base in layers with a sliding window."""
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
-"""What a reader takes where a file has no such key."""
+"""The values that a reader takes where a file has no such key."""
 
 
 def refuse_rope(architecture: Architecture, config: Any) -> str | None:
-    """What of a model's rotary scaling has no place in a file; None if all has."""
+    """Return the part of a model's rotary scaling that has no place in a file; None where all has."""
     full, *others = _rotations(config)
     kind = _kind(full)
     for other in others:

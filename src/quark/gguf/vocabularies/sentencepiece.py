@@ -1,4 +1,6 @@
-"""What sentencepiece does to text before it looks for tokens, read from the steps of a `tokenizer.json`."""
+"""The changes that sentencepiece makes to text before it looks for tokens, read from the steps of a
+`tokenizer.json`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `--effort best` does beyond its solver: texts that the model writes, and distillation, where these are possible.
+"""The further steps of `--effort best` after its solver: texts that the model writes, and distillation, where these are
+possible.
 
     texts           where the model goes on writing a text and is in memory, as many as fit into MOST_SECONDS
     distillation    after them, where its float copy and what it learns fit into memory, too
@@ -95,7 +96,7 @@ def _why_in_parts(request: FolderRequest, folder: OpenedFolder) -> str | None:
 
 
 class _Costs:
-    """What steps would take for a number of texts."""
+    """The estimated seconds of steps for a number of texts."""
 
     def __init__(self, model: Any, choice: GoalChoice, tokens: int, length: int, device: Any) -> None:
         from quark.torch.flows.effort_costs import measured_speed

@@ -27,7 +27,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
 
 @dataclass(frozen=True)
 class Budget:
-    """What the options say.
+    """The options of a budget.
 
     Attributes:
         bits: For each weight of the layers that are chosen for; None: size.
@@ -47,7 +47,7 @@ class Budget:
 
     @property
     def is_measured(self) -> bool:
-        """Whether there is no table yet, so that one is made of calibration data."""
+        """True where there is no table yet, so that one is made of calibration data."""
         return self.sensitivity is None or not self.sensitivity.exists()
 
     def named(self) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the options say.
+    """The options of calibration data.
 
     Attributes:
         path: A file, a folder, or the name of a dataset; None: none is given.
@@ -40,12 +40,12 @@ class Calibration:
 
     @classmethod
     def of(cls, request: FolderRequest) -> Calibration:
-        """What a request says."""
+        """Return the options of a request."""
         return cls(request.calib, request.samples, request.length, request.packing, request.seed, request.synthetic)
 
     @property
     def is_default(self) -> bool:
-        """Whether it is the text of the package."""
+        """True where the data are the text of the package."""
         return self.path == DEFAULT_TEXT
 
     def or_default(self, why: str) -> Calibration:
@@ -130,7 +130,7 @@ class Calibration:
         return batches
 
     def described(self, samples: Sequence[Any], taken: str) -> str:
-        """What was taken, in words.
+        """Return the samples in words.
 
         Args:
             samples: Of `samples_of`.

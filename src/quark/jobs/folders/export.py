@@ -59,7 +59,7 @@ class Export:
         }
 
     def target(self) -> OutputTarget:
-        """What a model becomes that is written tensor by tensor."""
+        """The target of a model that is written tensor by tensor."""
         if self.form == GGUF:
             from quark.torch.writers.gguf.file import GgufTarget  # with the tables of architectures
 
@@ -115,7 +115,7 @@ class Export:
 
     @property
     def path(self) -> Path:
-        """What a program opens: the file of a form that is one, else the folder."""
+        """The path that a program opens: the file of a form that is one, else the folder."""
         if self.form == GGUF:
             return self.output if self.output.suffix == ".gguf" else self.output / f"{self.source.resolve().name}.gguf"
         return self.output / "quark_model.onnx" if self.form == ONNX else self.output

@@ -141,7 +141,7 @@ def _streamed(job: FolderJob, export: Export) -> int:
 
 
 def _streams(job: FolderJob, stream: bool | None) -> bool:
-    """Whether to go block by block: where it is asked for, or memory is too small. Raises ConfigError."""
+    """Return True where a job goes block by block: it is asked for, or memory is too small. Raises ConfigError."""
     from quark.jobs.folders.models import float_bytes
     from quark.torch.calibration.distributed import from_first
 
@@ -162,7 +162,7 @@ def _streams(job: FolderJob, stream: bool | None) -> bool:
 
 
 def fits_memory(weight_bytes: int) -> bool:
-    """Whether a model and its quantized copy fit into what is free of the memory; where that is unknown, yes."""
+    """Return True where a model and its quantized copy fit into the free memory, or that is unknown."""
     available = available_memory()
     return available is None or 1.5 * weight_bytes < available
 

@@ -14,7 +14,7 @@ from quark.jobs.request import FolderRequest
 
 @dataclass(frozen=True)
 class Imatrices:
-    """What the options say.
+    """The options of importance matrices.
 
     Attributes:
         read: The file that weighs errors; None: none.
@@ -28,7 +28,7 @@ class Imatrices:
 
     @classmethod
     def of(cls, request: FolderRequest) -> Imatrices:
-        """What a request says."""
+        """Return the options of a request."""
         return cls(request.imatrix, request.save_imatrix, request.force)
 
     def check(self, mixed: bool, calib: Path | None, algorithm: Sequence[str] | None) -> None:

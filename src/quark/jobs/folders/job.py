@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FolderJob:
-    """What is done for a model folder: what was asked for, and all that is known before a weight is read.
+    """A job for a model folder: the request, and all that is known before a weight is read.
 
     Attributes:
         request: What was asked for.
@@ -61,7 +61,7 @@ class FolderJob:
 
     @property
     def reader(self) -> str:
-        """What the folder is written for; see `export_safetensors`."""
+        """The program that the folder is written for; see `export_safetensors`."""
         return "transformers" if self.choice is None else self.choice.goal.reader
 
     @property
@@ -75,12 +75,14 @@ class FolderJob:
 
     @property
     def lacks(self) -> str | None:
-        """What needs data where none are given and the package has none that the model takes; None: nothing does."""
+        """The part of the job that needs data where none are given and the package has none that the model takes;
+        None where nothing does.
+        """
         return self.why if self.calibration.path is None else None
 
     @property
     def title(self) -> str:
-        """What the layers get, in a word."""
+        """The scheme or the budget of the layers, in a word."""
         return self.budget.named() if self.budget is not None else self.scheme or ""
 
     @property
@@ -103,7 +105,7 @@ class FolderJob:
 
 
 RECORDED = "calls of the network that quark.torch.record_steps recorded, or arrays by name (.npz)"
-"""What a network of diffusers is calibrated with."""
+"""The data that a network of diffusers is calibrated with."""
 
 
 def opener(request: FolderRequest) -> Callable[[], OpenedFolder]:

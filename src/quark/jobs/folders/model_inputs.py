@@ -29,7 +29,7 @@ from quark.torch.model.calibration_data.model_arguments import positional_parame
 
 PAIRS = "a folder of images, each beside its caption (1.png, 1.txt)"
 Batch = Any
-"""What `quantize_model` takes: a tensor of token ids, or arguments of the model by name."""
+"""An input of `quantize_model`: a tensor of token ids, or arguments of the model by name."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _Taking:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What a model takes, and where its tokenizer and processors lie.
+    """The inputs of a model, and where its tokenizer and processors lie.
 
     Attributes:
         folder: Of the model.
@@ -122,23 +122,25 @@ class ModelInputs:
 
     @property
     def reads_text(self) -> bool:
-        """Whether a text alone is enough for a sample."""
+        """True where a text alone is enough for a sample."""
         return self._main_input == "input_ids" and ("pixel_values" not in self.names or self.model_class.can_generate())
 
     @property
     def _reads_pairs(self) -> bool:
-        """Whether a sample is an image and a text."""
+        """True where a sample is an image and a text."""
         return {"input_ids", "pixel_values"} <= {*self.names} and not self.model_class.can_generate()
 
     @property
     def _main_input(self) -> str | None:
-        """What the model takes alone; None where several arguments are needed, which only arrays by name give."""
+        """The name of the only argument that the model needs; None where it needs several, which only arrays by name
+        give.
+        """
         names = main_inputs(self.model_class)
         return names[0] if len(names) == 1 else None
 
     @property
     def _continues_text(self) -> bool:
-        """Whether it is a language model that goes on with a text, and so may get any window of one."""
+        """True where it is a language model that goes on with a text, and so may get any window of one."""
         return self.reads_text and self.model_class.can_generate() and not self.config.is_encoder_decoder
 
     def _samples(self, taking: _Taking) -> Iterator[Batch]:
@@ -166,7 +168,7 @@ class ModelInputs:
         raise CalibrationError(f"{data}: {self._wanted()}.")
 
     def _wanted(self) -> str:
-        """What may be given, for errors."""
+        """The kinds of data that may be given, for errors."""
         kinds = {"input_ids": "a text file, JSON lines (.jsonl)", "pixel_values": "a folder of images",
                  "input_features": "a folder of audio files", "input_values": "a folder of audio files"}  # fmt: skip
         kind = PAIRS if self._reads_pairs else kinds.get(self._main_input or "")
@@ -199,7 +201,9 @@ class ModelInputs:
         return {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in taken.items()}
 
     def _decoder(self, ids: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """What a decoder is given while it is taught these tokens: them after the start token, without the last."""
+        """Return the input of a decoder while it is taught these tokens: them after the start token, without the
+        last.
+        """
         if not self.config.is_encoder_decoder or "decoder_input_ids" not in self.names:
             return {}
         start = torch.tensor([[self._start_token()]])
@@ -336,7 +340,7 @@ def _open_audio(path: Path) -> tuple[int, np.ndarray[Any, np.dtype[np.float32]]]
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a network takes, as `ModelInputs` says it of a model of transformers.
+    """The inputs of a network, as `ModelInputs` has them for a model of transformers.
 
     Attributes:
         model_class: Its class.

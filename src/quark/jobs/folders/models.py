@@ -61,7 +61,7 @@ def load_model(folder: OpenedFolder, loading: Loading = AS_STORED, dequantize: b
 
 
 def inputs_of(folder: Path, model: Any) -> ModelInputs | StepInputs:
-    """What the model of a folder takes."""
+    """Return the inputs of the model of a folder."""
     dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
     if is_network(model):
         return StepInputs(type(model), dtype)

@@ -50,7 +50,7 @@ def denoisers(folder: Path) -> list[str]:
 
 
 def requests_of(request: FolderRequest) -> dict[str, FolderRequest]:
-    """What is asked for of each component that is quantized: a request of its own, for the folder of its name.
+    """Return a request of its own for each component that is quantized, by the name of its folder.
 
     Raises:
         ConfigError: There is no such component, it gets no scheme, or an option does not apply to a pipeline.

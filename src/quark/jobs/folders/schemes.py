@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def is_mix(scheme: str, form: str) -> bool:
-    """Whether a scheme is a mix of block types. Raises ConfigError for one beside another format than GGUF."""
+    """Return True where a scheme is a mix of block types. Raises ConfigError for one beside another format than
+    GGUF.
+    """
     from quark.gguf import MIXES
 
     if scheme in MIXES and form != GGUF:
@@ -24,7 +26,7 @@ def is_mix(scheme: str, form: str) -> bool:
 
 
 def in_file(scheme: str | None, budget: Budget | None, form: str) -> bool:
-    """Whether the layers get block types of a GGUF file, which are no schemes."""
+    """Return True where the layers get block types of a GGUF file, which are no schemes."""
     return is_mix(scheme, form) if scheme is not None else budget is not None and form == GGUF
 
 

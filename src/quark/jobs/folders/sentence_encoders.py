@@ -20,7 +20,7 @@ MODULES = "modules.json"
 
 
 def is_sentence_encoder(folder: Path) -> bool:
-    """Whether a folder lists modules, of which the model is one with a folder of its own."""
+    """Return True where a folder lists modules, of which the model is one with a folder of its own."""
     return (folder / MODULES).is_file() and not (folder / "config.json").is_file()
 
 

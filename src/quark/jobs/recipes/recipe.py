@@ -37,7 +37,7 @@ WEIGHTS = (".json", ".safetensors", ".model", ".jinja", ".py")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What was asked for.
+    """A request as a file keeps it.
 
     Attributes:
         options: Name of a field of the request -> its value, of those that were given.
@@ -51,7 +51,9 @@ class Recipe:
 
     @classmethod
     def of(cls, request: JobRequest, read: Mapping[str, Path] | None = None) -> Recipe:
-        """What somebody said, and what was read where nobody said it."""
+        """Return the recipe of a request: the options that somebody gave, and the paths that were read where nobody
+        gave any.
+        """
         said = [name for name, each in options_of(type(request)).items() if name in request.said and key_of(each)]
         return cls({"model": request.model, **{name: getattr(request, name) for name in said}}, read or {})
 

@@ -87,7 +87,7 @@ def _in_yaml(name: str, kind: Any) -> Any:
 
 
 def checked_recipe(content: dict[str, Any], file: Path, model: type[BaseModel]) -> dict[str, Any]:
-    """What a recipe says, without what it leaves open.
+    """Return the options of a recipe, without those that it leaves open.
 
     Raises:
         ConfigError: A key that there is not, or a value of another type; names the key, and the nearest ones.

@@ -1,1 +1,1 @@
-"""What the observers count in, and the base of those that decide from counts."""
+"""The grids that observers count in, and the base of those that decide from counts."""

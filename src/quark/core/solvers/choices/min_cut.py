@@ -26,7 +26,7 @@ class MinCut(Generic[Item]):
         self._capacities: list[dict[int, float]] = [{}, {}]
 
     def side_cost(self, item: Item, first: float, second: float) -> None:
-        """What an item costs in S, and what outside; both add to what was said before.
+        """Add the costs of an item in S and outside to those that were given before.
 
         Only the difference matters to the cut, so that a cost may be below zero.
         """
@@ -38,7 +38,7 @@ class MinCut(Generic[Item]):
             self._add(vertex, 1, -difference)
 
     def parting_cost(self, item: Item, other: Item, cost: float = inf) -> None:
-        """What it costs to have `item` in S and `other` outside; with no number it cannot be."""
+        """Add the cost of `item` in S and `other` outside; with no number it cannot be."""
         self._add(self._vertex(item), self._vertex(other), cost)
 
     def solve(self) -> set[Item]:

@@ -1,4 +1,4 @@
-"""What solves a block of columns: compiled code, a kernel, or steps of numpy and torch, by arrays and element type."""
+"""Solvers of a block of columns: compiled code, a kernel, or steps of numpy and torch, by arrays and element type."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BlockSolver(Protocol):
     def shares(self) -> bool: ...
 
     def takes(self, rounder: Any, work: Array) -> bool:
-        """Whether it solves columns of `work`, shape (..., columns, rows), under that rounder."""
+        """Return True where it solves columns of `work`, shape (..., columns, rows), under that rounder."""
 
     def solve(
         self,
@@ -77,12 +77,14 @@ SOLVERS: Sequence[BlockSolver] = (CompiledBlocks(), Kernels(), PlainBlocks(), On
 
 
 def block_solver(rounder: Any, work: Array) -> BlockSolver:
-    """What solves blocks of columns of `work`, shape (..., columns, rows), under a rounder."""
+    """Return the solver of blocks of columns of `work`, shape (..., columns, rows), under a rounder."""
     return next(solver for solver in SOLVERS if solver.takes(rounder, work))
 
 
 def grid_of_block(rounder: Any, start: int, stop: int, work: Array) -> Any:
-    """What rounds the columns of a block: (column of the block, columns of the block) -> the values of that column."""
+    """Return the rounder of the columns of a block: (column of the block, columns of the block) -> values of that
+    column.
+    """
     if hasattr(rounder, "block"):
         return rounder.block(start, stop, work)
     return lambda index, _: rounder(start + index, work)

@@ -61,7 +61,7 @@ class ColumnGrid:
 
 
 def compiled_for(rounder: Any, work: Array, least: int | None = None) -> bool:
-    """Whether blocks of columns of `work` are solved by compiled code under that rounder.
+    """Return True where blocks of columns of `work` are solved by compiled code under that rounder.
 
     Args:
         rounder: What rounds columns.
@@ -75,12 +75,12 @@ def compiled_for(rounder: Any, work: Array, least: int | None = None) -> bool:
 
 
 def has_rule(spec: TensorSpec) -> bool:
-    """Whether each element is rounded on its own, by steps that a compiled loop can take."""
+    """Return True where each element is rounded on its own, by steps that a compiled loop can take."""
     return ElementRule.of(spec) is not None
 
 
 def compiles(spec: TensorSpec) -> bool:
-    """Whether this machine compiles blocks of columns of that element type."""
+    """Return True where this machine compiles blocks of columns of that element type."""
     return ElementRule.of(spec) is not None and _library() is not None
 
 

@@ -124,7 +124,7 @@ def is_solved(
     feedback: Array,
     pull: Array | None,
 ) -> Array:
-    """Whether a block is solved, see above; an array of one bool.
+    """Return True where a block is solved as the top of this file says; an array of one bool.
 
     Args:
         grid: Of the block.
@@ -144,7 +144,7 @@ def is_solved(
 def is_refined(
     grid: ColumnGrid, before: Array, slope: Array, result: Array, gradient: Array, change: Array, hessian: Array
 ) -> Array:
-    """Whether the columns of a block were visited as `refine.py` says; an array of one bool.
+    """Return True where the columns of a block were visited as `refine.py` says; an array of one bool.
 
     Args:
         grid: Of the block.
@@ -160,7 +160,7 @@ def is_refined(
 
 
 def _is_sum(found: Array, first: Array, terms: list[tuple[Array, Array]], count: int) -> Array:
-    """Whether found = first + sum of left^T right, as far as float32 tells; `count` products in each."""
+    """Return True where found = first + sum of left^T right, as far as float32 tells; `count` products in each."""
     xp = namespace(found)
     exact = astype(first, "float64")
     size = abs(exact)

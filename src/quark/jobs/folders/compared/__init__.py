@@ -1,1 +1,1 @@
-"""What is compared of model folders: a float and a quantized model, their outputs and their layers."""
+"""Comparison of model folders: a float and a quantized model, their outputs and their layers."""

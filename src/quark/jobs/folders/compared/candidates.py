@@ -1,4 +1,4 @@
-"""What several configurations make of one model, each compared with it and gone: in memory, or block by block."""
+"""Models of several configurations, each made, compared with the float one and gone: in memory, or block by block."""
 
 from __future__ import annotations
 

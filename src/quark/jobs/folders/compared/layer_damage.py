@@ -1,4 +1,4 @@
-"""What each layer of a quantized model lost, seen while its weights are there."""
+"""The loss of each layer of a quantized model, seen while its weights are there."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def decoded_weight(layer: Any) -> Any:
 
 
 def input_range(layer: QuantLayer) -> tuple[float, float] | None:
-    """What the codes of a layer's input reach; None where each input has a range of its own."""
+    """Return the range of the codes of a layer's input; None where each input has a range of its own."""
     quantizer = layer.quantizer("input")
     if not isinstance(quantizer, FakeQuantize) or quantizer.spec.dynamic or quantizer.scale is None:
         return None

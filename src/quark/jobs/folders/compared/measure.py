@@ -1,4 +1,4 @@
-"""What the models of two folders give for the same batches: outputs, perplexity, latency, the damage of each layer."""
+"""Outputs of the models of two folders for the same batches, perplexity, latency, the damage of each layer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Output:
 
 @dataclass(frozen=True)
 class FolderComparison:
-    """What running both models on the same batches showed.
+    """The result of running both models on the same batches.
 
     Attributes:
         perplexity: Of the float and of the quantized model; None where they do not give the next token.
@@ -156,7 +156,7 @@ def measure_folders(
 
 
 class NextTokens:
-    """What two models of text give the next token: likelihoods of the real one, and the divergence between them."""
+    """The likelihoods that two models of text give the real next token, and the divergence between them."""
 
     def __init__(self) -> None:
         self.likelihoods, self.tokens = [0.0, 0.0], 0
@@ -210,7 +210,7 @@ class ComparedOutputs:
             self.text.update(batch.to(pair[0]["logits"].device), [values["logits"] for values in pair])
 
     def result(self) -> FolderComparison:
-        """What all batches showed."""
+        """Return the result over all batches."""
         text = self.text
         return FolderComparison(text.perplexity, self.outputs, text.divergence, self.by_timestep or None)
 
