@@ -1,4 +1,4 @@
-"""Choices of a goal for a request, and the limits that its layers set to them. Reads no weights."""
+"""A goal chooses for a request, within the limits that its layers set. Reads no weights."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _MOST_IN_FLOAT = 0.5
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to each layer of one model.
+    """The specs of the layers of one model, and the layers that stay in float.
 
     Attributes:
         layers: Full module name -> spec, in the order of the model; only layers that change.
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def needs_data(self) -> bool:
-        """Whether activations must be calibrated."""
+        """True where activations must be calibrated."""
         return any(spec.needs_data for spec in self.layers.values())
 
     def bits(self, name: str) -> float | None:
@@ -112,7 +112,8 @@ class Plan:
         return f"{_own_weights(module):,} values"
 
     def without_form(self, model: nn.Module) -> str:
-        """What of a model stays in float for want of a quantized form, with its share of all weights; "" for nothing.
+        """Return the part of a model that stays in float for want of a quantized form, with its share of all weights;
+        "" for none.
 
         Args:
             model: That it was made of.
@@ -133,7 +134,7 @@ class Plan:
         )
 
     def float_label(self, name: str) -> str:
-        """What the table says of a tensor that is not quantized."""
+        """Return the words of the table for a tensor that is not quantized."""
         if name in self.read_elsewhere:
             return "float (weight read by the model)"
         if name in self.unfit:
@@ -154,7 +155,7 @@ class Choice:
     feeding: frozenset[str]
 
     def excludes(self, name: str) -> bool:
-        """Whether the exclude list names the layer."""
+        """Return True where the exclude list names the layer."""
         return name in self.selected or matches_any(name, self.patterns)
 
     def spec(self, name: str, kind: type[nn.Module]) -> LayerSpec:
@@ -167,14 +168,16 @@ class Choice:
         return with_cache(spec, self.config, name, self.feeding) if linear else spec
 
     def wanted(self, name: str) -> bool:
-        """Whether a linear layer of this name is to be quantized."""
+        """Return True where a linear layer of this name is to be quantized."""
         return self.spec(name, nn.Linear) != LayerSpec()
 
 
 def layer_config(
     config: QConfig, name: str, kind: type[nn.Module] | None, only_when_named: bool
 ) -> QLayerConfig | None:
-    """What a config says of a layer that it does not exclude: by name, by class, or of all but what must be named."""
+    """Return the config of a layer that is not excluded: by name, by class, or the one of all but layers that must
+    be named.
+    """
     by_name = first_match(name, config.layer_quant_config)
     if by_name is not None:
         return by_name
@@ -295,7 +298,7 @@ def _choose_specs(
 
 
 def _misfit(name: str, module: nn.Module, spec: LayerSpec) -> ShapeError | None:
-    """What of a spec does not fit the weight of a layer. Raises as `_require_parameters` does."""
+    """Return an error where a spec does not fit the weight of a layer. Raises as `_require_parameters` does."""
     _require_parameters(name, module)
     shape = tuple(cast(torch.Tensor, module.weight).shape)
     try:
@@ -306,7 +309,7 @@ def _misfit(name: str, module: nn.Module, spec: LayerSpec) -> ShapeError | None:
 
 
 def _nothing_to_quantize(model: nn.Module, candidates: int) -> ConfigError:
-    """What is wrong with a model of which no layer gets a scheme, of so many supported ones."""
+    """Return an error for a model of which no layer gets a scheme, of so many supported ones."""
     if any(isinstance(module, QuantLayer) for module in model.modules()):
         return ConfigError(
             "The model holds quantized layers already, and none that is left in float gets a scheme from this "
@@ -321,7 +324,9 @@ def _nothing_to_quantize(model: nn.Module, candidates: int) -> ConfigError:
 
 
 def divides(config: QConfig, model: nn.Module, read_elsewhere: Collection[str] = ()) -> bool:
-    """Whether the groups and blocks of a config divide the weights of a model, but for a few; see `_unfit`."""
+    """Return True where the groups and blocks of a config divide the weights of a model, but for a few; see
+    `_unfit`.
+    """
     try:
         with severity(2):  # what a plan says is said when it is carried out
             make_plan(config, model, read_elsewhere=read_elsewhere)

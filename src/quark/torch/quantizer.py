@@ -111,7 +111,7 @@ class ModelQuantizer:
     def quantize_as_planned(
         self, model: nn.Module, dataloader: Iterable[Any] | None = None, plan: Plan | None = None
     ) -> nn.Module:
-        """What `quantize_model` does, by a plan that was made of the folder of a model of transformers.
+        """Quantize as `quantize_model` does, by a plan that was made of the folder of a model of transformers.
 
         Args:
             model, dataloader: As there.

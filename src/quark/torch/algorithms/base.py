@@ -70,7 +70,7 @@ class Block:
         )
 
     def run(self, calls: Sequence[Call]) -> list[torch.Tensor]:
-        """What the block returns for some calls, as it waits."""
+        """Return the outputs of the block for some calls, as it waits."""
         return [self.place.waiting(call.run(self.module)) for call in calls]
 
     def full(self, leaf: str) -> str:
@@ -88,7 +88,7 @@ OUTPUT_ERROR, DIVERGENCE = "output error", "divergence"
 
 @dataclass(frozen=True)
 class BlockErrors:
-    """What an algorithm did to the error of a block's output; see `keep_better`.
+    """The errors of a block's output before and after an algorithm; see `keep_better`.
 
     Attributes:
         block: Full name; "" for a whole model.
@@ -162,17 +162,17 @@ class Algorithm:
 
     @property
     def by_inputs(self) -> bool:
-        """Whether it is shown the inputs of layers; else it learns from what whole blocks or the model give."""
+        """True where it is shown the inputs of layers; else it learns from outputs of whole blocks or of the model."""
         return type(self).on_inputs is not Algorithm.on_inputs
 
     @property
     def keeps_better(self) -> bool:
-        """Whether a block that it makes worse is left as it was."""
+        """True where a block that it makes worse is left as it was."""
         return bool(getattr(self.config, "keep_better", False))
 
     @property
     def reads_some(self) -> bool:
-        """Whether it is not shown the batches that measure it, where some can be spared."""
+        """True where it is not shown the batches that measure it, where some can be spared."""
         return self.keeps_better and self.validated_apart
 
     def blocks_path(self, model: nn.Module) -> str | None:

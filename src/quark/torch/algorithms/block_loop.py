@@ -36,7 +36,7 @@ Hidden = list[torch.Tensor] | None
 
 @dataclass
 class LoopState:
-    """What going on after a finished block needs.
+    """The state from which a run goes on after a finished block.
 
     Attributes:
         done: Number of blocks that are finished.
@@ -190,7 +190,7 @@ def _block(
 
 
 def is_inside(name: str, block: str) -> bool:
-    """Whether a tensor or layer belongs to a block."""
+    """Return True where a tensor or layer belongs to a block."""
     return not block or name.startswith(f"{block}.")
 
 

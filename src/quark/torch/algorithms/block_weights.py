@@ -45,7 +45,7 @@ class BlockWeights:
 
 
 def blocks_of(offloaded: Offloaded) -> BlockWeights:
-    """What brings the blocks of a model in memory, of which a part may be elsewhere by its `device_map`."""
+    """Return the loader of blocks of a model in memory, of which a part may be elsewhere by its `device_map`."""
     return OffloadedBlocks(offloaded) if offloaded.parts else BlockWeights()
 
 

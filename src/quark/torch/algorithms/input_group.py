@@ -96,7 +96,7 @@ class InputGroup:
         return InputGroup(self.layers, inputs, self.float_inputs, self.go_on, self.waiting, statistics, self.numbers)
 
     def found(self, name: Any, find: Callable[[], Any]) -> Any:
-        """What `find` gives; where statistics are shared, it is kept with them under that name."""
+        """Return the result of `find`; where statistics are shared, it is kept with them under that name."""
         if not self.shared:
             return find()
         if name not in self.statistics:
@@ -328,7 +328,7 @@ def _mirror(matrix: torch.Tensor) -> None:
 
 
 def no_tokens(layers: str) -> str:
-    """What is wrong with layers that read nothing, and what to do."""
+    """Return an error for layers that read nothing, and what to do."""
     return (
         f"{layers}: no calibration token reaches these layers (experts that the router never chose?). "
         "Use more or other data, or exclude them."
@@ -375,6 +375,6 @@ def _setting() -> Any:
 
 
 def _has_tiles() -> bool:
-    """Whether the processor multiplies tiles of bfloat16."""
+    """Return True where the processor multiplies tiles of bfloat16."""
     # PyTorch has a public name in its latest versions only; this one is there wherever the setting is.
     return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())

@@ -88,7 +88,7 @@ class BlockErrorCheck:
         self.error = self._total()
 
     def keep(self) -> Before:
-        """What an algorithm may change, as it is now."""
+        """Return the parameters and quantizers that an algorithm may change, as they are now."""
         quantizers = [module for module in self.block.module.modules() if isinstance(module, FakeQuantize)]
         spill_file, parameters = SpillFile(), []
         for parameter in self.block.module.parameters():
@@ -152,7 +152,7 @@ class BlockErrorCheck:
             yield
 
     def _ranges(self) -> dict[FakeQuantize, QParams | None]:
-        """What the static ranges of the block's inputs and outputs are by the batches that algorithms read.
+        """Return the static ranges of the block's inputs and outputs by the batches that algorithms read.
 
         What others do to them, clipping where they reach further, is a part of the error.
         """

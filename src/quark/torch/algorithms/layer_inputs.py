@@ -159,7 +159,7 @@ def _show(groups: Sequence[InputGroup], on_inputs: _OnInputs, on_expert_inputs: 
 
 
 class SharedStatistics:
-    """What was found of the tokens that all experts of a mixture read.
+    """The statistics of the tokens that all experts of a mixture read.
 
     Memory holds it while they are solved, beside what one expert takes.
     """
@@ -283,13 +283,15 @@ class _BatchRun(greenlet):  # type: ignore[misc]
             )
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """What it holds while it halts."""
+        """Yield the tensors that it holds while it halts."""
         yield from tensors_of(self.gr_frame)
         yield from self.inputs.values()
         yield from (kept.x for kept in self.kept.values())
 
     def read_input(self, group: int, size: int, x: torch.Tensor) -> torch.Tensor:
-        """What a layer of a group of `size` layers gets for x: halts at the first, holds it for the rest."""
+        """Return the input of a layer of a group of `size` layers for x: it halts at the first, and keeps x for the
+        rest.
+        """
         if group not in self.kept:
             self.halt({group: x})
         kept = self.kept[group]
@@ -376,7 +378,7 @@ def _looking_ahead(block: nn.Module | None, groups: Groups) -> Iterator[None]:
 
 
 def _note_places(name: str, find: Callable[[], Places | None]) -> Places | None:
-    """What the router of a mixture chooses, which the float batch will read, too."""
+    """Keep the choices of the router of a mixture, which the float batch will read, too."""
     found, run = find(), _current()
     if run is not None:
         run.places[name] = found
@@ -384,7 +386,7 @@ def _note_places(name: str, find: Callable[[], Places | None]) -> Places | None:
 
 
 def _follow_places(name: str, _: Callable[[], Places | None]) -> Places | None:
-    """What the router of the block beside chose."""
+    """Return the choices of the router of the block beside."""
     run = _current()
     return None if run is None or run.pair is None else run.pair.places[name]
 

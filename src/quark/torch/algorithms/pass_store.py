@@ -1,4 +1,4 @@
-"""What a pass leaves for the next one: tensors by name, in the host's memory or in a folder, where a killed run finds
+"""Results of a pass for the next one: tensors by name, in the host's memory or in a folder, where a killed run finds
 them.
 
 settings.json               what the run is of; another one does not go on here
@@ -53,7 +53,7 @@ class PassStore:
         self.keep_result(SETTINGS, dict(settings))
 
     def has(self, name: str) -> bool:
-        """Whether tensors of this name are kept."""
+        """Return True where tensors of this name are kept."""
         return name in self._tensors if self.folder is None else self._file(name, "safetensors").is_file()
 
     def keep(self, name: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -58,9 +58,9 @@ class ScorePasses:
     """
 
     keeps_scores: ClassVar[bool] = False
-    """Whether the scores of what blocks give stay in the store."""
+    """True where the scores of outputs of blocks stay in the store."""
     needs_logits = False
-    """Whether a model without logits is refused; else its loss is the squared error of what it gives."""
+    """True where a model without logits is refused; else its loss is the squared error of its outputs."""
 
     def __init__(
         self, model: nn.Module, names: Sequence[str], data: Sequence[Any], weights: BlockWeights, store: PassStore
@@ -73,7 +73,7 @@ class ScorePasses:
         yield lambda: None
 
     def result(self, block: str | None, call: Call | None, positions: int) -> dict[str, Any]:
-        """What is kept of a part that was watched, while its weights are there.
+        """Return the tensors that are kept of a part that was watched, while its weights are there.
 
         Args:
             block: Its name; None for what runs after the blocks.
@@ -131,7 +131,7 @@ class ScorePasses:
         loop_over_blocks(self.model, self.names, dict(calls), work, self.weights, state=state, loop=loop)
 
     def _tail(self, calls: Mapping[str, list[Call]]) -> None:
-        """What is after the blocks, and the scores of what it reads."""
+        """Run the part after the blocks, and keep the scores of its inputs."""
         scores, positions = [], 0
         with self.weights.around(self.names), _in_float(self.model), torch.no_grad():
             device, finite = input_device(self.model), []

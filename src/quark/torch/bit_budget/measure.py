@@ -142,7 +142,9 @@ def mixed_format(name: str, alike: bool | Sequence[str] = True) -> BudgetRules:
 
 
 def settings_of_folder(folder: Path, config: QConfig, rules: BudgetRules) -> str:
-    """What a table of sensitivities is of: the folder, what is excluded or has a scheme of its own, the rules."""
+    """Return the settings of a table of sensitivities: the folder, layers that are excluded or have schemes of their
+    own, the rules.
+    """
     stored = config.to_dict()
     kept = [stored[name] for name in ("exclude", "layer_quant_config")]
     files = fingerprint_of_files([folder / "config.json", *shard_files(folder)])

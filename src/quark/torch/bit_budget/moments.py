@@ -1,4 +1,4 @@
-"""What the error of a layer's weight does to the outputs, to second order.
+"""The effect of the error of a layer's weight on the outputs, to second order.
 
 The outputs are distributions p (softmax of the logits), one for each of T positions. A layer reads x and gives y = W x.
 Labels are drawn from p itself, and g = d log p(label) / dy is their score. For a small change D of W (out, in) the
@@ -67,7 +67,7 @@ class Moments:
         return [self.inputs, self.scores, *self.errors.values()]
 
     def divergence(self, weight: torch.Tensor, spec: LayerSpec, positions: int) -> float:
-        """What quantizing the layer costs, in nats for each output position; 0 for one that reads nothing."""
+        """Return the loss by quantizing the layer, in nats for each output position; 0 for one that reads nothing."""
         if self.count == 0:
             return 0.0
         values = weight.detach().float()

@@ -1,4 +1,5 @@
-"""What a format says of a budget: which layers there are to choose for, which share a choice, and what each takes.
+"""The rules of a format for a budget: which layers there are to choose for, which share a choice, and the bytes of
+each.
 
 In GGUF files each tensor has a block type of its own, embeddings and head too.
 """
@@ -71,7 +72,7 @@ class BudgetRules(ABC):
 
     @abstractmethod
     def fitting(self, name: str, layer: nn.Linear | nn.Embedding, spec: LayerSpec) -> LayerSpec | None:
-        """What the layer gets under a candidate; None where it does not fit."""
+        """Return the scheme of the layer under a candidate; None where it does not fit."""
 
     @abstractmethod
     def rest(self, model: nn.Module, plan: Plan, layers: _BudgetLayers, folder: Path | None) -> int:
@@ -82,11 +83,11 @@ class BudgetRules(ABC):
         return found
 
     def is_counted(self, name: str) -> bool:
-        """Whether the bytes of a layer are its own, and not those of another one that is the same tensor."""
+        """Return True where the bytes of a layer are its own, and not those of another one that is the same tensor."""
         return True
 
     def bytes(self, weight: torch.Tensor, spec: LayerSpec) -> int:
-        """What a weight takes."""
+        """Return the bytes of a weight."""
         assert spec.weight is not None
         return stored_bytes(weight, spec.weight, spec, self.form)
 

@@ -52,7 +52,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class AskedBudget:
-    """What is asked for.
+    """A budget as it is asked for.
 
     Attributes:
         bits: For each weight of the layers that are chosen for; None: size.
@@ -72,7 +72,9 @@ class AskedBudget:
             raise ConfigError(f"A budget in bits is a number, as in 4.25; got {self.bits}.")
 
     def bytes(self, weights: int, rest: int) -> int:
-        """What the layers that are chosen for may take: they have `weights` elements, all else `rest` bytes."""
+        """Return the bytes that the layers that are chosen for may have: they have `weights` elements, all else
+        `rest` bytes.
+        """
         return math.floor(self.bits * weights / 8) if self.bits is not None else (self.size or 0) - rest
 
     def check(self, least: int, most: int, weights: int, rest: int) -> None:

@@ -34,7 +34,7 @@ Losses = dict[str, list[float | None]]
 
 @dataclass(frozen=True)
 class Swept:
-    """What both passes found.
+    """The results of both passes.
 
     Attributes:
         groups: Full names of the layers that need one scheme.
@@ -139,7 +139,7 @@ class Sweep(ScorePasses):
         self.store.keep_result("front", {"losses": losses, "groups": [[name] for name in embeddings]})
 
     def _first_hidden(self, batch: Any, device: torch.device) -> torch.Tensor:
-        """What the first block gets of a batch."""
+        """Return the hidden state that the first block gets of a batch."""
 
         def end(name: str, call: Call) -> None:
             raise _FirstBlockReachedError(call.hidden)

@@ -81,7 +81,7 @@ def tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
 
 
 def _all_zero(x: torch.Tensor, params: QParams, spec: TensorSpec) -> CalibrationError | None:
-    """What is wrong with a tensor whose scales are next to nothing; None where it is all 0, or keeps some values."""
+    """Return an error for a tensor whose scales are next to nothing; None where it is all 0, or keeps some values."""
     largest = float(x.abs().amax()) if x.numel() else 0.0
     if largest == 0 or (largest >= TINY and bool(fake_quantize(x, params, spec).any())):
         return None
@@ -112,13 +112,13 @@ def _tensor_qparams(x: torch.Tensor, spec: TensorSpec) -> QParams:
 
 
 def of_own_values(spec: TensorSpec) -> bool:
-    """Whether each scale of a known tensor follows from the values under it alone."""
+    """Return True where each scale of a known tensor follows from the values under it alone."""
     levels = spec.scale_spec is not None or spec.code_spec is not None
     return not spec.is_cast and not levels and spec.observer in FROM_OWN_RANGE
 
 
 def has_rows_alone(layer: QuantLayer) -> bool:
-    """Whether the scales of some rows of a layer's weight follow from these rows."""
+    """Return True where the scales of some rows of a layer's weight follow from these rows."""
     spec = layer.spec.weight
     return spec is not None and of_own_values(spec) and by_row(spec)
 

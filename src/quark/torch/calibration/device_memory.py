@@ -63,7 +63,7 @@ def naming_what_fills(block: str, device: torch.device | None) -> Iterator[None]
 
 
 def with_smaller_batches(run: Callable[[list[Any] | None], T], data: list[Any] | None) -> T:
-    """What a run on batches gives: where a device is full, on halves of the batches, down to one sample each.
+    """Return the result of a run on batches: where a device is full, on halves of the batches, down to one sample each.
 
     Args:
         run: Takes the batches; it leaves nothing where it fails.
@@ -89,7 +89,7 @@ def with_smaller_batches(run: Callable[[list[Any] | None], T], data: list[Any] |
 
 
 def filled_a_device(error: BaseException) -> bool:
-    """Whether an error comes from a device that was full; else nothing has run yet, or the host was."""
+    """Return True where an error comes from a device that was full; else nothing has run yet, or the host was full."""
     return any(isinstance(each, RuntimeError) and is_out_of_memory(each) for each in (error, error.__cause__))
 
 

@@ -258,7 +258,7 @@ def in_order(
     device: torch.device | None = None,
     numbers: Sequence[int] | None = None,
 ) -> Iterator[torch.Tensor]:
-    """What all ranks have, one tensor for each of their batches, in the order of the data; on each of them.
+    """Yield the tensors of all ranks, one for each of their batches, in the order of the data; on each of the ranks.
 
     One tensor is in memory beside the rank's own, which `load` brings there. Batch i of the data is that of rank i
     modulo `world()`, see `part_of`.
@@ -379,7 +379,7 @@ def wait() -> None:
 
 
 def from_first(value: T) -> T:
-    """What rank 0 calls `value`."""
+    """Return the `value` of rank 0."""
     if world() == 1:
         return value
     box = [value]

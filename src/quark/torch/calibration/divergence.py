@@ -14,7 +14,7 @@ from quark.torch.model.batches import named_outputs
 
 
 def log_probabilities(result: Any, model: str) -> torch.Tensor:
-    """What a model predicts at each position, log p, float32, the shape of its logits.
+    """Return the log of the probabilities that a model gives at each position, float32, in the shape of its logits.
 
     Args:
         result: What it returned.

@@ -156,7 +156,9 @@ _SHOWN: ContextVar[frozenset[nn.Module]] = ContextVar("shown", default=frozenset
 
 
 def is_shown(layer: nn.Module) -> bool:
-    """Whether what a layer now reads is passed over: its mixture has shown it what it is to read, or will."""
+    """Return True where the present input of a layer is passed over: its mixture has shown it the tokens it is to
+    read, or will.
+    """
     return layer in _SHOWN.get()
 
 

@@ -74,7 +74,7 @@ def expert_of(tensor: str) -> str | None:
 
 
 def finish_expert_ranges(quantizers: Mapping[str, FakeQuantize], sync: bool) -> set[str]:
-    """What experts need after observing: one range for all of a block if `sync`, and a range for each.
+    """Set the ranges of experts after observing: one range for all of a block if `sync`, and a range for each.
 
     Where no calibration token reached some expert, its ranges are those that cover the others of its block.
 

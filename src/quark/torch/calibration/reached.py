@@ -65,7 +65,9 @@ def check_reached(model: nn.Module, layers: Mapping[str, QuantLayer], data: Iter
 
 
 def _has_own_code(model: nn.Module) -> bool:
-    """Whether something stands around the forward of a module that would run with the copy: accelerate's, a user's."""
+    """Return True where something stands around the forward of a module that would run with the copy: accelerate's,
+    a user's.
+    """
     hooks = (hook for m in model.modules() for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values()))
     return any("forward" in m.__dict__ for m in model.modules()) or any(
         not (getattr(hook, "__module__", None) or "").startswith("quark.") for hook in hooks
@@ -192,14 +194,14 @@ def _forget_results(model: nn.Module) -> None:
 
 
 def _enclosed(function: Any) -> Iterator[Any]:
-    """What a function that a decorator made calls."""
+    """Yield the objects that the closure of a function holds, as the one that a decorator wraps."""
     for cell in getattr(function, "__closure__", None) or ():
         with suppress(ValueError):  # an empty one
             yield cell.cell_contents
 
 
 def _said(model: nn.Module, layers: Collection[str], missing: list[str], given: set[str]) -> str:
-    """What is not reached, and what there is to do."""
+    """Return the message about layers that are not reached, and what there is to do."""
     patterns = _patterns(missing, layers)
     parameters = inspect.signature(model.forward).parameters.values() if given else ()
     tensors = [each.name for each in parameters if "Tensor" in str(each.annotation)]

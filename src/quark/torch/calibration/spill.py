@@ -1,4 +1,4 @@
-"""What halted batches hold lies in a file until they go on: one batch at a time is in memory, not all.
+"""Tensors of halted batches lie in a file until they go on: one batch at a time is in memory, not all.
 
 Only the bytes move: a tensor keeps its place in the forward that halts. While it is spilled it is a view of the file,
 so that whoever reads it all the same finds its values. Those of a GPU: see `work_device.py`.
@@ -47,7 +47,7 @@ class Spilled:
 
 
 class Waiting:
-    """What batches hold while they wait stays where it is."""
+    """A place for the tensors of waiting batches that leaves them where they are."""
 
     def spill(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
         """Move what a batch holds elsewhere; gives what `bring_back` takes, one after the other."""
@@ -61,7 +61,7 @@ class Waiting:
         return x
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """What takes the place of a tensor that a batch holds, where it may wait."""
+        """Return an object in the place of a tensor that a batch holds, where it may wait."""
         return x
 
 

@@ -80,7 +80,7 @@ def synthetic_batches(model: nn.Module, data: Sequence[Any], count: int, seed: i
 
 
 def writes_text(model: nn.Module) -> bool:
-    """Whether a model goes on writing a text from a text alone, as a causal model of transformers does."""
+    """Return True where a model goes on writing a text from a text alone, as a causal model of transformers does."""
     encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return bool(getattr(model, "can_generate", bool)()) and not encodes
 

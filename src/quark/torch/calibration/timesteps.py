@@ -69,7 +69,7 @@ class RangeByTimestep:
 
 @dataclass
 class RangesByTimestep:
-    """What modules read, by the timestep of the call: see `noting_ranges`.
+    """The ranges that modules read, by the timestep of the call: see `noting_ranges`.
 
     Attributes:
         times: Of the calls that had one.

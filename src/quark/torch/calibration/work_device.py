@@ -92,7 +92,7 @@ WHERE_IT_IS = WorkDevice()
 
 @dataclass
 class Halt:
-    """What a batch holds while it halts.
+    """The tensors that a batch holds while it halts.
 
     Attributes:
         tensors: Storage -> a tensor that lies there, of those that may move.
@@ -240,7 +240,7 @@ def _storage_of(x: torch.Tensor) -> int:
 
 
 def _may_move(x: torch.Tensor) -> bool:
-    """Whether a tensor lies in plain memory of a GPU, and in enough of it."""
+    """Return True where a tensor lies in plain memory of a GPU, and in enough of it."""
     if x.device.type != "cuda" or x.layout is not torch.strided or x.requires_grad:
         return False
     memory = x.untyped_storage()

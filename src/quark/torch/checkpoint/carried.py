@@ -1,4 +1,4 @@
-"""What a folder holds that the class of its model does not build, such as layers that predict further tokens (MTP).
+"""Tensors of a folder that the class of its model does not build, such as layers that predict further tokens (MTP).
 
 It is carried whole: in the type that it is stored in, or decoded to the type of the model where it is stored in codes.
 Layers of it that a config names are rounded to nearest.

@@ -24,7 +24,7 @@ _NOTED = (
     "hf_quantizer",
     "decoded_layers",
 )
-"""What loading and quantizing note on a model."""
+"""Attributes that loading and quantizing leave on a model."""
 
 
 @with_weights

@@ -85,7 +85,7 @@ def load_whole(
     source: Source | None = None,
     **options: Any,
 ) -> Any:
-    """What `from_pretrained` of the class that config.json names gives, where it found a place for every tensor.
+    """Return the model that `from_pretrained` of the class that config.json names gives, with a place for every tensor.
 
     Args:
         folder, keep_unexpected: See `load_float_model`.
@@ -119,7 +119,9 @@ def load_whole(
 
 
 def _load_component(folder: OpenedFolder, options: Mapping[str, Any]) -> Any:
-    """What `from_pretrained` of a network of diffusers gives, in the type of its folder unless another is asked for."""
+    """Return the network of diffusers that `from_pretrained` gives, in the type of its folder unless another is
+    asked for.
+    """
     kind, dtype = network_class(folder.path / "config.json", folder.config[CLASS]), options.get("dtype", "auto")
     dtype = folder.dtype if dtype == "auto" else dtype
     variant = re.fullmatch(rf"{STEM}\.(\w+)(-\d+-of-\d+)?\.safetensors", folder.files[0].path.name)
@@ -150,7 +152,7 @@ def _unexpected(model: Any, reported: Iterable[str], folder: OpenedFolder, sourc
 
 
 def _from_source(chosen: Any, config: Any, source: Source, folder: Path, options: dict[str, Any]) -> tuple[Any, Any]:
-    """What `from_pretrained` gives for the float tensors of a source, each decoded when its turn comes."""
+    """Return the results of `from_pretrained` for the float tensors of a source, each decoded when its turn comes."""
     config.__dict__.pop("quantization_config", None)
     if options.get("dtype", "auto") == "auto":
         options = {**options, "dtype": config.dtype or source.dtype()}

@@ -44,7 +44,7 @@ REAL_QUANTIZED, FAKE_QUANTIZED = WEIGHT_FORMATS = ("real_quantized", "fake_quant
 
 
 SAVER = ("quark.torch.writers.safetensors", "save_quantized")
-"""What writes a loaded model: found by name, since the writers import this module."""
+"""The function that writes a loaded model: found by name, since the writers import this module."""
 
 
 def save_pretrained(model: Any, save_directory: str | os.PathLike[str], **options: Any) -> None:
@@ -270,7 +270,7 @@ def stored_like(layout: Layout, spec: TensorSpec, x: torch.Tensor, device: torch
 
 @lru_cache(maxsize=1024)
 def stored_on_meta(layout: Layout, spec: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
-    """What `stored_like` gives, to be looked at alone: layers of one shape share it.
+    """Return the tensors that `stored_like` gives, to be looked at alone: layers of one shape share them.
 
     The store itself runs on the meta device: ten milliseconds.
     """
@@ -297,7 +297,7 @@ def empty_params(spec: TensorSpec, shape: tuple[int, ...]) -> QParams | None:
 
 
 def empty_activation(layer: QuantLayer, role: str, layout: Layout) -> Tensors:
-    """What `layout` stores for a static activation, on the meta device."""
+    """Return the tensors that `layout` stores for a static activation, on the meta device."""
     spec = layout.spec
     if spec.dynamic:
         # Only the scale of the scales is static.
@@ -312,7 +312,7 @@ def empty_activation(layer: QuantLayer, role: str, layout: Layout) -> Tensors:
 
 
 def empty_scale(layout: Layout) -> Tensors:
-    """What `layout` stores for a tensor with one scale, on the meta device."""
+    """Return the tensors that `layout` stores for a tensor with one scale, on the meta device."""
     params = empty_params(layout.spec, ())
     assert params is not None
     return layout.store_params(params)

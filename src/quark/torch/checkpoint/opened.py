@@ -33,7 +33,7 @@ from quark.torch.model.names import dropped_names, source_names
 
 T = TypeVar("T")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""What folders had before safetensors; torch reads tensors from it and runs nothing."""
+"""Files of folders from the time before safetensors; torch reads tensors from them and runs nothing."""
 
 
 class OpenedFolder:
@@ -69,7 +69,7 @@ class OpenedFolder:
 
     @property
     def is_network(self) -> bool:
-        """Whether it is of diffusers."""
+        """True where it is a network of diffusers."""
         return is_component(self.config)
 
     @property
@@ -79,12 +79,12 @@ class OpenedFolder:
 
     @property
     def has_config(self) -> bool:
-        """Whether config.json is there; a model that was built by hand may have the name of another folder."""
+        """True where config.json is there; a model that was built by hand may have the name of another folder."""
         return (self.path / "config.json").is_file()
 
     @cached_property
     def is_read(self) -> bool:
-        """Whether the weights are read as float: they are, or are quantized in a way that sources may be.
+        """True where the weights are read as float: they are, or are quantized in a way that sources may be.
 
         Raises NotSupportedError for what neither sources nor formats read: a program, or a part of what it can do.
         """
@@ -96,7 +96,9 @@ class OpenedFolder:
 
     @property
     def computes_in_float(self) -> bool:
-        """Whether no layer of it computes with codes: it is float, or quantized in a way that is decoded when read."""
+        """True where no layer of it computes with codes: it is float, or quantized in a way that is decoded when
+        read.
+        """
         return self.method is None or self.method in AS_FLOAT
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What the config.json of a checkpoint says of a quantized model."""
+"""The part of the config.json of a checkpoint about a quantized model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder_of(
     everywhere: bool = False,
     solved: bool = True,
 ) -> Folder:
-    """What a `quantization_config` says of a model that was quantized by this plan.
+    """Return the folder of a model that was quantized by this plan, as its `quantization_config` describes it.
 
     Args:
         model, config, plan: The model, what was asked for, and what that gave.

@@ -125,7 +125,7 @@ def _modules_around(name: str) -> Iterator[str]:
 
 
 def _is_shared(tensor: torch.Tensor, seen: set[Any]) -> bool:
-    """Whether a tensor is one that was seen before; else it is from now on."""
+    """Return True where a tensor was seen before; else it is from now on."""
     key = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.shape, tensor.stride())
     is_shared = tensor.numel() > 0 and key in seen
     seen.add(key)

@@ -160,7 +160,8 @@ def _check_tensor(name: str, stored: torch.Tensor, wanted: torch.Tensor, dtype: 
 
 
 def _fits(stored: torch.dtype, wanted: torch.dtype, dtype: torch.dtype | None) -> bool:
-    """Whether a tensor of a file is what a model needs: the same, or a float as wide as, or wider than, the model's.
+    """Return True where a tensor of a file fits a model: of the type it has there, or a float as wide as, or wider
+    than, the model's.
 
     Of the two half types only that which the model was saved in: bits of one read as the other are other numbers.
     """
@@ -170,7 +171,7 @@ def _fits(stored: torch.dtype, wanted: torch.dtype, dtype: torch.dtype | None) -
 
 
 def is_wide(dtype: torch.dtype) -> bool:
-    """Whether a float type holds values, not codes."""
+    """Return True where a float type holds values, not codes."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
@@ -246,7 +247,7 @@ def _flaw_of_activation(found: Tensors, quantizer: FakeQuantize) -> str | None:
 
 
 def _is_rotation(stored: torch.Tensor) -> bool:
-    """Whether the rows of a matrix are orthogonal and of one length, by what M M^T makes of a vector."""
+    """Return True where the rows of a matrix are orthogonal and of one length, by what M M^T makes of a vector."""
     matrix = stored.double()
     probe = torch.linspace(1, 2, len(matrix), dtype=torch.float64, device=matrix.device)
     scaled = matrix @ (matrix.T @ probe) / matrix[0].square().sum()

@@ -58,7 +58,7 @@ class StoredTypes:
 
 
 def stored_plain(model: Any, folder: OpenedFolder | None, narrow: bool) -> Plain:
-    """What makes entries of the float tensors of a model in memory.
+    """Return the function that makes entries of the float tensors of a model in memory.
 
     Args:
         model: Of transformers.
@@ -76,7 +76,8 @@ def stored_plain(model: Any, folder: OpenedFolder | None, narrow: bool) -> Plain
 
 
 def forms_of(model: Any, folder: OpenedFolder | None, coded: Iterable[str] = ()) -> list[OtherForm]:
-    """What a checkpoint of a model holds in other tensors than the model: as the folder has it that it came from.
+    """Return the forms in which a checkpoint of a model has other tensors than the model: as in the folder that it came
+    from.
 
     Args:
         model: With weights or without.

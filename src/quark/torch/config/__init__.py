@@ -1,1 +1,1 @@
-"""What users write, in every generation of names, and its lowering to specs."""
+"""Configs that users write, in every generation of names, and their lowering to specs."""

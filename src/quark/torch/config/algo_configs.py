@@ -134,7 +134,7 @@ class ImatrixConfig(AlgoConfig):
 
 
 class _ColumnOrder:
-    """What the configs of GPTQ, GPTAQ and Qronos have in common.
+    """The common fields of the configs of GPTQ, GPTAQ and Qronos.
 
     Attributes:
         desc_act: Visit the columns with the largest second moments first. Needs `static_groups=True`.

@@ -1,4 +1,4 @@
-"""What the documented templates say of the families of language models that they know, as their readers expect it.
+"""The documented templates of the families of language models that they know, as their readers expect them.
 
 Nothing is quantized by these lists alone: a pattern may match nothing, and a head, router or tower that a model calls
 otherwise is found by its role (`selectors`); the layers that share a scale are found in the model as long as the lists

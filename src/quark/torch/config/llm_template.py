@@ -280,7 +280,9 @@ class LLMTemplate:
 
 
 def default_exclusions(model_type: str) -> list[str]:
-    """What stays in float where nothing else is said: the roles, or what a registered template of the type says."""
+    """Return the layers that stay in float where nothing else is said: the roles, or those of a registered template
+    of the type.
+    """
     registered = LLMTemplate._registered.get(model_type)
     return list(registered.exclude_layers_name if registered is not None else SELECTORS)
 

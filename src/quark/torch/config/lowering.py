@@ -58,7 +58,7 @@ def lower_tensor(config: TensorConfigs, *, per_token: bool = False, live: bool =
 @core_spec.register(QTensorConfig)
 @core_spec.register(list)
 def _observed_spec(config: TensorConfigs) -> TensorSpec | None:
-    """What an observer that is made with a config collects for."""
+    """Return the spec of an observer that is made with a config."""
     return lower_tensor(config)
 
 

@@ -59,7 +59,7 @@ BY_NAME: dict[str, Callable[..., AlgoConfig]] = {
     "smoothquant": AutoSmoothQuantConfig,
     "autoround": partial(AutoRoundConfig, iters=160, lr=1 / 160, minmax_lr=1 / 160, batch_size=2, fisher="auto"),
 }
-"""What algorithms mean that are asked for by name alone, where that is not their config as it is. SmoothQuant's one
+"""Configs of algorithms that are asked for by name alone, where their defaults are not the best. SmoothQuant's one
 alpha for all layers, and its default of 1 above all, makes some models much worse; the search leaves those layers
 alone. AutoRound by its documented steps, of 8 batches, takes three times as long and leaves more."""
 

@@ -7,9 +7,9 @@ from typing import Any
 
 CLASS, STEM = "_class_name", "diffusion_pytorch_model"
 TIMESTEPS = ("timestep", "timesteps", "t", "sigma", "timestep_ratio")
-"""What denoisers call the argument that says how much noise there is; no other network of a pipeline has one."""
+"""The argument of denoisers for how much noise there is; no other network of a pipeline has one."""
 
 
 def is_component(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a network of diffusers."""
+    """Return True where a config.json is that of a network of diffusers."""
     return isinstance(config.get(CLASS), str) and "model_type" not in config

@@ -43,7 +43,7 @@ from quark.torch.writers.writer import OutputTarget, Quantized, Writer
 
 @dataclass(frozen=True)
 class Contents:
-    """What the new model will hold.
+    """The contents of the new model.
 
     Attributes:
         writer: Writes it.
@@ -116,7 +116,7 @@ class CheckpointJob:
         self._carried = carried_layers(self.model, self.checkpoint, self._beside)
 
     def contents(self) -> Contents:
-        """What the new model will hold; to be asked for while the layers of the plan are replaced.
+        """Return the contents of the new model; to be asked for while the layers of the plan are replaced.
 
         Raises:
             NotSupportedError, ShapeError: The format has no place for it, or its readers would not find all of it.
@@ -143,7 +143,9 @@ class CheckpointJob:
         )
 
     def _carried_as(self, form: Format, pack_method: str, real: bool) -> Carried:
-        """What the old folder holds and the class of the model has no place for, as a format stores it."""
+        """Return the tensors of the old folder that the class of the model has no place for, as a format stores
+        them.
+        """
         specs = self.plan.beside
         modules = as_modules({name: self._carried[name] for name in specs}, self.model.dtype)
         refuse_carried(form, modules, specs)
@@ -170,7 +172,7 @@ class CheckpointJob:
 
 
 def create_files(writer: Writer, output: Path, begun: bool = False) -> dict[str, ByteRange]:
-    """What `Writer.create` gives; of several processes the first one makes the files."""
+    """Return the places that `Writer.create` gives; of several processes the first one makes the files."""
     return first_then_all(lambda first: writer.create(output, begun or not first))
 
 

@@ -1,4 +1,4 @@
-"""What quantizing a denoiser costs: each step beside the float model's, and pictures from equal seeds.
+"""The costs of quantizing a denoiser: each step beside the float model's, and pictures from equal seeds.
 
 of a step       SQNR of the outputs, of one input: the float model's own
 of a picture    SQNR of what the pipeline returns. Errors of all steps add up, and a picture may come out as another
@@ -34,7 +34,7 @@ _MOST_RANGES = 20
 
 @dataclass
 class DenoiserCosts:
-    """What comparing two denoisers found.
+    """The result of comparing two denoisers.
 
     Attributes:
         steps: Of all outputs for the batches.
@@ -180,7 +180,7 @@ def _output(model: nn.Module, batch: Any, index: int) -> torch.Tensor:
 
 
 def _as_array(returned: Any) -> NumpyArray:
-    """What a pipeline returned as one array: a tensor, images, or an object that holds them."""
+    """Return the result of a pipeline as one array: it is a tensor, images, or an object that holds them."""
     for name in ("images", "frames", "sample"):
         returned = getattr(returned, name, returned)
     if isinstance(returned, torch.Tensor):

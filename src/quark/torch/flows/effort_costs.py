@@ -1,4 +1,5 @@
-"""What steps of an effort take on this machine, before they begin: counted memory, and time from a measured speed.
+"""The costs of the steps of an effort on this machine, before they begin: counted memory, and time from a measured
+speed.
 
     seconds = (forwards * 2 * weights * tokens + columns * sum over layers of m n^2) / speed
 
@@ -33,14 +34,14 @@ FISHER = 13.0
 COLUMNS = {"gptq": 8.0, "gptaq": 10.0, "qronos": 20.0}
 """Solver -> operations for each weight and column of its layer; measured at the shape of a billion parameters."""
 COMPUTES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-"""What linear layers compute in."""
+"""The types that linear layers compute in."""
 ROWS, ENOUGH, MOST_RUNS = 128, 0.02, 20
 """Of the measured layers: rows of input, seconds, and how often at most."""
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What the steps of a job take.
+    """The costs of the steps of a job.
 
     Attributes:
         seconds: Of each step, in their order.

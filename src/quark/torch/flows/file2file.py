@@ -90,7 +90,7 @@ Family = tuple[TensorJob, ...]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What every worker needs: where tensors come from."""
+    """The data that every worker needs: where tensors come from."""
 
     files: list[Path]
     quantization: dict[str, Any] | None
@@ -245,7 +245,8 @@ def _families(items: list[TensorJob], groups: Sequence[Sequence[str]]) -> list[F
 
 
 def _share(families: list[Family], source: Source, own: int, size: int) -> list[Family]:
-    """What process `own` of `size` converts: families that lie beside each other in the source, a like share of bytes.
+    """Return the families that process `own` of `size` converts: they lie beside each other in the source, a like share
+    of bytes.
 
     So each process reads a part of the files in their order, and few files are read by two.
     """

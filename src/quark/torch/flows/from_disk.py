@@ -148,7 +148,7 @@ def _kept_if_begun(manifest: Manifest, batches: list[Any] | None) -> Iterator[No
 def _settings(
     config: QConfig, target: OutputTarget, files: Sequence[Path], batches: list[Any] | None
 ) -> dict[str, Any]:
-    """What a run that goes on must share with the one that began."""
+    """Return the settings that a run that goes on must share with the one that began."""
     return {
         "config": {**config.to_dict(), **{name: getattr(config, name) for name in HOW_IT_RAN}},
         **target.settings,

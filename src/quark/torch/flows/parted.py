@@ -57,7 +57,7 @@ class PartedModel:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether its weights come and go."""
+        """True where its weights come and go."""
         return not self.weights.whole
 
     def find_blocks(self, batch: Any, layers: Sequence[str]) -> Sequence[str]:
@@ -152,13 +152,13 @@ class ModelPart:
     running: Sequence[_Running]
 
     def holds(self, name: str) -> bool:
-        """Whether a layer belongs to it."""
+        """Return True where a layer belongs to it."""
         if self.block is not None:
             return is_inside(name, self.block)
         return not any(is_inside(name, block) for block in self.blocks)
 
     def run(self, index: int, batch: Any) -> list[Any]:
-        """What each model gives for the batch of a number; None of a block."""
+        """Return the output of each model for the batch of a number; None of a block."""
         with torch.no_grad():
             return [each.run(index, batch) for each in self.running]
 

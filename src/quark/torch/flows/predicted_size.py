@@ -25,7 +25,7 @@ from quark.torch.plan import Plan, chooser, make_plan
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """What the layers of a folder get, and how large that is.
+    """The plan for the layers of a folder, and how large the result is.
 
     Attributes:
         folder: The folder.
@@ -72,7 +72,7 @@ def plan_layers(
     beside: Sequence[str] | None = None,
     data: Iterable[Any] | None = None,
 ) -> Plan:
-    """What each layer gets.
+    """Return the plan of all layers, those beside the model included.
 
     Args:
         meta: Model on the meta device; passes that the config asks for change it.

@@ -1,4 +1,4 @@
-"""What a job will take, from a model without weights: estimates, and errors before the first block.
+"""The time and memory of a job, from a model without weights: estimates, and errors before the first block.
 
     least = weights there at once + H and its factor of the widest layer + inputs of one block for all samples
     about = least + what work takes beside: the block twice more, some rows that are solved, experts that are at once
@@ -59,7 +59,8 @@ class OnGpu:
 
 
 def on_gpu(model: nn.Module, tokens: int, names: Sequence[str] | None = None) -> OnGpu:
-    """What GPTQ has on a GPU at once: `block + 8 n^2 + max(3 chunks, 36 max(elements, rows n)) + waiting batches`.
+    """Return the bytes that GPTQ has on a GPU at once: `block + 8 n^2 + max(3 chunks, 36 max(elements, rows n)) +
+    waiting batches`.
 
     Args:
         model: With or without weights.
@@ -105,7 +106,7 @@ def check_gpu(
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a job will take.
+    """An estimate of a job.
 
     Attributes:
         blocks: How many there are.

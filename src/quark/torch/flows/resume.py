@@ -1,4 +1,4 @@
-"""What it takes to resume a run: the manifest of its settings, of what is finished, and of what going on needs.
+"""The manifest of a run that can be resumed: its settings, what is finished, and the state to go on from.
 
     work/manifest.json           settings, finished blocks with the hashes of their bytes, the file of inputs
     work/inputs-3-0.safetensors  inputs of block 3 on rank 0, and the state of the random numbers there
@@ -41,7 +41,7 @@ SERIES = ("hidden", "float", "observed")
 
 
 class Manifest:
-    """What is known of a run.
+    """The state of a run that is on disk.
 
     Attributes:
         folder: Where it lies.
@@ -53,7 +53,7 @@ class Manifest:
 
     @property
     def begun(self) -> bool:
-        """Whether there are finished blocks to go on from."""
+        """True where there are finished blocks to go on from."""
         return bool(self._blocks)
 
     @classmethod

@@ -28,7 +28,7 @@ Named = tuple[str, torch.Tensor]
 _KV_SCALES = {"k_proj": "k_scale", "v_proj": "v_scale"}
 """Leaf of a projection whose output is the cache -> name of its scale beside it, as vLLM reads it."""
 INNER = "attn"
-"""What vLLM puts after the name of an attention module, unless it is called so."""
+"""The end that vLLM puts after the name of an attention module, unless it is called so."""
 OF_VALUES = "scale_of_values"
 """The scale of values once more, of a layer that makes keys and values under one."""
 
@@ -101,7 +101,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a checkpoint folder says of itself.
+    """The part of the config of a checkpoint folder about how it is stored.
 
     Attributes:
         config: A config under which a float model gets the layers of the checkpoint.
@@ -118,7 +118,7 @@ class Stored:
 
 
 class Format(ABC):
-    """What a kind of file holds of a quantized layer, and what it cannot hold.
+    """A kind of file: how it holds a quantized layer, and what it cannot hold.
 
     Attributes:
         name: Name of the format.
@@ -190,7 +190,7 @@ class Format(ABC):
             )
 
     def holds_cache(self, cache: TensorSpec) -> bool:
-        """Whether the scales of a KV cache have a place."""
+        """Return True where the scales of a KV cache have a place."""
         return cache.dtype.name in self.cache and (self.cache_heads or cache.granularity != HEADS)
 
     def check_rotations(self, layers: Mapping[str, nn.Module], folder: Folder) -> None:
@@ -248,7 +248,9 @@ class FolderFormat(Format):
             )
 
     def undecoded(self, folder: Folder) -> str | None:
-        """What transformers would decode wrongly, or not, of a folder that others read, a sentence; None if nothing."""
+        """Return a sentence about what transformers would decode wrongly, or not, of a folder that others read; None
+        if nothing.
+        """
         return None
 
     def unread(self, folder: Folder) -> str | None:
@@ -344,7 +346,9 @@ _PLACE_OF_SCALES = (
 
 
 def _unnamed(layers: Mapping[str, nn.Module], name: str, config: QConfig) -> str | None:
-    """What of the cache that a layer feeds has no name in the formats of other programs; None where it has one."""
+    """Return the part of the cache of a layer that has no name in the formats of other programs; None where it has
+    one.
+    """
     parent, _, leaf = name.rpartition(".")
     if leaf in _KV_SCALES:
         return None

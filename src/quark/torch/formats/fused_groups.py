@@ -28,7 +28,7 @@ from quark.torch.model.passes import UnfusedExperts
 from quark.torch.model.record_forward import record
 
 EXPERTS = "experts"
-"""What all layers of a mixture become."""
+"""The group of all layers of a mixture."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def united(groups: Iterable[FusedGroup], layers: Iterable[str]) -> list[FusedGro
 
 
 def architectures(model: Any) -> set[str]:
-    """What config.json calls the class of a model."""
+    """Return the names of the class of a model in config.json, and its own."""
     config = getattr(model, "config", None)
     return {type(model).__name__, *(getattr(config, "architectures", None) or ())}
 

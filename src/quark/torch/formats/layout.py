@@ -45,7 +45,7 @@ class Layout(ABC):
         self.real = real
 
     def __eq__(self, other: object) -> bool:
-        """Whether both store equal tensors as equal ones."""
+        """Return True where both store equal tensors as equal ones."""
         return type(self) is type(other) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
@@ -72,8 +72,9 @@ class Layout(ABC):
         """The tensors of static activation parameters."""
 
     def flaw(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> str | None:
-        """What is wrong with the scales and zero points of stored tensors that stand for one of `shape`, as
-        `quark.core.scales.flaw` says it. Shapes and dtypes are right already; codes are not read.
+        """Return the fault of the scales and zero points of stored tensors that stand for one of `shape`, as
+        `quark.core.scales.flaw` says it; None where there is none. Shapes and dtypes are right already; codes are
+        not read.
         """
         return None
 
@@ -89,7 +90,7 @@ class Layout(ABC):
         return rows_together(spec, shape, self.word_rows)
 
     def constants(self, shape: tuple[int, ...]) -> Tensors:
-        """What is stored of a weight of this shape, whatever its values are."""
+        """Return the tensors that are stored of a weight of this shape, whatever its values are."""
         return {}
 
     def store_second(self, scale: torch.Tensor) -> Tensors:
@@ -140,7 +141,7 @@ def rows_together(spec: TensorSpec, shape: tuple[int, ...], words: int) -> int |
 
 
 def _by_rows(split: Granularity, ndim: int) -> bool:
-    """Whether the scales of some rows of a matrix are known from these rows' place alone."""
+    """Return True where the scales of some rows of a matrix are known from these rows' place alone."""
     along_rows = isinstance(split, PerGroup) and split.axis % ndim == 0
     across = isinstance(split, PerChannel) and split.axis % ndim != 0
     return not along_rows and not across and not (isinstance(split, PerBlock) and ndim != 2)

@@ -1,4 +1,4 @@
-"""What transformers' own loader finds of a folder: known from the names of its tensors, without their values.
+"""The tensors that transformers' own loader finds in a folder: known from their names, without their values.
 
     name in the file  --(renamings, then mergers of transformers)-->  tensor of the class that `architectures` names
 
@@ -119,7 +119,9 @@ def _float_names(model: nn.Module, tensors: Iterable[str], forms: Sequence[Other
 def _undecoded(
     model: nn.Module, form: FolderFormat, folder: Folder, forms: Sequence[OtherForm], reader: str
 ) -> str | None:
-    """What `check_readers` says. Raises NotSupportedError for a folder that the server it is made for does not read."""
+    """Return the sentence that `check_readers` gives. Raises NotSupportedError for a folder that the server it is
+    made for does not read.
+    """
     unread = form.unread(folder)
     if reader not in _SERVERS:
         joined = _joined_said(forms, read_forms(forms, form, reader), form)
@@ -132,7 +134,8 @@ def _undecoded(
 
 
 def _scales_in_float32(model: Any, folder: Folder) -> str | None:
-    """What transformers does with scales that it loads in float32, since a pattern of the class is for their names.
+    """Return a sentence about scales that transformers loads in float32, since a pattern of the class is for their
+    names.
 
     Its loader decodes such weights to float32, beside inputs in the type of the model.
     """
@@ -151,7 +154,7 @@ def _scales_in_float32(model: Any, folder: Folder) -> str | None:
 
 
 def _joined_said(forms: Sequence[OtherForm], read: Sequence[OtherForm], form: FolderFormat) -> str | None:
-    """What servers do with tensors in float that a folder holds together, and published ones apart."""
+    """Return a sentence about float tensors that a folder holds together, and published ones apart, for servers."""
     joined = [each for each in forms if all(each is not other for other in read)] if len(read) < len(forms) else []
     if not joined:
         return None

@@ -39,7 +39,7 @@ _ARITHMETIC = (
     *(ast.Name, ast.Constant, ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
 )
 _METHODS = frozenset({"size", "stride", "storage_offset", "inf", "isnan"})
-"""What guards say of a tensor or a number."""
+"""Methods that guards call on a tensor or a number."""
 _SYMPY = frozenset(
     {
         "Symbol", "Integer", "Float", "Rational", "Max", "Min", "Mod", "PythonMod", "FloorDiv", "CleanDiv",
@@ -49,7 +49,7 @@ _SYMPY = frozenset(
         "OpaqueUnaryFn_sqrt", "Eq", "Ne", "Lt", "Le", "Gt", "Ge", "And", "Or", "Not", "Piecewise",
     }
 )  # fmt: skip
-"""What sizes are written with."""
+"""The names that sizes are written with."""
 _POWERS = frozenset({"Pow", "PowByNatural", "FloatPow"})
 _LONGEST, _HIGHEST = 10_000, 64
 """Characters of an expression, and the highest exponent: 9 ** 9 ** 9 would be computed for hours."""
@@ -125,7 +125,7 @@ def _check_text(key: str, text: str) -> None:
 
 
 def _is_arithmetic(text: str) -> bool:
-    """Whether an expression compares and computes numbers, sizes and symbols, and calls nothing else."""
+    """Return True where an expression compares and computes numbers, sizes and symbols, and calls nothing else."""
     try:
         nodes = list(ast.walk(ast.parse(text, mode="eval"))) if len(text) <= _LONGEST else []
     except SyntaxError:
@@ -149,7 +149,7 @@ def _is_harmless(node: ast.AST) -> bool:
 
 
 def _is_low(base: ast.expr, exponent: ast.expr) -> bool:
-    """Whether a power is of a small exponent, and of nothing that is a power itself."""
+    """Return True where a power is of a small exponent, and of nothing that is a power itself."""
     sign = isinstance(exponent, ast.UnaryOp)
     number = exponent.operand if sign else exponent  # type: ignore[attr-defined]  # of a UnaryOp
     low = isinstance(number, ast.Constant) and isinstance(number.value, int | float) and number.value <= _HIGHEST

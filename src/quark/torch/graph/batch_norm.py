@@ -92,7 +92,7 @@ def _like(value: torch.Tensor, weight: torch.Tensor) -> nn.Parameter:
 
 
 def attribute(model: nn.Module, name: str) -> Any:
-    """What a dotted name stands for."""
+    """Return the attribute of a model at a dotted name."""
     parent, _, leaf = name.rpartition(".")
     return getattr(model.get_submodule(parent), leaf)
 

@@ -1,4 +1,4 @@
-"""What graph mode knows about aten operators, as tables. A new operator is a row.
+"""The aten operators that graph mode knows, as tables. A new operator is a row.
 
 An operator is quantized (_OPERATOR_KINDS), or moves values without changing them (MOVING_OPERATORS), or is fused into
 the one before it (ACTIVATIONS); whatever else computes stays in float, and the plan names it.
@@ -94,7 +94,7 @@ def kind_of(node: fx.Node) -> Kind | None:
 
 
 def is_call(node: object, *targets: str) -> bool:
-    """Whether a node calls one of the operators."""
+    """Return True where a node calls one of the operators."""
     return isinstance(node, fx.Node) and node.op == "call_function" and target_name(node) in targets
 
 
@@ -119,7 +119,7 @@ def activations_of(node: fx.Node) -> list[fx.Node]:
 
 
 def is_float(node: fx.Node) -> bool:
-    """Whether a node gives a floating-point tensor."""
+    """Return True where a node gives a floating-point tensor."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 

@@ -268,7 +268,7 @@ def _selected(config: QConfig, model: fx.GraphModule, operators: dict[str, Quant
 
 
 class Quantizable(Protocol):
-    """What is read of an operator of the plan."""
+    """A row of the table of operators as the plan reads it."""
 
     @property
     def kind(self) -> Kind: ...

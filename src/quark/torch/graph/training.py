@@ -16,7 +16,7 @@ PRESERVED = "_user_preserved_attributes"
 
 
 def set_training(model: fx.GraphModule, mode: bool = True) -> fx.GraphModule:
-    """What `train` and `eval` of an nn.Module do, for the dropouts and norms of a graph."""
+    """Switch the dropouts and norms of a graph as `train` and `eval` of an nn.Module do, and return the graph."""
     for node in model.graph.nodes:
         if is_call(node, *FLAGS):
             node.update_arg(FLAGS[str(node.target)], mode)

@@ -49,7 +49,7 @@ ENOUGH = 0.02
 """Seconds that short functions are run again for: the shortest of five runs of some microseconds is chance."""
 
 _CHOICES: dict[Hashable, Choice | None] = {}
-"""What was measured in this process; None where the float layer is fastest."""
+"""The choices that were measured in this process; None where the float layer is fastest."""
 
 _FAILED: set[tuple[str, torch.device]] = set()
 """Kernels that raised an error, and the devices on which they did, of which a line was said."""
@@ -115,7 +115,7 @@ def undo_acceleration(model: nn.Module) -> int:
 
 
 def _has_scales_in_rows(spec: TensorSpec) -> bool:
-    """Whether stored float scales are of a matrix, of its rows, or of groups in them."""
+    """Return True where stored float scales are of a matrix, of its rows, or of groups in them."""
     if spec.scale_spec is not None or spec.code_spec is not None or spec.dynamic or spec.dtype.is_block:
         return False
     if isinstance(spec.granularity, PerGroup):
@@ -198,7 +198,7 @@ def _by_rows(
 def _faster(
     layer: QuantLinear, any_rounding: bool, kernels: tuple[Kernel, ...], clock: Clock
 ) -> PackedLinear | QuantLinear | None:
-    """What takes the layer's place; None if it stays."""
+    """Return the layer that takes the layer's place; None if it stays."""
     # Other packages wrap the forward of a module; their wrapper would go on calling the old one.
     if "forward" in layer.__dict__ or layer.weight.is_meta:
         return None

@@ -31,7 +31,7 @@ class ScaledMm(Kernel):
         return device.type == "cuda" and self.computes(weight) and fp8_product(device) is not None
 
     def computes(self, weight: CodedWeight) -> bool:
-        """Whether the formula is the layer's, whatever the device."""
+        """Return True where the formula is the layer's, whatever the device."""
         quantizer = weight.input_quantizer
         n, k = weight.shape
         return (

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from quark.torch.kernels.kernel import CodedWeight, Kernel, Multiply, Packed
 
 GROUPS = (256, 128, 64, 32)
-"""What the kernel takes. Longer groups are cut into these, each with the scale of the whole."""
+"""The groups that the kernel takes. Longer groups are cut into these, each with the scale of the whole."""
 
 ROWS = 64
 """Weights are padded to a multiple of the longest block of rows that any CPU packs."""

@@ -142,7 +142,8 @@ class OneDnnInt8(_Int8Int8):
 
 @cache
 def onednn_sums_are_exact() -> bool:
-    """Whether the sums of `OneDnnInt8` are exact on this processor, for one row and for many; found once in a process.
+    """Return True where the sums of `OneDnnInt8` are exact on this processor, for one row and for many; found once in a
+    process.
 
     The largest codes and the smallest ones show it: no others saturate where these do not.
     """
@@ -205,7 +206,7 @@ A range that was NaN gives codes that mean nothing, and a scale that is NaN."""
 
 
 def int8_codes(quantizer: FakeQuantize) -> _Coder:
-    """What makes the codes of the rows of x under a scale per row or tensor.
+    """Return the function that makes the codes of the rows of x under a scale per row or tensor.
 
     Args:
         quantizer: Of int8 or uint8, one level of scales.

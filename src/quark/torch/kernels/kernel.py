@@ -27,7 +27,7 @@ AGREEMENT = 2.0**-7
 to bfloat16, each 2^-9 of what is rounded, twice over. Saturated integer sums differ by far more."""
 
 Packed = Mapping[str, Any]
-"""What a kernel keeps of a weight: tensors by name, and `Prepacked` weights of oneDNN."""
+"""The form in which a kernel keeps a weight: tensors by name, and `Prepacked` weights of oneDNN."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class CodedWeight:
         return self.codes.shape[1] // self.scale.shape[1]
 
     def fits_bfloat16(self) -> bool:
-        """Whether a kernel with bfloat16 inputs and scales loses nothing that the float layer keeps."""
+        """True where a kernel with bfloat16 inputs and scales loses nothing that the float layer keeps."""
         return self.any_rounding or (
             self.dtype == torch.bfloat16 and torch.equal(self.scale, self.scale.bfloat16().float())
         )
@@ -93,11 +93,11 @@ class Kernel(ABC):
 
     @abstractmethod
     def fits(self, weight: CodedWeight) -> bool:
-        """Whether the kernel computes this layer on the device of its codes."""
+        """Return True where the kernel computes this layer on the device of its codes."""
 
     @abstractmethod
     def pack(self, weight: CodedWeight) -> dict[str, Any]:
-        """What is kept of the weight."""
+        """Return the tensors and constants that are kept of the weight."""
 
     @abstractmethod
     def codes(self, packed: Packed, shape: tuple[int, int]) -> torch.Tensor:

@@ -22,7 +22,7 @@ than its own number of rows, or at the last."""
 
 
 _PREPARED = ("_multiply", "_packed")
-"""What a layer finds out once from its other attributes."""
+"""Attributes that a layer finds out once from its others."""
 
 
 class PackedLinear(nn.Module):
@@ -115,7 +115,7 @@ class PackedLinear(nn.Module):
 
     @property
     def packed(self) -> dict[str, Any]:
-        """What the kernel keeps."""
+        """The tensors and constants that the kernel keeps."""
         tensors = {n.removeprefix("packed_"): t for n, t in self._buffers.items() if n.startswith("packed_")}
         return {"rest": None, **tensors, **self.constants}
 

@@ -121,7 +121,9 @@ def take_over_forward(layer: nn.Module, module: nn.Module) -> None:
 
 
 def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a layer was called with: its first argument, by position or by name (`layer(input=x)`); None: nothing."""
+    """Return the argument of a layer's call: the first, by position or by name (`layer(input=x)`); None where there
+    is none.
+    """
     return args[0] if args else kwargs["input"] if "input" in kwargs else next(iter(kwargs.values()), None)
 
 

@@ -25,7 +25,7 @@ Extras = Mapping[str, torch.Tensor]
 
 
 class Mode(Enum):
-    """What a FakeQuantize does with the tensor that passes."""
+    """The behaviour of a FakeQuantize with the tensor that passes."""
 
     off = "off"
     """Nothing: the float tensor goes on."""
@@ -105,7 +105,7 @@ class FakeQuantize(nn.Module):
 
     @property
     def needs_range(self) -> bool:
-        """Whether the tensor is static and its scale waits for calibration data."""
+        """True where the tensor is static and its scale waits for calibration data."""
         missing = self.scale_2 if self.spec.dynamic else self.scale
         return self.spec.needs_calibration and missing is None
 

@@ -31,7 +31,7 @@ from quark.core.spec import Learning, TensorSpec
 
 
 def learned_value(scale: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """What is trained in place of `scale`: the scale itself (LSQ), or log2 of the threshold (TQT)."""
+    """Return the value that is trained in place of `scale`: the scale itself (LSQ), or log2 of the threshold (TQT)."""
     if spec.learning is Learning.lsq:
         return scale.detach().float().clone()
     return torch.log2(scale.detach().float() * ((spec.dtype.max - spec.dtype.min) / 2))

@@ -58,7 +58,7 @@ def branch_of(layer: nn.Module) -> LowRankBranch | None:
 
 
 def with_branch(layer: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """What the branch of a layer, if there is one, gives for x is added to y."""
+    """Return y plus the output of the branch of a layer for x, if there is a branch."""
     branch = branch_of(layer)
     return y if branch is None else y + branch(x)
 
@@ -89,7 +89,7 @@ def branches(model: nn.Module) -> Iterator[tuple[str, LowRankBranch]]:
 
 
 def can_have_branch(config: SVDQuantConfig, name: str, layer: nn.Module, spec: TensorSpec | None) -> bool:
-    """Whether SVDQuant may give a layer, whose weight is quantized by a spec, a branch."""
+    """Return True where SVDQuant may give a layer, whose weight is quantized by a spec, a branch."""
     return (
         isinstance(layer, nn.Linear)
         and spec is not None

@@ -1,4 +1,4 @@
-"""What the quantizers of a model do for a while: be off, so that the float model runs, or observe."""
+"""Modes of the quantizers of a model for a while: off, so that the float model runs, or observing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the granularities of a spec fit the weight and the input of a layer."""
+"""A check that the granularities of a spec fit the weight and the input of a layer."""
 
 from __future__ import annotations
 

@@ -82,7 +82,9 @@ class _Worker:
         self._send(first)
 
     def ask(self, messages: Any, add_generation_prompt: bool) -> dict[str, str]:
-        """What the worker says of a conversation. Raises FormatError where it says nothing in time, and ends it."""
+        """Return the answer of the worker for a conversation. Raises FormatError where none comes in time, and ends
+        it.
+        """
         if not self._is_ready:
             self._line(STARTING)
             self._is_ready = True

@@ -80,7 +80,7 @@ class Document:
 
 
 def is_dataset(data: Path) -> bool:
-    """Whether a path is the name of a dataset; a file that is called so is a file."""
+    """Return True where a path is the name of a dataset; a file that is called so is a file."""
     return str(data).startswith(DATASETS) and not data.exists()
 
 

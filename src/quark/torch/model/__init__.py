@@ -1,1 +1,1 @@
-"""What is known of a model: its blocks, roles, dataflow and published names."""
+"""Knowledge of a model: its blocks, roles, dataflow and published names."""

@@ -40,7 +40,7 @@ def run_batches(model: nn.Module, data: Iterable[Any]) -> int:
 def calibration_step(
     model: nn.Module, batch: Any, device: torch.device, index: int, what: str = "calibration batch"
 ) -> Any:
-    """What the model makes of the batch of a number.
+    """Return the output of the model for the batch of a number.
 
     Raises CalibrationError, which shows the batch, for one that the model does not take.
     """

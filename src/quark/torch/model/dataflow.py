@@ -195,7 +195,7 @@ class Trace:
         return [nearest[index] for index in sorted(nearest)]
 
     def has_parameter(self, node: Node) -> bool:
-        """Whether a node computes with a parameter of the model."""
+        """Return True where a node computes with a parameter of the model."""
         return any(self.values[self.origin(value)].parameter for value in node.inputs)
 
     def addition_chains(self) -> list[AdditionChain]:
@@ -240,7 +240,9 @@ class Trace:
         )
 
     def _carried(self, node: Node) -> list[tuple[int, int]]:
-        """What a node passes on, as (input, output): sums, copies, joined rows, products with a factor per token."""
+        """Return the streams that a node passes on, as (input, output): sums, copies, joined rows, products with a
+        factor per token.
+        """
         if node.module is not None or not node.outputs:
             return []
         if node.kind in SUMS | PRODUCTS | JOINS:
@@ -259,7 +261,7 @@ class Trace:
         return same if len(same) == (1 if node.kind in PRODUCTS else len(node.inputs)) else []
 
     def _adds_rows(self, node: Node) -> bool:
-        """Whether a sum along axes leaves the channels (last axis), each at its place."""
+        """Return True where a sum along axes leaves the channels (last axis), each at its place."""
         assert node.total is not None
         shape = self.values[node.inputs[0]].shape
         channels = torch.arange(shape[-1])
@@ -269,7 +271,7 @@ class Trace:
         return bool((added == channels * (math.prod(shape) // added.numel())).all())
 
     def _keeps_channels(self, node: Node, output: int) -> bool:
-        """Whether an output holds the channels (last axis) of the first input, each at its place."""
+        """Return True where an output holds the channels (last axis) of the first input, each at its place."""
         if node.module is not None or not node.inputs:
             return False
         if node.kind in COPIES:

@@ -39,7 +39,7 @@ _PREPROCESSOR = "preprocessor_config.json"
 _READ = re.compile(rf"{_SIDE_FILES.pattern}|\.json$|\.safetensors$|\.bin$")
 """Files that quark, or transformers on its behalf, opens."""
 _BLOB = re.compile(r"models--[^/]+/blobs/[0-9a-f]{40,64}$")
-"""What the links in a snapshot of huggingface's cache lead to: contents under their hashes."""
+"""The path that links in a snapshot of huggingface's cache lead to: contents under their hashes."""
 
 
 def regular_file(path: Path) -> Path:
@@ -170,7 +170,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def _travels(path: Path) -> bool:
-    """Whether a file at the top of a folder goes into the output too."""
+    """Return True where a file at the top of a folder goes into the output too."""
     if _SIDE_FILES.search(path.name):
         return not path.is_dir()
     # Only a model folder has all of its files copied: where a model was built by hand, its name may be that of another.

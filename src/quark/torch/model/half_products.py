@@ -68,7 +68,7 @@ class _Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What the user has compiled stays compiled: PyTorch asks this."""
+        """Let code that the user has compiled stay compiled: PyTorch asks this."""
         return True
 
     def __torch_dispatch__(

@@ -32,7 +32,7 @@ _COUNTED = re.compile(r"^(num|n)_|_(size|dim)$")
 SCALARS = re.compile(r"theta|base|token|seed|factor")
 """Fields whose size costs nothing."""
 MODULES, LENGTH = 2000, 1 << 24
-"""What is always built: so many modules of a kind, and tables of so many entries."""
+"""The most that is always built: so many modules of a kind, and tables of so many entries."""
 _OF_MODELOPT = "hf_quant_config.json"
 """Where ModelOpt says how a folder is quantized, before its versions that say so in config.json."""
 OF_MLX, MLX = "quantization", "mlx"
@@ -95,7 +95,7 @@ def _move_section_of_mlx(config: dict[str, Any]) -> None:
 
 
 def _said_beside(path: Path) -> dict[str, Any]:
-    """What ModelOpt says of a folder in a file of its own, as newer versions say it in config.json."""
+    """Return the section that ModelOpt writes into a file of its own, as newer versions write it into config.json."""
     stored = _json_of(path)
     said = stored.get("quantization") if isinstance(stored, dict) else None
     if not isinstance(said, dict):
@@ -142,7 +142,9 @@ def check_sizes(folder: Path, stored: Mapping[str, Any], shapes: Shapes) -> None
 
 
 def _usual(stored: Mapping[str, Any], field: str) -> Any:
-    """What a field is where a config does not say it: the -1 of ViLT's num_images means that it is of no interest."""
+    """Return the default of a field that a config does not set: the -1 of ViLT's num_images means that it is of no
+    interest.
+    """
     mapping = import_transformers().CONFIG_MAPPING
     kind = stored.get("model_type")
     return getattr(mapping[kind](), field, None) if kind in mapping else None
@@ -217,6 +219,6 @@ def model_class(folder: Path, config: Any, trust_remote_code: bool = False) -> A
 
 
 def _remote(config: Any, named: str) -> str | None:
-    """What `auto_map` says of the class, as "file.Class"."""
+    """Return the class in `auto_map`, as "file.Class"."""
     references: Iterable[Any] = (getattr(config, "auto_map", None) or {}).values()
     return next((r for r in references if isinstance(r, str) and r.rpartition(".")[2] == named), None)

@@ -32,7 +32,7 @@ _HARMLESS = frozenset(
                  "is_cuda.__get__", "is_cpu.__get__", "layout.__get__", "size", "dim", "numel", "stride", "data_ptr",
                  "__hash__", "get_device")
 )  # fmt: skip
-"""What codes answer as the float weight does."""
+"""The attributes that codes have as the float weight does."""
 CHANGES = re.compile(r"torch\.Tensor\.(?!requires_grad_$)(?:\w*[^_]_|__i(?:add|sub|mul|truediv|div)__|__setitem__)")
 """Functions that write into their first argument."""
 

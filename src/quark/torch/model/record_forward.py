@@ -51,7 +51,7 @@ def record(model: nn.Module, run: Callable[[], object]) -> Trace:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes x W^T + b with a weight (out_features, in_features)."""
+    """Return True where a module computes x W^T + b with a weight (out_features, in_features)."""
     return isinstance(module, nn.Linear)
 
 

@@ -22,7 +22,7 @@ from quark.torch.model.dataflow import AdditionChain, Node, Trace
 from quark.torch.model.record_forward import is_linear
 
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
-"""What a sum may start from."""
+"""The functions whose tensor a sum may start from."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Residual:
 
     @property
     def centred(self) -> bool:
-        """Whether a norm subtracts the mean."""
+        """True where a norm subtracts the mean."""
         return any(norm.centred for norm in self.norms)
 
 
@@ -104,7 +104,7 @@ def hidden_values(trace: Trace, name: str, shape: torch.Size) -> tuple[int, int]
 
 
 def _reads_linearly(module: nn.Module | None, width: int) -> bool:
-    """Whether a module applies one weight (out, width) to its input: a linear layer, or a router."""
+    """Return True where a module applies one weight (out, width) to its input: a linear layer, or a router."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or isinstance(module, nn.Embedding):
         return False

@@ -78,7 +78,7 @@ class _Bytes:
         }
 
     def shares(self, other: _Bytes) -> bool:
-        """Whether both have a byte in common. Nothing is read."""
+        """Return True where both have a byte in common. Nothing is read."""
         try:
             both = np.asarray(self), np.asarray(other)
             return self.device == other.device and np.shares_memory(*both, _MOST_WORK)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ PIECE = 1 << 24
 """Bytes that are copied, or converted, at once."""
 
 Way = tuple[Move, list[ByteRange]]
-"""What becomes of a stored tensor, and the places of its rows."""
+"""The change of a stored tensor, and the places of its rows."""
 
 
 def ways_of(entry: Entry, writer: Writer, places: Mapping[str, ByteRange]) -> dict[str, Way]:

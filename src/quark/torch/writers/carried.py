@@ -34,7 +34,7 @@ from quark.torch.plan import Plan, chooser
 
 @dataclass(frozen=True)
 class Carried:
-    """What is written beside the tensors of a model.
+    """Tensors that are written beside those of a model.
 
     Attributes:
         entries: The tensors.
@@ -50,7 +50,7 @@ class Carried:
 def carried_beside_model(
     model: Any, config: QConfig, plan: Plan, folder: OpenedFolder | None, form: Format, pack_method: str, real: bool
 ) -> Carried:
-    """What the folder that a model was loaded from holds and the model's class does not build.
+    """Return the tensors of the folder that a model was loaded from which the model's class does not build.
 
     Layers in codes keep them where the layers of the model do, and are float where a model was made float again.
 

@@ -31,7 +31,7 @@ _OF_OTHER_CODES = ("compression_config", "expert_dtype", "quantization", "quanti
 """Those of _OF_THE_FILES that would be wrong in the new folder."""
 ROPE, TYPE, THETA, SCALING = "rope_parameters", "rope_type", "rope_theta", "rope_scaling"
 _OF_NETWORKS = ("_name_or_path", "quantization_config", "_pre_quantization_dtype")
-"""What the config of a network of diffusers says of the folder that it was loaded from."""
+"""Keys in the config of a network of diffusers about the folder that it was loaded from."""
 
 
 def write_config(model: Any, quantization: dict[str, Any], source: OpenedFolder | None, folder: Path) -> None:
@@ -107,7 +107,7 @@ def _as_written(config: Any, source: OpenedFolder | None) -> dict[str, Any] | No
 
 
 def _read_as(config: Any, stored: Mapping[str, Any]) -> Any | None:
-    """What the class of a config makes of the fields of a file; None where it refuses them."""
+    """Return the config that its class makes of the fields of a file; None where it refuses them."""
     fields = {name: copy.deepcopy(value) for name, value in stored.items() if name not in _OF_OTHER_CODES}
     with suppress(Exception):  # code of a config of its own may raise anything
         return type(config).from_dict(fields)

@@ -133,7 +133,7 @@ class FolderWriter(Writer):
         self.names = names_in_file(model, self.form, content.specs, as_they_are=beside, forms=self.forms)
 
     def _content(self, solved: bool) -> Folder:
-        """What the `quantization_config` speaks of."""
+        """Return the folder that the `quantization_config` describes."""
         given, target, beside = self.quantized, self.target, [name for name, _, _ in self.carried]
         everywhere = not self.form.own_loader
         return folder_of(
@@ -149,7 +149,9 @@ class FolderWriter(Writer):
         return " ".join(filter(None, (undecoded, self._unrun()))) or None
 
     def _unrun(self) -> str | None:
-        """What sentence-transformers would not run of an encoder, a sentence; None if it runs all."""
+        """Return a sentence about modules of an encoder that sentence-transformers would not run; None if it runs
+        all.
+        """
         source = self.quantized.source
         places = () if source is None else (source.path, source.path.parent)
         listed = any((place / "modules.json").is_file() for place in places)

@@ -42,7 +42,7 @@ MODULES = "modules.json"
 CACHE = re.compile(r"models--([\w.-]+)--([\w.-]+)")
 """A folder of huggingface's cache, which says the name on the hub."""
 NAME = re.compile(r"[\w][\w.-]{0,95}")
-"""What a hub takes for a name; any other stays out of the card."""
+"""The names that a hub takes; any other stays out of the card."""
 _FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 
 
@@ -210,7 +210,9 @@ def _carried(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is text, or a list of texts: what else YAML can hold, also a list that holds itself, is left out."""
+    """Return True for text, and for a list of texts: what else YAML can hold, also a list that holds itself, is left
+    out.
+    """
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
 
 
@@ -289,7 +291,7 @@ def _body(architecture: str, load: str, layers: Mapping[str, LayerSpec], form: s
 
 
 def described(spec: LayerSpec) -> str:
-    """What is quantized in a layer."""
+    """Return the specs of a layer in words."""
     roles = {role: getattr(spec, role) for role in ROLES}
     return ", ".join(f"{role} {found}" for role, found in roles.items() if found is not None)
 

@@ -105,7 +105,7 @@ def write_model(
 
 
 def save_quantized(model: Any, save_directory: str | os.PathLike[str], **options: Any) -> None:
-    """What `save_pretrained` of a loaded quantized model does: write a folder in the format that it came in.
+    """Write a loaded quantized model into a folder, in the format that it came in, as its `save_pretrained`.
 
     Args:
         model: The model.

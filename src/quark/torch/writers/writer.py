@@ -1,4 +1,4 @@
-"""What a quantized model is written into: told its tensors by name, one at a time, in any order.
+"""The target of a quantized model: told its tensors by name, one at a time, in any order.
 
 A model in memory, one that comes block by block and files that become files are written by the same writers, so that
 what they write is the same.
@@ -53,7 +53,7 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Move:
-    """What becomes of a stored tensor on its way into the files.
+    """The change of a stored tensor on its way into the files.
 
     Attributes:
         keys: Of the places of its rows, in equal shares, one after the other.
@@ -67,7 +67,7 @@ class Move:
 
     @property
     def stays(self) -> bool:
-        """Whether the tensor is written as it is."""
+        """True where the tensor is written as it is."""
         return self.order is None and self.change is None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,7 @@ class Writer(ABC):
 
 
 class OutputTarget(ABC):
-    """What a model is to be written as, known before there is a model.
+    """The form that a model is to be written in, known before there is a model.
 
     Attributes:
         is_file: Whether it is one file; else a folder.
@@ -155,7 +155,7 @@ class OutputTarget(ABC):
     @property
     @abstractmethod
     def settings(self) -> Mapping[str, Any]:
-        """What decides over the bytes of its tensors, as JSON holds it."""
+        """The settings that decide over the bytes of its tensors, as JSON holds them."""
 
     @abstractmethod
     def writer(self, quantized: Quantized) -> Writer:

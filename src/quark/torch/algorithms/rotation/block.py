@@ -1,4 +1,4 @@
-"""What a rotation does to one decoder block: found, proved on a float64 copy, and done.
+"""The rotation of one decoder block: found, proved on a float64 copy, and done.
 
 Names are relative to the block. A block is all that must be in memory.
 """
@@ -42,7 +42,7 @@ _HeadRotation = tuple[ValuePath, list[torch.Tensor], Turning]
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What is done to one block; names are relative to it.
+    """The changes of one block; names are relative to it.
 
     Attributes:
         stream: Q of R1, folded; None: R1 is online or off.
@@ -162,7 +162,7 @@ def _require_same(errors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _exact(block: nn.Module, call: Call) -> torch.Tensor:
-    """What a block returns, computed in float64 throughout."""
+    """Return the output of a block, computed in float64 throughout."""
     return Exact(block, call.args, call.kwargs).run()[0][0]
 
 

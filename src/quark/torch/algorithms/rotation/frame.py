@@ -35,7 +35,7 @@ FRAME = ""
 
 @dataclass(frozen=True)
 class Frame:
-    """What surrounds the blocks of a model.
+    """The modules around the blocks of a model.
 
     Attributes:
         blocks: Full names of the blocks.

@@ -150,7 +150,7 @@ class ModelRotation:
             rotate_readers(self.model, self.residual, self.stream)
 
     def plan(self, name: str) -> BlockPlan:
-        """What is to be done to a block, proved on a float64 copy of it."""
+        """Return the plan of a block, proved on a float64 copy of it."""
         block = self.model.get_submodule(name)
         few, many = self.frame.calls[name]
         calls = few.to(input_device(block)), many.to(input_device(block))

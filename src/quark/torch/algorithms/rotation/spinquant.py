@@ -41,7 +41,7 @@ STREAM = ""
 
 @dataclass
 class Learned:
-    """What was learned.
+    """The learned rotations.
 
     Attributes:
         matrices: Name -> matrix, float64, as it is applied after the Hadamard matrix.
@@ -57,7 +57,7 @@ class Learned:
         return MatrixRotation(self.matrices[STREAM]) if STREAM in self.matrices else None
 
     def plan(self, block: str, plan: BlockPlan) -> BlockPlan:
-        """What is still to be done to a block whose Hadamard rotations, of that plan, are done."""
+        """Return the plan of the changes that are left to a block whose Hadamard rotations, of that plan, are done."""
         heads = tuple(
             (path, rows, MatrixRotation(self.matrices[_head_name(block, index)]))
             for index, (path, rows, _) in enumerate(plan.heads)
@@ -132,7 +132,7 @@ def _is_better(after: float, before: float) -> bool:
 
 @dataclass
 class _Change:
-    """What a matrix does to a parameter, on the device of that: to its last axis, or to its rows."""
+    """The product of a parameter with a matrix, on the device of the parameter: of its last axis, or of its rows."""
 
     matrix: str
     rows: torch.Tensor | slice | None = None

@@ -1,4 +1,4 @@
-"""What the column solvers solve at once: layers that read one tensor, or experts of one shape, stacked."""
+"""Problems that the column solvers solve at once: layers that read one tensor, or experts of one shape, stacked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = 1024
 
 @dataclass
 class ColumnProblem:
-    """What is solved at once: layers that read one tensor, with the order in which their columns are visited.
+    """A problem that is solved at once: layers that read one tensor, with the order in which their columns are visited.
 
     `damping` is the share of the mean of the diagonal that the factor took; `pulls` are those of layers that have one;
     `drift`, GPTAQ's P, where all of it is there, so that pulls follow from it; `varied`, by how much the outputs of
@@ -84,7 +84,7 @@ class ColumnProblem:
 
     @property
     def drift_gives_pulls(self) -> bool:
-        """Whether pulls cost less from all of P than from outputs, where what is above its diagonal is found anyway.
+        """True where pulls cost less from all of P than from outputs, and the part above its diagonal is found anyway.
 
         For each column, P takes 2/3 columns^2 products more and then columns x rows; outputs, twice tokens x rows and
         half of columns x rows for a solution.
@@ -131,8 +131,8 @@ class ColumnProblem:
         return gptq.drawn(self.weights[name][rows].float().T[self.order], self.drift)
 
     def may_round_offset(self, feedback: torch.Tensor, importance: torch.Tensor) -> bool:
-        """Whether what moves the weights may be found by rounded products: whether on some of the rows as little of
-        what it gains is then lost, `gptq.ALLOWED` at most.
+        """Return True where the change of the weights may be found by rounded products: on some of the rows at most
+        `gptq.ALLOWED` of its gain is then lost.
 
         Args:
             feedback, importance: F and d, float32.
@@ -147,7 +147,7 @@ class ColumnProblem:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """What problems have in common that are stacked: spec, shape and dtype of each weight."""
+        """The common properties of problems that are stacked: spec, shape and dtype of each weight."""
         weights = [cast(nn.Linear, layer).weight for layer in self.layers.values()]
         return tuple(
             (weight_spec(layer), w.shape, w.dtype) for layer, w in zip(self.layers.values(), weights, strict=True)

@@ -289,7 +289,7 @@ def learned_weights(model: nn.Module, layers: Mapping[str, QuantLayer]) -> list[
 
 
 def _has_codes(layer: QuantLayer) -> bool:
-    """Whether it is a linear layer whose weight has codes and scales that can be learned."""
+    """Return True for a linear layer whose weight has codes and scales that can be learned."""
     spec = layer.spec.weight
     return isinstance(layer, nn.Linear) and spec is not None and not spec.is_cast and spec.code_spec is None
 
@@ -324,7 +324,7 @@ def merged(batches: Sequence[Any], rows: int) -> list[Any]:
 
 
 def _shape(batch: Any) -> Any:
-    """What batches that go together have in common; None: nothing is put to this one."""
+    """Return the common properties of batches that go together; None for a batch that goes alone."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[1:], batch.dtype
     if not hasattr(batch, "items") or not all(isinstance(value, torch.Tensor) for value in batch.values()):

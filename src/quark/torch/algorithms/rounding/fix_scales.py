@@ -1,4 +1,4 @@
-"""What algorithms that solve weights share: which layers, and the scales on which their weights are rounded."""
+"""Common steps of algorithms that solve weights: which layers, and the scales on which their weights are rounded."""
 
 from __future__ import annotations
 

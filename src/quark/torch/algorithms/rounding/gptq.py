@@ -65,7 +65,7 @@ class GPTQ(ByScores):
     solves_after_blocks = True
     needs_compiled = True
     rounds_moved: ClassVar[bool] = True
-    """Whether the float weight that `pull` moves is the one that is rounded, or only what refinement comes near to."""
+    """True where the float weight that `pull` moves is rounded itself; else refinement only comes near to it."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -54,7 +54,9 @@ def _shared(spec: TensorSpec, length: int, ordered: bool) -> int:
 
 
 def can_be_spread(spec: TensorSpec) -> bool:
-    """Whether the scales of a weight are a matrix, (rows, groups), of scales that are not quantized themselves."""
+    """Return True where the scales of a weight are a matrix, (rows, groups), of scales that are not quantized
+    themselves.
+    """
     return by_row(spec) and spec.scale_spec is None and spec.code_spec is None and spec.split == spec.granularity
 
 
@@ -172,7 +174,7 @@ class FittedScales:
 
 
 def can_be_fitted(spec: TensorSpec) -> bool:
-    """Whether scales are of single rows, and so fine that any factor is worth having."""
+    """Return True where scales are of single rows, and so fine that any factor is worth having."""
     fine = spec.scale_type in FLOAT_SCALES and spec.scale_spec is None and not spec.dtype.is_block
     return fine and by_row(spec)
 

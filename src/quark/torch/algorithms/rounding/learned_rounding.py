@@ -93,7 +93,7 @@ class Readers:
 
 
 class _Parts:
-    """What several layers give for one tensor: computed at once when the first of them is asked."""
+    """The outputs of several layers for one tensor, computed at once when the first of them is asked."""
 
     def __init__(self, readers: Readers, product: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.readers, self.product = readers, product
@@ -102,7 +102,7 @@ class _Parts:
         self.state: tuple[int, int, bool] | None = None
 
     def of(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """What the layer of a number gives."""
+        """Return the output of the layer of a number."""
         state = (x._version, self.readers.weight._version, torch.is_grad_enabled())
         if self.x is not x or self.state != state or index not in self.given:
             parts = torch.split(self.product(x), self.readers.outputs, -1)
@@ -268,8 +268,8 @@ def _each_once(groups: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def _fit(readers: Sequence[Readers], block: Block) -> bool:
-    """Whether a block runs where layers give parts of one tensor: not if it writes on such a part, or reshapes it
-    without a copy.
+    """Return True where a block runs with layers that give parts of one tensor: not if it writes on such a part, or
+    reshapes it without a copy.
     """
     call = block.calls[0].loaded()
     for some in readers:
@@ -291,7 +291,7 @@ def _beside(forwards: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch
 
 
 def _join(names: Sequence[str], layers: Mapping[str, QuantLayer]) -> bool:
-    """Whether layers compute nothing but a product with a weight, which could be one for all."""
+    """Return True where layers compute nothing but a product with a weight, which could be one for all."""
     own = [layers[name] for name in names]
     weights = [cast(torch.Tensor, layer.weight) for layer in own]
     if len(own) < 2 or sum(map(torch.Tensor.numel, weights)) > TOGETHER or _kind(own[0])[1] is None:
@@ -303,7 +303,9 @@ def _join(names: Sequence[str], layers: Mapping[str, QuantLayer]) -> bool:
 
 
 def _kind(layer: QuantLayer) -> tuple[Any, ...]:
-    """What layers have in common whose weights may be in one matrix; its second is None where none may be."""
+    """Return the common properties of layers whose weights may be in one matrix; the second is None where none may
+    be.
+    """
     spec, weight = weight_quantizer(layer).spec, cast(torch.Tensor, layer.weight)
     return spec, row_of(weight, spec), weight.dtype, weight.device
 

@@ -114,7 +114,7 @@ class OutputScores(ScorePasses):
 
 
 class _Sums:
-    """What the scores of outputs of so many channels add up to.
+    """The sums of the scores of outputs of so many channels.
 
     Attributes:
         products: sum g g^T.
@@ -164,7 +164,7 @@ class ByScores(Algorithm):
     """
 
     needs_compiled: ClassVar[bool] = False
-    """Whether scores are of use only where the rounding of an element type is compiled."""
+    """True where scores are of use only where the rounding of an element type is compiled."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

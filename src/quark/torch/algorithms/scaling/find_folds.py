@@ -34,7 +34,7 @@ _FOLLOWS = 1e-7
 """Largest relative deviation of a channel from the factor that it follows."""
 
 UNCHANGED, SILENT, NEITHER = -1, -2, -3
-"""What a channel does that follows no factor: it stays as it is, it is always 0, it does anything else."""
+"""Values of a channel that follows no factor: it stays as it is, it is always 0, it is anything else."""
 
 Answer = TypeVar("Answer")
 _Asking = Generator[torch.Tensor, torch.Tensor, Answer]
@@ -105,7 +105,7 @@ class _Search:
         return self.exact.run(watch=[name for name in self.graph.calls if self.has_columns(name)])
 
     def has_columns(self, name: str | None) -> bool:
-        """Whether a module has a weight (out, channels)."""
+        """Return True where a module has a weight (out, channels)."""
         weight = None if name is None else getattr(self.block.get_submodule(name), "weight", None)
         return isinstance(weight, torch.Tensor) and weight.ndim == 2
 
@@ -161,7 +161,9 @@ class _Search:
         return [(torch.tensor(rows), values) for rows, values in reversed(parts.items())]
 
     def _other_readers(self, layers: tuple[str, ...], values: list[int]) -> tuple[tuple[str, ...], list[str]]:
-        """What reads values beside `layers`, and what of it takes no factors, or is a linear layer itself."""
+        """Return the readers of values beside `layers`, and those among them that take no factors, or are linear
+        layers.
+        """
         readers = {reader.module or reader.kind: reader for value in values for reader in self.graph.targets(value)}
         others = tuple(reader for reader in readers if reader not in (*layers, *self.graph.uncalled))
         return others, [r for r in others if not self.has_columns(readers[r].module) or self.is_linear(r)]
@@ -238,7 +240,9 @@ class _Search:
 
 
 def answers(searches: Sequence[_Asking[Answer]]) -> list[Answer]:
-    """What searches that go side by side end with; what they ask in one round is read from the device at once."""
+    """Return the results of searches that go side by side; figures that they ask for in one round are read from the
+    device at once.
+    """
     found: dict[int, Answer] = {}
     replies: dict[int, torch.Tensor | None] = dict.fromkeys(range(len(searches)))
     while replies:

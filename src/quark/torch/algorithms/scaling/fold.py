@@ -103,7 +103,7 @@ class Fold:
         return {f"{self.producer}.{name}": value for name, value in result.items()}
 
     def factor(self, block: nn.Module, s: torch.Tensor) -> torch.Tensor:
-        """What each channel of the producer's output is divided by."""
+        """Return the divisor of each channel of the producer's output."""
         size, index = self._places(s.device)
         channels = next(p.shape[0] for p in block.get_submodule(self.producer).parameters(recurse=False))
         read = s.new_ones(size + 1).scatter(0, index, s)[:size]

@@ -1,1 +1,1 @@
-"""What loaders of other packages call before they load a quantized folder."""
+"""Functions that loaders of other packages call before they load a quantized folder."""

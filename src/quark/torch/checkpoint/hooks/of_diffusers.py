@@ -1,4 +1,4 @@
-"""What diffusers calls to load a network that quark quantized: a quantizer in its table, under the name `quark`.
+"""The quantizer that diffusers calls to load a network of quark: in its table, under the name `quark`.
 
     config.json: {"_class_name": ..., "quantization_config": {"quant_method": "quark", ...}}
     tensors of the folder  ->  layers that hold them, as in a model of transformers
@@ -52,7 +52,7 @@ class QuarkNetworkConfig:
         return cls(config_dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """What config.json holds."""
+        """Return the content of config.json."""
         return copy.deepcopy(self.stored)
 
 
@@ -78,7 +78,7 @@ class QuarkNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             raise NotSupportedError("A quantized network has no part on the disk. Possible: a device_map with 'cpu'.")
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
-        """What is asked for, else the type that the network was quantized in."""
+        """Return the type that is asked for, else the one that the network was quantized in."""
         said = getattr(torch, str(self._stored.get("torch_dtype")), torch.float32)
         self._dtype: torch.dtype = torch_dtype or said
         if self._dtype != said and {self._dtype, said} <= HALF:
@@ -119,7 +119,9 @@ class QuarkNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def check_if_quantized_param(
         self, model: Any, param_value: Any, param_name: str, state_dict: Any, **options: Any
     ) -> bool:
-        """Whether a tensor is of a quantized layer: diffusers would cast its scale to the type of the model."""
+        """Return True where a tensor is of a quantized layer: diffusers would cast its scale to the type of the
+        model.
+        """
         return param_name in self._coded
 
     def create_quantized_param(

@@ -1,4 +1,4 @@
-"""What transformers' quark integration calls before it loads a checkpoint.
+"""The functions that transformers' quark integration calls before it loads a checkpoint.
 
 The model may be of another class than the folder was saved from: the text model of a composite, or one without head.
 
@@ -152,7 +152,7 @@ def _is_quantized(config: Path) -> bool:
 
 
 _MERGED = ("gate_up_proj", "up_proj", "down_proj")
-"""What transformers calls the merged weights."""
+"""The names of transformers for the merged weights."""
 KINDS = ("", "_scale", "_zero_point", *(f"_{suffix}" for suffix in EXTRA_SUFFIXES))
 """Ends of the names of what is stored of a weight. Before 5.21 transformers merges all of it as it does the weights."""
 

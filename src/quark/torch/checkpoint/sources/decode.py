@@ -34,7 +34,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class StoredCodes:
-    """What a file holds of a weight.
+    """A weight as a file holds it.
 
     Attributes:
         name: Of the layer, for messages.

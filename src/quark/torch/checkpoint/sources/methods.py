@@ -34,7 +34,7 @@ _FP4_DTYPES = {"fp8": torch.int8, MODELOPT: torch.uint8}
 
 
 def section_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config says of how its weights are stored; empty where they are float."""
+    """Return the part of a config about how its weights are stored; empty where they are float."""
     stored = config.get("quantization_config") or config.get("compression_config")
     return stored if isinstance(stored, dict) else {}
 

@@ -127,7 +127,7 @@ class Parts:
         self._parts: dict[str, list[tuple[str, Converted, torch.Tensor]]] = {}
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is such a part; it is kept then."""
+        """Return True where a tensor is such a part; it is kept then."""
         made = self._find(name)
         if made is None or (name in self._own and self._own[name].shape == tensor.shape):
             return False

@@ -124,11 +124,11 @@ class Source:
         return next((d for d in wide if d.is_floating_point and d.itemsize > 1), torch.float32)
 
     def is_coded(self, name: str) -> bool:
-        """Whether a float tensor is stored in codes."""
+        """Return True where a float tensor is stored in codes."""
         return self._form(name) != "plain"
 
     def is_wide(self, name: str) -> bool:
-        """Whether a tensor is stored in floats of more than a byte, which are values and no codes."""
+        """Return True where a tensor is stored in floats of more than a byte, which are values and no codes."""
         dtype = self.meta(name).dtype
         return dtype.is_floating_point and dtype.itemsize > 1
 
@@ -241,7 +241,7 @@ class Source:
         return dtype.is_floating_point and not (self._has_encoding and dtype.itemsize == 1)
 
     def _is_scale(self, name: str) -> bool:
-        """Whether a tensor is the scale, or the exponents, of another one that is stored in codes."""
+        """Return True where a tensor is the scale, or the exponents, of another one that is stored in codes."""
         parent, _, leaf = name.rpartition(".")
         of = [name.removesuffix(end) for end in SCALES if name.endswith(end)]
         of += [f"{parent}.weight"] if leaf in BESIDE else []

@@ -1,1 +1,1 @@
-"""What is wanted of one tensor: its config, the shorthands for it, their enums, observers and rules."""
+"""The config of one tensor, the shorthands for it, their enums, observers and rules."""

@@ -82,7 +82,7 @@ class QTensorConfig:
         self.group_size = group_size
 
     def is_ocp_mxfp4(self) -> bool:
-        """Whether this is OCP MXFP4: fp4 in groups of 32 under an E8M0 scale."""
+        """True where this is OCP MXFP4: fp4 in groups of 32 under an E8M0 scale."""
         ocp = (Dtype.fp4, QSchemeType.per_group, 32, "e8m0")
         element = (Dtype.mx, None, 32, None) if self.mx_element_dtype is Dtype.fp4 else ocp
         return (self.dtype, self.qscheme, self.group_size, self.scale_format) in (ocp, element)

@@ -39,7 +39,7 @@ def refuse_args(spec: TensorSpec, role: str) -> str | None:
 
 
 def _is_microscaled(spec: TensorSpec, role: str) -> bool:
-    """Whether a spec is that of NVFP4, or of an MX format."""
+    """Return True where a spec is that of NVFP4, or of an MX format."""
     split, scales = spec.granularity, spec.scale_spec
     if not isinstance(split, PerGroup) or split.axis not in (-1, 1):
         return False

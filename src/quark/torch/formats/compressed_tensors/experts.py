@@ -37,7 +37,7 @@ def check_experts(folder: Folder) -> None:
 
 
 def undecoded_experts(folder: Folder) -> str | None:
-    """What transformers does with experts that it does not decode, a sentence; None where it decodes all."""
+    """Return a sentence about experts that transformers does not decode; None where it decodes all."""
     specs = {folder.specs[layer] for layers in folder.experts.values() for layer in layers if layer in folder.specs}
     if specs and not decodes_experts():
         return (
@@ -55,7 +55,9 @@ def undecoded_experts(folder: Folder) -> str | None:
 
 
 def _undecoded(spec: LayerSpec) -> str | None:
-    """What of a scheme CompressedTensorsDequantize does not know in experts; None where it decodes them."""
+    """Return the part of a scheme that CompressedTensorsDequantize does not know in experts; None where it decodes
+    them.
+    """
     weight = spec.weight
     assert weight is not None
     if not weight.dtype.is_float:
@@ -98,7 +100,9 @@ def _pattern(names: set[str]) -> str | None:
 
 
 def ignored_experts(folder: Folder) -> list[str]:
-    """What `ignore` says of experts that stay in float, each by itself for readers, and here in one tensor."""
+    """Return the entries of `ignore` for experts that stay in float, each by itself for readers, and here in one
+    tensor.
+    """
     if any(layer in folder.specs for layers in folder.experts.values() for layer in layers):
         return list(folder.float_experts)
     pattern = _pattern(set(folder.float_experts)) if folder.float_experts else None

@@ -91,7 +91,7 @@ class CompressedTensorsLayout(CodedLayout):
         return decode(unpack_bits(stored, dtype.bits), dtype)[..., : shape[-1]].contiguous()
 
     def _middle(self) -> float:
-        """What is taken from a code to make it signed."""
+        """The number that is subtracted from a code to make it signed."""
         dtype = self.spec.dtype
         return 0.0 if dtype.signed else float(1 << (dtype.bits - 1))
 

@@ -89,7 +89,9 @@ def read_transforms(stored: Mapping[str, Any], layers: Mapping[str, nn.Module]) 
 
 
 def _transforms(stored: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """What a `quantization_config` asks to be applied, with its group and the name of that; nothing that is folded."""
+    """Yield the transforms that a `quantization_config` asks for, with the group of each and its name; none that is
+    folded.
+    """
     groups = (stored.get("transform_config") or {}).get("config_groups") or {}
     for key, group in groups.items():
         yield from ((key, group, applied) for applied in group.get("apply") or [] if applied["location"] not in FOLDED)

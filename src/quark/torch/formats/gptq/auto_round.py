@@ -16,7 +16,7 @@ AUTO_ROUND = ("auto-round", "intel/auto-round")
 """Values of `quant_method`."""
 INTEGERS = ("int", "int_sym", "int_asym")
 MORE = ("static_kv_dtype", "static_attention_dtype", "rotation_config", "super_bits")
-"""What is quantized, or done, beside the weights."""
+"""Keys for what is quantized, or done, beside the weights."""
 WIDE = 16
 """Bits of what is not quantized."""
 KEYS = ("bits", "group_size", "sym")

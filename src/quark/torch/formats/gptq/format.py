@@ -38,7 +38,7 @@ TYPES = ("int2", "int3", "int4", "int8", "uint2", "uint4", "uint8")
 _VERSIONS = {"gptq": 1, "gptq_v2": 2}
 """checkpoint_format -> version of the zero points."""
 _OVERRIDDEN = frozenset({"bits", "group_size", "sym"})
-"""What a layer may have otherwise than the others."""
+"""Keys that one layer may have otherwise than the others."""
 _BORROWER = "gptqmodel"
 """The program whose zero points of 0 borrow from the next field, as `meta` names it."""
 
@@ -204,7 +204,7 @@ def _read_layer(name: str, stored: dict[str, Any], module: nn.Module | None) -> 
 
 
 def _override(name: str, dynamic: Mapping[str, Any]) -> dict[str, Any]:
-    """What the first key of `dynamic` that matches a layer has for it, as gptqmodel and vLLM match them."""
+    """Return the values of the first key of `dynamic` that matches a layer, as gptqmodel and vLLM match them."""
     for key, entries in dynamic.items():
         try:
             found = re.match(key.removeprefix("-:").removeprefix("+:"), name)

@@ -30,7 +30,7 @@ _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 @dataclass(frozen=True)
 class Variant:
-    """What the folders of the format differ in.
+    """The differences between folders of the format.
 
     Attributes:
         version: 1: zero points are stored minus one; 2: as they are.
@@ -140,12 +140,12 @@ class GptqLayout(CodedLayout):
 
     @property
     def _less(self) -> int:
-        """What a stored zero point is less by."""
+        """The number that a stored zero point is less by."""
         return 1 if self.variant.version == 1 else 0
 
     @property
     def _borrows(self) -> bool:
-        """Whether the words of zero points, as integers, are those of version 2 less 1 in each field."""
+        """True where the words of zero points, as integers, are those of version 2 less 1 in each field."""
         return self.variant.borrows and self.spec.dtype.bits in _ONES
 
     def _columns(self, inputs: int) -> int:

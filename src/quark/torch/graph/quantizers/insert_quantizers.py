@@ -133,7 +133,7 @@ class QuantizerInserter:
 
 
 def shares(spec: TensorSpec) -> bool:
-    """Whether one scale can serve several tensors."""
+    """Return True where one scale can serve several tensors."""
     return not spec.dynamic and isinstance(spec.granularity, PerTensor)
 
 

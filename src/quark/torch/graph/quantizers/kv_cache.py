@@ -34,7 +34,7 @@ TRANSPOSE, UNSQUEEZE = "aten.transpose.int", "aten.unsqueeze.default"
 _REPEATING = (*(f"aten.{name}.default" for name in ("reshape", "view", "clone", "contiguous", "expand")), UNSQUEEZE)
 """How keys and values are repeated for groups of queries."""
 Read = tuple[str, fx.Node, fx.Node]
-"""What is read ("k" or "v"), who reads it, and the tensor."""
+"""A tensor that attention reads: "k" or "v", the reader, and the tensor."""
 
 
 def insert_caches(
@@ -77,7 +77,7 @@ def insert_caches(
 
 
 def _reads_of(graph: fx.Graph, operator: QuantizableOperator, linear: Collection[str], spec: TensorSpec) -> list[Read]:
-    """What attention reads of a layer; of the only one, which makes keys, the values too.
+    """Return the tensors of a layer that attention reads; of the only layer, which makes keys, the values too.
 
     Raises NotSupportedError where it reads nothing, or what is compressed in a scale of each head.
     """
@@ -102,7 +102,7 @@ def _reads_of(graph: fx.Graph, operator: QuantizableOperator, linear: Collection
 
 
 def _reads(graph: fx.Graph, owner: str) -> Iterator[Read]:
-    """What the attention of a module reads."""
+    """Yield the tensors that the attention of a module reads."""
     for node in graph.nodes:
         if _module(node) != owner:
             continue

@@ -1,4 +1,4 @@
-"""What a cache holds of latent attention (MLA), in a graph, which has no cache.
+"""The contents of a cache of latent attention (MLA), in a graph, which has no cache.
 
     c, r = split(kv_a(x));   c = norm(c);   r = rotate(r)           the cache holds c and r
     keys, values = split(kv_b(c));   keys = join(keys, r)           attention reads these
@@ -24,7 +24,8 @@ Inside = Callable[[fx.Node], bool]
 
 
 def latent_reads(layer: Sequence[fx.Node], reads: Iterable[Read], inside: Inside) -> list[Read]:
-    """What a cache holds of what a layer makes keys and values of; nothing where the layer reads the hidden states.
+    """Return the tensors in a cache from which a layer makes keys and values; none where the layer reads the hidden
+    states.
 
     Args:
         layer: The calls of the layer.
@@ -40,7 +41,7 @@ def latent_reads(layer: Sequence[fx.Node], reads: Iterable[Read], inside: Inside
 
 
 def _is_made(node: fx.Node, inside: Inside) -> bool:
-    """Whether a linear layer of the module has a part in a tensor."""
+    """Return True where a linear layer of the module has a part in a tensor."""
     waiting, seen = [node], set[fx.Node]()
     while waiting:
         source = waiting.pop()
@@ -75,7 +76,7 @@ def _whole(copy: fx.Node) -> fx.Node:
 
 
 def _copies_into(whole: fx.Node) -> list[fx.Node]:
-    """What copies another tensor into a part of one."""
+    """Return the nodes that copy another tensor into a part of one."""
     found, waiting = [], [whole]
     while waiting:
         for user in waiting.pop().users:
@@ -87,7 +88,7 @@ def _copies_into(whole: fx.Node) -> list[fx.Node]:
 
 
 def _joined(reader: fx.Node, node: fx.Node, own: set[fx.Node], layer: set[fx.Node], inside: Inside) -> Iterator[Read]:
-    """What other layers of the module make of a tensor, before it is repeated for each head."""
+    """Yield the tensors that other layers of the module make of a tensor, before it is repeated for each head."""
     waiting, seen = [(reader, node)], set[fx.Node]()
     while waiting:
         reader, node = waiting.pop()

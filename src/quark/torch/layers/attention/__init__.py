@@ -1,1 +1,1 @@
-"""What is quantized inside attention: the cache of keys and values, and the probabilities."""
+"""Quantization inside attention: the cache of keys and values, and the probabilities."""

@@ -31,7 +31,7 @@ from quark.torch.layers.base import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize
 
 ELEMENTS = ("fp8_e4m3", "int8")
-"""What a cache may hold."""
+"""The element types that a cache may have."""
 
 
 def check_cache_config(config: QConfig) -> None:
@@ -92,7 +92,7 @@ def with_cache(spec: LayerSpec, config: QConfig, name: str, feeding: Container[s
 
 
 def feeds_cache(config: QConfig, name: str) -> bool:
-    """Whether the config names the layer as one that makes keys or values of a quantized cache."""
+    """Return True where the config names the layer as one that makes keys or values of a quantized cache."""
     return matches_any(name, config.kv_cache_quant_config)
 
 
@@ -108,7 +108,9 @@ def named_layers(config: QConfig, names: Iterable[str]) -> list[str]:
 
 
 def _only_ends_so(name: str, pattern: str, matched: Container[str]) -> bool:
-    """Whether a name ends in the middle of a part as a pattern does, and what is called so stands beside it."""
+    """Return True where a name ends in the middle of a part as a pattern does, and a layer of just that name stands
+    beside it.
+    """
     called = pattern.removeprefix("*")
     if called == pattern or f".{name}".endswith(f".{called.lstrip('.')}"):
         return False

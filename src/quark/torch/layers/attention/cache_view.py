@@ -25,7 +25,7 @@ from quark.torch.layers.attention.heads import holds, stored_heads
 from quark.torch.layers.fake_quant import Extras, FakeQuantize
 
 ARGUMENTS = ("past_key_values", "cache", "layer_past", "past_key_value", "layer_state")
-"""What forwards call the cache that they are given; "cache" in transformers from 5.24 on."""
+"""The names of the argument of forwards that takes the cache; "cache" in transformers from 5.24 on."""
 
 PARTS = ("self_attention_cache", "cross_attention_cache")
 """Caches inside the cache of an encoder and a decoder."""
@@ -57,7 +57,9 @@ class CacheQuantize(FakeQuantize):
         return x
 
     def cached(self, x: torch.Tensor) -> torch.Tensor:
-        """What the cache gives back for x. Raises NotSupportedError where x has other heads than its scales."""
+        """Return the tensor that the cache gives back for x. Raises NotSupportedError where x has other heads than
+        its scales.
+        """
         if self.heads is not None and (x.ndim != 4 or x.shape[1] != self.heads):
             raise NotSupportedError(
                 f"A cache stores {tuple(x.shape)}, and no {self.heads} heads in (batch, heads, tokens, size): they "
@@ -67,7 +69,7 @@ class CacheQuantize(FakeQuantize):
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """What the forward of a module calls its cache; None where it takes none."""
+    """Return the name of the argument of a module's forward that takes the cache; None where it takes none."""
     return next((name for name in ARGUMENTS if name in _parameters(module)), None)
 
 
@@ -95,14 +97,16 @@ def cache_owner(modules: Mapping[str, nn.Module], layer: str) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _calls_update(kind: Any) -> bool:
-    """Whether any method of a class of modules calls `update`: linear attention keeps its state by other ones."""
+    """Return True where any method of a class of modules calls `update`: linear attention keeps its state by other
+    ones.
+    """
     own = (member for base in kind.__mro__ if base not in nn.Module.__mro__ for member in vars(base).values())
     return any("update" in inspect.unwrap(f).__code__.co_names for f in own if inspect.isfunction(inspect.unwrap(f)))
 
 
 def stores_keys(model: nn.Module, modules: Mapping[str, nn.Module], owner: str) -> bool:
-    """Whether a module that takes a cache stores keys in it: one of an encoder is never given one, and linear attention
-    has none.
+    """Return True where a module that takes a cache stores keys in it: one of an encoder is never given one, and linear
+    attention has none.
 
     Args:
         model: The model.
@@ -225,7 +229,7 @@ class GiveView:
 
 
 def _through(module: nn.Module, layers: Sequence[str], x: torch.Tensor) -> torch.Tensor:
-    """What a cache gives back for x, by the output quantizers of layers of a module."""
+    """Return the tensor that a cache gives back for x, by the output quantizers of layers of a module."""
     for name in layers:
         quantizer = module.get_submodule(name)._modules["output_quantizer"]
         assert isinstance(quantizer, CacheQuantize)
@@ -262,7 +266,7 @@ def _view_class(kind: Any, parts: tuple[str, ...]) -> Any:
 
 
 class NoCache:
-    """What a module without a cache gets: an empty one that stores nothing, of whatever class it is asked for.
+    """An empty cache for a module without one: it stores nothing, whatever class it is asked for.
 
     Args:
         stored: See `Stored`.
@@ -290,7 +294,7 @@ class NoCache:
         return 0
 
     def __getattr__(self, name: str) -> Any:
-        """What else a model asks of a cache, an empty one of its own kind says."""
+        """Return any other attribute as an empty cache of the model's own kind has it."""
         kind = cache_class("DynamicCache")
         if name.startswith("__") or "config" not in self.__dict__ or kind is None:
             raise AttributeError(name)

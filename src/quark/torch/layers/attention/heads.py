@@ -11,19 +11,19 @@ from typing import Any
 from torch import nn
 
 COUNTS = ("num_key_value_heads", "num_heads", "num_attention_heads")
-"""What attention modules and configs call the number of heads, that of keys and values first."""
+"""The names of attention modules and configs for the number of heads, that of keys and values first."""
 _QUERIES = ("num_attention_heads", "num_heads")
 
 
 def holds(name: str) -> str:
-    """What a layer of this name makes for the cache: "k", "v", or "kv" where one layer makes both."""
+    """Return the part of the cache that a layer of this name makes: "k", "v", or "kv" where one layer makes both."""
     leaf = re.sub(r"proj|query", "", name.rpartition(".")[2].lower())
     key, value = "k" in leaf, "v" in leaf
     return "kv" if key == value else "k" if key else "v"
 
 
 def is_latent(owner: nn.Module, name: str, config: Any = None) -> bool:
-    """Whether a layer makes keys and values of what another layer of its module made: a cache holds what it reads.
+    """Return True where a layer makes keys and values from another layer of its module: a cache holds its input then.
 
     Args:
         owner: The attention module.
@@ -71,8 +71,8 @@ def _numbers(names: tuple[str, ...], *places: Any) -> list[int]:
 
 
 def _said(place: Any, name: str) -> Any:
-    """What an object has under a name; None also where its layers differ, of which configs of transformers tell by an
-    error of their own.
+    """Return the attribute of an object under a name; None also where its layers differ, of which configs of
+    transformers tell by an error of their own.
     """
     try:
         return getattr(place, name, None)

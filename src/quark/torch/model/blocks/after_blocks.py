@@ -1,4 +1,5 @@
-"""What runs after the blocks of a model (the last norm, heads), run as one more block on what the last of them gives.
+"""The modules after the blocks of a model (the last norm, heads), run as one more block on the outputs of the last of
+them.
 
     a copy of the model's containers around its own modules and tensors; blocks in it stand aside:  x -> what is given
 
@@ -42,7 +43,7 @@ class Given:
         self.index = index
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What was given."""
+        """Return the given output."""
         return self.output
 
 
@@ -70,7 +71,7 @@ class CallAfterBlocks(Call):
 
 
 def around_hidden(call: Call, block: nn.Module) -> Callable[[int, torch.Tensor], Any]:
-    """What blocks return when the last one gives a hidden state.
+    """Return a function for the outputs of blocks when the last one gives a hidden state.
 
     Args:
         call: Of the last block.

@@ -66,7 +66,7 @@ class Call:
         return self if self.device is None else self.to(self.device)
 
     def arguments(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """What the block is called with, where it runs."""
+        """The arguments of the block, where it runs."""
         here = self.loaded()
         return here.args, here.kwargs
 
@@ -100,7 +100,7 @@ def short_calls(module: nn.Module, calls: Sequence[Call], tokens: int | None = S
 def short_runs(
     module: nn.Module, calls: Sequence[Call], tokens: int | None = SHORT, rows: int = 1
 ) -> list[tuple[Call, torch.Tensor | None]]:
-    """What `short_calls` gives, each with what the module returned for it, first; None for a call that stays."""
+    """Return the calls of `short_calls`, each after the output of the module for it; None for a call that stays."""
     found: list[tuple[Call, torch.Tensor | None]] = [(call.loaded(), None) for call in calls]
     left = [*range(len(found))]
     for keep_last in (False, True):
@@ -239,7 +239,7 @@ class JoinedCalls:
 
 
 def _is_like(leaf: Any, other: Any) -> bool:
-    """Whether two arguments are the same, or tensors that differ in their values alone."""
+    """Return True where two arguments are equal, or are tensors that differ in their values alone."""
     if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor):
         return leaf.shape == other.shape and leaf.dtype == other.dtype
     return leaf is other or (isinstance(leaf, PLAIN) and isinstance(other, PLAIN) and bool(leaf == other))
@@ -259,7 +259,9 @@ def joined_call(calls: Sequence[Call]) -> Call | None:
 
 
 def takes_joined(module: nn.Module, calls: JoinedCalls) -> bool:
-    """Whether a block gives for two calls in one what it gives for one after the other, to rounding; it is run."""
+    """Return True where a block gives for two calls in one the outputs that it gives for one after the other, to
+    rounding; it is run.
+    """
     if len(calls.calls) < 2 or (joined := calls.of([0, 1])) is None:
         return False
     with torch.no_grad():

@@ -36,7 +36,7 @@ def with_plain_forward(copied: nn.Module) -> nn.Module:
 
 
 OFF = ("use_cache", "output_router_logits")
-"""What configs ask for that only blocks can give which run, once: a cache would grow with each run of a block."""
+"""Switches of configs for outputs that only running blocks give, once: a cache would grow with each run of a block."""
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class OffloadedPart:
             self.leave()
 
     def _has_others(self) -> bool:
-        """Whether somebody put tensors in the place of parameters, as functional calls do."""
+        """Return True where somebody put tensors in the place of parameters, as functional calls do."""
         found = (x for module in self.modules() for x in module._parameters.values())
         return any(x is not None and not isinstance(x, nn.Parameter) for x in found)
 
@@ -108,7 +108,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def part_on(module: nn.Module) -> OffloadedPart | None:
-    """What stands as the forward of a module, if it is that."""
+    """Return the forward of a module, if it is an OffloadedPart."""
     forward = module.__dict__.get("forward")
     return forward if isinstance(forward, OffloadedPart) else None
 

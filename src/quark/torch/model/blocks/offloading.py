@@ -163,7 +163,7 @@ def refuse_offloaded(model: nn.Module, what: str) -> None:
 
 
 def has_device_map(model: nn.Module) -> bool:
-    """Whether accelerate's hooks say where the parts of a model run."""
+    """Return True where accelerate's hooks say where the parts of a model run."""
     return any(hasattr(hook, "offload") for module in model.modules() for hook in hooks_of(module))
 
 
@@ -301,7 +301,7 @@ def _place_small(module: nn.Module, device: torch.device) -> None:
 
 
 def _hook_is_away(hook: Any) -> bool:
-    """Whether a hook would bring weights, were they not there."""
+    """Return True where a hook would bring weights, were they not there."""
     return getattr(hook, "weights_map", None) is _AWAY
 
 
@@ -323,7 +323,9 @@ def _hand_over(module: nn.Module, hook: Any, part: OffloadedPart) -> None:
 
 
 def _host_value(weights: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, Path | None]:
-    """What a map of accelerate holds, on the CPU, and the folder for what becomes of it: None where it is in memory."""
+    """Return a tensor of a map of accelerate, on the CPU, and the folder for its successor: None where it is in
+    memory.
+    """
     if isinstance(weights, HostWeights):
         return weights[name], weights.folder
     while type(weights).__name__ == "PrefixedDataset":

@@ -106,7 +106,7 @@ def _reached(model: nn.Module, stacks: Sequence[str], batch: Any, around: Around
 def _suffice(
     model: nn.Module, names: Sequence[str], reached: Sequence[str], batch: Any, layers: Collection[str], around: Around
 ) -> bool:
-    """Whether the blocks of one list can run alone, and none of the others that are reached holds a layer."""
+    """Return True where the blocks of one list can run alone, and none of the others that are reached holds a layer."""
     if names == [WHOLE]:
         return not layers or not all(_holds(reached, layer) for layer in layers)
     if any(_holds([name for name in reached if name not in names], layer) for layer in layers):
@@ -115,7 +115,7 @@ def _suffice(
 
 
 def _run_alone(model: nn.Module, names: Sequence[str], reached: Sequence[str], batch: Any, around: Around) -> bool:
-    """Whether blocks of one list hand on one hidden state; the others that are reached give stand-ins."""
+    """Return True where blocks of one list hand on one hidden state; the others that are reached give stand-ins."""
     others = [name for name in reached if name not in names]
     with around([*names, *others]), giving_stand_ins(model, others):
         return names != [WHOLE] and _carry_one(model, names, batch)
@@ -126,12 +126,12 @@ def _nothing_around(names: Sequence[str]) -> AbstractContextManager[None]:
 
 
 def _is_reached(path: str, reached: Sequence[str]) -> bool:
-    """Whether blocks of a list, or one that it lies in, are reached."""
+    """Return True where blocks of a list, or one that it lies in, are reached."""
     return any(name.startswith(f"{path}.") or path.startswith(f"{name}.") for name in reached)
 
 
 def _holds(names: Iterable[str], layer: str) -> bool:
-    """Whether a layer lies in one of these blocks."""
+    """Return True where a layer lies in one of these blocks."""
     return any(layer.startswith(f"{name}.") for name in names)
 
 
@@ -145,7 +145,7 @@ def _of_one_list(model: nn.Module, stacks: Sequence[str], batch: Any = None) -> 
 
 
 def _carry_one(model: nn.Module, names: Sequence[str], batch: Any) -> bool:
-    """Whether blocks hand on one hidden state, and nothing else that is computed from it; seen on a batch."""
+    """Return True where blocks hand on one hidden state, and nothing else that is computed from it; seen on a batch."""
     if names == [WHOLE]:
         return True
     try:
@@ -208,7 +208,7 @@ def _other(x: Any) -> Any:
 
 
 def _is_same(x: Any, y: torch.Tensor) -> bool:
-    """Whether a value is a tensor, or a view of all of it as it is."""
+    """Return True where a value is a tensor, or a view of all of it as it is."""
     if not isinstance(x, torch.Tensor):
         return False
     return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
@@ -241,7 +241,7 @@ def _first_reached(model: nn.Module, paths: list[str], batch: Any) -> str:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether a module is a list of blocks: of modules that hold several linear layers each."""
+    """Return True where a module is a list of blocks: of modules that hold several linear layers each."""
     if not isinstance(module, nn.ModuleList) or len(module) == 0:
         return False
     return all(sum(isinstance(m, nn.Linear) for m in child.modules() if m is not child) > 1 for child in module)
@@ -316,7 +316,8 @@ class _LastBlockReachedError(Exception):
 
 
 class BlockOutput:
-    """What the blocks of a model return: their hidden state alone, or first in a tuple or list before other values.
+    """The form of the outputs of the blocks of a model: a hidden state alone, or first in a tuple or list before other
+    values.
 
     Known when one block has really run. Some models compute a value in their first block and hand it from block to
     block (the position bias of T5): it is seen in what the first block returns for a batch, so that one then runs for
@@ -361,7 +362,7 @@ class BlockOutput:
         self._fixed = True
 
     def of(self, hidden: torch.Tensor) -> Any:
-        """What a block returns that computes this hidden state."""
+        """Return the output of a block that computes this hidden state."""
         return hidden if self._sequence is None else self._sequence((hidden, *self._others))
 
     def _learn(self, name: str, call: Call, forward: Callable[..., Any]) -> None:

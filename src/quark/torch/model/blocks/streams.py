@@ -34,7 +34,7 @@ Stream = tuple[int, int]
 """A tensor that goes from block to block: the index of the block that gives it, -1 for what the first one reads, and
 its place among what that gives."""
 Answer = Callable[[int, tuple[Any, ...], Mapping[str, Any]], Any]
-"""What a block that stands aside returns, of its index and its arguments."""
+"""A function that gives the output of a block that stands aside, of its index and its arguments."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class StreamCall(Call):
 
     @property
     def is_computed(self) -> bool:
-        """Whether the model runs for its arguments, as some are computed between blocks."""
+        """True where the model runs for its arguments, as some are computed between blocks."""
         return self._step.bridge is not None
 
     def arguments(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -136,7 +136,7 @@ class StreamCall(Call):
         return step.after.pack({s: streams[s] if s in streams else given[s[1]] for s in step.after.streams})
 
     def around(self, index: int, state: torch.Tensor) -> Any:
-        """What a block of an index gives, of the state after the last block."""
+        """Return the output of the block of an index, of the state after the last block."""
         return self._step.around(index, state)
 
     @property
@@ -182,7 +182,7 @@ def giving_stand_ins(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether a module is a list of modules that hold weights for products in modules of theirs."""
+    """Return True where a module is a list of modules that hold weights for products in modules of theirs."""
     weighted = (nn.Linear, nn.modules.conv._ConvNd)
     return (
         isinstance(module, nn.ModuleList)
@@ -222,7 +222,7 @@ def record_streams(
 
 @dataclass(frozen=True)
 class _Forward:
-    """What was seen in a forward in which blocks stand aside.
+    """The record of a forward in which blocks stand aside.
 
     Attributes:
         arguments: Of each block that was reached: the leaves of its arguments, and their structure.
@@ -235,13 +235,13 @@ class _Forward:
     result: list[torch.Tensor]
 
     def likes(self) -> dict[Stream, Any]:
-        """What each block gave and the first one read, without the values."""
+        """Return the outputs of each block and the inputs of the first one, without the values."""
         likes = {(index, place): _like(x) for index, given in enumerate(self.given) for place, x in _numbered(given)}
         return likes | {(-1, place): _like(x) for place, x in enumerate(self.arguments[0][0])}
 
 
 class _EndsHereError(Exception):
-    """What comes after need not run."""
+    """An end of the forward: no later part needs to run."""
 
 
 class _WithoutHooks(nn.Module):
@@ -252,7 +252,7 @@ class _WithoutHooks(nn.Module):
         self.block = block
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the block's own forward gives."""
+        """Return the output of the block's own forward."""
         return self.block.forward(*args, **kwargs)
 
 
@@ -318,7 +318,9 @@ class _Recorder:
         return reached
 
     def likes(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What a block gives, as a tree with a `Like` for each tensor: seen on the meta device, else by running it."""
+        """Return the output of a block as a tree with a `Like` for each tensor: seen on the meta device, else by
+        running it.
+        """
         leaves, structure = tree_flatten((args, dict(kwargs)))
         key = (index, str(structure), tuple(repr(_like(x)) for x in leaves))
         if key not in self._given:
@@ -411,7 +413,7 @@ class _Routes:
 
     @classmethod
     def of(cls, recorder: _Recorder, batch: Any) -> _Routes:
-        """What forwards of the first batch show."""
+        """Return the routes that forwards of the first batch show."""
         seen = recorder.forward(batch, recorder.stand_ins(_none))
         count, origin = len(seen.arguments), _origins(seen)
         direct = [_route(seen, index, origin) for index in range(count)]
@@ -432,7 +434,9 @@ class _Routes:
 
 
 def _first_streams(seen: _Forward) -> tuple[Stream | None, ...]:
-    """What the first block reads and no other one: its floating-point arguments, else the first of them."""
+    """Return the streams that the first block reads and no other one: its floating-point arguments, else the first
+    of them.
+    """
     leaves = seen.arguments[0][0]
     floats = [place for place, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     others = {id(x) for arguments, _ in seen.arguments[1:] for x in arguments}
@@ -470,7 +474,9 @@ def _equal(x: Any, y: Any) -> bool:
 
 
 def _given_by(index: int, state: torch.Tensor, trees: Sequence[Any], layout: StateLayout) -> Any:
-    """What a block gave, of the state after the last one: stand-ins for what nothing reads any longer."""
+    """Return the output of a block, of the state after the last one: stand-ins for tensors that nothing reads any
+    longer.
+    """
     return _filled(trees[index], index, layout.unpack(state), state.device)
 
 

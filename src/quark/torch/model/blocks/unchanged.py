@@ -1,4 +1,4 @@
-"""What a block makes of its input alone, with modules that stay as they are: its first norm, mostly.
+"""The part of a block that follows from its input alone, with modules that stay unchanged: its first norm, mostly.
 
 A block that runs many times on the same inputs, while its linear layers change, need not compute that again: it is
 kept for each batch where that takes little memory. Where it would take much, computing it takes little in comparison.
@@ -22,7 +22,7 @@ MOST_BYTES = 1 << 26
 
 
 class Unchanged:
-    """What modules without children give for the hidden states of the calls of a block.
+    """The outputs of modules without children for the hidden states of the calls of a block.
 
     Args:
         module: The block, in evaluation mode; it is run on the first call.

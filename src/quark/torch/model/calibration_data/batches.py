@@ -18,7 +18,7 @@ from quark.torch.model.calibration_data.model_arguments import ModelArguments, p
 from quark.torch.model.calibration_data.unpadding import nothing_masked, unpadded
 
 TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
-"""What a forward calls the argument that takes what a sample is labelled with."""
+"""The names of the argument of a forward that takes the labels of a sample."""
 
 
 def calibration_data(model: nn.Module, data: Iterable[Any] | None) -> Batches | None:
@@ -176,13 +176,13 @@ def _as_tensors(batch: Any, index: int) -> Any:
 
 
 def _is_labels(item: Any, first: Any) -> bool:
-    """Whether an item is one integer for each sample of the first."""
+    """Return True where an item is one integer for each sample of the first."""
     both = isinstance(item, torch.Tensor) and isinstance(first, torch.Tensor)
     return both and item.ndim == 1 < first.ndim and len(item) == len(first) and not item.is_floating_point()
 
 
 def _is_zero(batch: Any) -> bool:
-    """Whether a batch holds floats, and nothing in it is a normal number."""
+    """Return True where a batch holds floats, and nothing in it is a normal number."""
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
     tensors = [value for value in values if isinstance(value, torch.Tensor) and value.numel()]
     if not any(tensor.is_floating_point() for tensor in tensors):

@@ -73,7 +73,7 @@ def _batch(row: Row) -> dict[str, Any]:
 
 
 def _reads_alone(model: nn.Module, row: Row) -> bool:
-    """Whether each text of a row gives what it gives alone."""
+    """Return True where each text of a row gives the output that it gives alone."""
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
     lengths = [text.shape[1] for text in row]
@@ -87,6 +87,6 @@ def _reads_alone(model: nn.Module, row: Row) -> bool:
 
 
 def _output(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """What a model gives for each token, (1, tokens, ...): the first of its outputs."""
+    """Return the output of a model for each token, (1, tokens, ...): the first of its outputs."""
     with evaluating(model), torch.no_grad():
         return next(x for _, x in named_outputs(forward_batch(model, batch, input_device(model)))).float()

@@ -1,4 +1,4 @@
-"""What a model takes, as far as taking a batch apart needs to know it."""
+"""The arguments of a model, as far as taking a batch apart needs to know them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx, nn
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """What a model takes.
+    """The arguments of a model.
 
     Attributes:
         names: Of its positional arguments; None where it takes any number, or does not say.

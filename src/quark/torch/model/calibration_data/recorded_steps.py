@@ -1,4 +1,4 @@
-"""What a denoiser reads while its pipeline makes pictures, recorded to a folder.
+"""The inputs of a denoiser while its pipeline makes pictures, recorded to a folder.
 
 A pipeline of diffusion calls its denoiser once for each step, or twice where the picture with the prompt and the one
 without it are asked for apart (classifier-free guidance). What a denoiser reads changes with the timestep: noise at
@@ -32,9 +32,9 @@ from quark.torch.model.calibration_data.stored_batches import StoredBatches, wri
 GOLDEN = 0.618034
 """Multiples of it, modulo 1, are spread evenly, however many there are."""
 DENOISERS = ("transformer", "unet", "prior")
-"""What pipelines of diffusers call their denoiser; one with a number after it is of other timesteps."""
+"""The names of the denoiser in pipelines of diffusers; one with a number after it is of other timesteps."""
 IDS = "input_ids"
-"""What text encoders of transformers read."""
+"""The input of text encoders of transformers."""
 _NO_INPUTS = ("return_dict",)
 """Arguments that say how a result is returned."""
 
@@ -111,7 +111,7 @@ def _text_encoders(pipeline: Any) -> dict[str, nn.Module]:
 
 
 class _Encoder:
-    """What a text encoder gets, each text once.
+    """The inputs of a text encoder, each text once.
 
     Args:
         folder: Where batches lie; it is made for the first one.

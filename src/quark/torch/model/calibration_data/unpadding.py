@@ -35,7 +35,7 @@ from quark.torch.model.calibration_data.model_arguments import ModelArguments
 
 ATTENTION, KEY_PADDING, DECODER = "attention_mask", "key_padding_mask", "decoder_"
 _IGNORED = -100
-"""What a label is at a position that no loss counts."""
+"""The label at a position that no loss counts."""
 _MASKED = -9e3
 """A value that is added to scores and is not above this masks: -1e4 rounded to bfloat16, and all that is lower."""
 _OTHER_INPUTS = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values")
@@ -96,7 +96,7 @@ def real_positions(batch: Any, arguments: ModelArguments) -> list[torch.Tensor]:
 
 
 def _is_fixed(named: Mapping[str, Any], sides: Sequence[PaddedAxis], arguments: ModelArguments) -> bool:
-    """Whether the batch would have to be cut along an axis that the model takes one length of."""
+    """Return True where the batch would have to be cut along an axis that the model takes one length of."""
     axes = {(name, axis) for side in sides for name, own in side.axes.items() for axis in own}
     if not _equally_masked(sides):
         axes |= {(name, 0) for name in named}
@@ -104,12 +104,14 @@ def _is_fixed(named: Mapping[str, Any], sides: Sequence[PaddedAxis], arguments: 
 
 
 def _equally_masked(sides: Sequence[PaddedAxis]) -> bool:
-    """Whether the same positions are real in all samples."""
+    """Return True where the same positions are real in all samples."""
     return all(bool((side.real == side.real[:1]).all()) for side in sides)
 
 
 def nothing_masked(batch: Any, arguments: ModelArguments) -> torch.Tensor | None:
-    """Whether a batch has no padding: one truth value on the device of its masks; None for a batch without masks."""
+    """Return True where a batch has no padding: one truth value on the device of its masks; None for a batch without
+    masks.
+    """
     whole = [side.real.all() for side in _sides(_named(batch, arguments.names), arguments.has_decoder)]
     return torch.stack([flag.to(whole[0].device) for flag in whole]).all() if whole else None
 
@@ -346,7 +348,7 @@ _OF_KIND = {
     "video": ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"),
     "audio": ("input_features", "input_features_mask", "feature_attention_mask", "audio_attention_mask"),
 }
-"""What a model takes of each kind: rows are images (or patches of images), videos, recordings."""
+"""The arguments of a model by kind: rows are images (or patches of images), videos, recordings."""
 
 
 def _items_of_rows(

@@ -21,7 +21,8 @@ def source_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
 
 
 def _renamed(stored: str, renamed: str, own: Mapping[str, Any]) -> str:
-    """What the loader of transformers makes of its renaming: a name that the model has stays where that misses.
+    """Return the name under which the loader of transformers looks: one that the model has stays where its renaming
+    misses.
 
     DeepSeek V4 is such a case: its renaming of `.norm.` inside attention is also one of `model.norm.weight`.
     """
@@ -44,7 +45,7 @@ def loaded_as(model: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
 
 @dataclass(frozen=True)
 class Converted:
-    """What transformers makes of a tensor of a checkpoint that it does not take as it is.
+    """A tensor of a checkpoint that transformers converts when it loads it.
 
     Attributes:
         first: The name by which the parts of one conversion are known to belong together.

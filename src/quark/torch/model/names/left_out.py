@@ -1,4 +1,4 @@
-"""What is left out of a model: a checkpoint holds it, and no class builds it (layers of further tokens, buffers)."""
+"""Tensors that a checkpoint holds and its class leaves out of the model (layers of further tokens, buffers)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from quark.torch.model.meta_model import empty_model
 from quark.torch.model.names.in_model import layers_in_model
 
 LOADERS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
-"""What people load a folder with."""
+"""The classes that people load a folder with."""
 
 
 def names_elsewhere(model: nn.Module) -> Callable[[str], tuple[str, ...]]:

@@ -1,4 +1,5 @@
-"""What a checkpoint holds in another form than the model: experts one by one, query, key and value in one, transposed.
+"""Tensors that a checkpoint holds in another form than the model: experts one by one, query, key and value in one,
+transposed.
 
     tensors of the model  --(a conversion of transformers, the other way round)-->  tensors of the file
 
@@ -36,7 +37,7 @@ class OtherForm:
 
     @property
     def of_weights(self) -> bool:
-        """Whether the file has weights of layers in their place."""
+        """True where the file has weights of layers in their place."""
         return all(file.endswith(".weight") for file in self.files)
 
 

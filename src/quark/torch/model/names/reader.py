@@ -1,4 +1,5 @@
-"""What a reader finds of a folder: the loader of transformers, of some class, known from the names in the files alone.
+"""The tensors that a reader finds in a folder: the loader of transformers, of some class, known from the names in the
+files alone.
 
 name in the file  --(renamings, then mergers of transformers)-->  tensor of the class
 """
@@ -17,7 +18,7 @@ from quark.torch.model.names.in_model import loaded_into
 
 @dataclass(frozen=True)
 class Found:
-    """What a class finds.
+    """The tensors that a class finds.
 
     Attributes:
         places: Name in the file -> name in the class.
@@ -31,7 +32,7 @@ class Found:
 
 
 def found_by(empty: Any, stored: Iterable[str]) -> Found:
-    """What transformers' loader finds of a float folder with these names.
+    """Return the tensors that transformers' loader finds in a float folder with these names.
 
     Args:
         empty: An empty model of the class that loads.

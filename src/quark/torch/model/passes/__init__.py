@@ -51,7 +51,7 @@ def unconverted(model: nn.Module) -> list[str]:
 
 
 def made_again(made: nn.Module, original: nn.Module) -> nn.Module:
-    """What a pass makes of the weights that a module has now.
+    """Return the module that a pass makes of the weights that a module has now.
 
     Args:
         made: What it made of the module before.

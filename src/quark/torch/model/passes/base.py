@@ -1,4 +1,4 @@
-"""What a pass is, and what several of them need."""
+"""The form of a pass, and common parts of several of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 Wanted = Callable[[str], bool]
-"""Whether the linear layer of this full name is to be quantized."""
+"""A function that returns True where the linear layer of a full name is to be quantized."""
 
 Pass = Callable[[nn.Module, Wanted], dict[str, nn.Module]]
 """Changes a model in place; returns the modules that it replaced, by name. It raises before it changes anything."""

@@ -110,7 +110,7 @@ class UnfusedExperts(nn.Module):
     def _own_outputs(
         self, hidden_states: torch.Tensor, places: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> Iterator[torch.Tensor]:
-        """What each expert makes of its own tokens, (tokens, H)."""
+        """Yield the output of each expert for its own tokens, (tokens, H)."""
         down = self.names[2]
         if self.all_tokens:
             for index, (token, _) in enumerate(places):
@@ -279,7 +279,7 @@ def layer_names(model: nn.Module, block: str, names: Names) -> list[str]:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a module holds all experts of a block in the form that transformers gives them."""
+    """Return True where a module holds all experts of a block in the form that transformers gives them."""
     up = [name for name in ("gate_up_proj", "up_proj") if isinstance(getattr(module, name, None), nn.Parameter)]
     down = getattr(module, "down_proj", None)
     return len(up) == 1 and isinstance(down, nn.Parameter) and down.ndim == getattr(module, up[0]).ndim == 3
@@ -306,17 +306,17 @@ def _leading(fused: nn.Module) -> int:
 
 
 def _first(fused: nn.Module) -> str:
-    """What a fused block calls the weight that reads its input."""
+    """Return the name of the weight of a fused block that reads its input."""
     return "gate_up_proj" if hasattr(fused, "gate_up_proj") else "up_proj"
 
 
 def _sorted(fused: nn.Module) -> bool:
-    """Whether a block gets sorted rows alone: its forward takes no routing."""
+    """Return True where a block gets sorted rows alone: its forward takes no routing."""
     return len(inspect.signature(inspect.unwrap(type(fused).forward)).parameters) == 2
 
 
 def is_transposed(fused: nn.Module) -> bool:
-    """Whether the weights are (in, out), as a product of rows with them wants it."""
+    """Return True where the weights are (in, out), as a product of rows with them wants it."""
     return bool(getattr(fused, "is_transposed", _sorted(fused)))
 
 

@@ -25,7 +25,7 @@ import torch
 from quark.errors import FormatError, NotSupportedError
 
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.")
-"""What whole checkpoints have before the names of the denoiser."""
+"""The prefixes in whole checkpoints before the names of the denoiser."""
 SWAP, SWAP_IN_LAST = "swap", "swap_in_last"
 NUMBER = re.compile(r"\.(\d+)\.")
 
@@ -58,11 +58,11 @@ class DenoiserKind:
 
     @property
     def is_unet(self) -> bool:
-        """Whether blocks of unlike kinds are counted through, as in Stable Diffusion."""
+        """True where blocks of unlike kinds are counted through, as in Stable Diffusion."""
         return self.table == "unet"
 
     def stays_float(self, name: str) -> bool:
-        """Whether a tensor, by its original name, is none that is quantized."""
+        """Return True where a tensor, by its original name, is none that is quantized."""
         return not name.endswith(".weight") or any(part in name for part in (*self.float_parts, *self.single))
 
 

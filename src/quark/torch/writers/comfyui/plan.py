@@ -71,7 +71,7 @@ class PlannedLayer:
 def plan_scaled(
     source: DenoiserSource, scheme: LayerSpec, exclude: Sequence[str], layers: Mapping[str, LayerSpec]
 ) -> dict[str, PlannedLayer]:
-    """What each layer gets, by its original name: matrices that ComfyUI-GGUF quantizes, too.
+    """Return the plan of each layer, by its original name: matrices that ComfyUI-GGUF quantizes, too.
 
     Args:
         source: The denoiser.

@@ -71,7 +71,7 @@ def format_of(spec: LayerSpec) -> str:
 
 
 def is_static(spec: LayerSpec) -> bool:
-    """Whether a layer has an input with a scale that only data give."""
+    """Return True where a layer has an input with a scale that only data give."""
     return spec.input is not None and not spec.input.dynamic
 
 
@@ -97,7 +97,9 @@ def _weight_format(weight: TensorSpec) -> str | None:
 
 
 def _takes_input(form: str, tensor: TensorSpec) -> bool:
-    """Whether inputs of this spec are what ComfyUI computes with: in the type of the weight, static for FP8 alone."""
+    """Return True where inputs of this spec are those that ComfyUI computes with: in the type of the weight, static
+    for FP8 alone.
+    """
     from quark.core.schemes import SCHEMES
 
     other = SCHEMES[INPUTS[form]].input if form in INPUTS else None

@@ -28,7 +28,7 @@ from quark.torch.writers.comfyui.plan import PlannedLayer
 from quark.torch.writers.comfyui.source import DenoiserSource
 
 JOINED = "joined"
-"""What the layer that stands for several is called, in the place of the first of them."""
+"""The name of the layer that stands for several, in the place of the first of them."""
 
 
 class RowsOfJoined(nn.Module):
@@ -76,7 +76,7 @@ class RowsOfJoined(nn.Module):
         return self._of(self.first._product(x, self), -1)
 
     def _product(self, x: torch.Tensor, part: RowsOfJoined) -> torch.Tensor:
-        """What the layer makes of x, which is kept until each part has had it."""
+        """Return the output of the layer for x, which is kept until each part has had it."""
         known = self._made[0] if self._made and any(part is other for other in self._left) else None
         equal = known is x
         if known is not None and (known.shape, known.dtype, known.device) == (x.shape, x.dtype, x.device):
@@ -221,7 +221,9 @@ def _on_cpu(params: QParams) -> QParams:
 
 
 def input_scale(layer: QuantLayer) -> torch.Tensor | None:
-    """What calibration found of the input of a layer: its scale, or of live scales theirs; None where nothing."""
+    """Return the scale of the input of a layer that calibration found, or of live scales theirs; None where there is
+    none.
+    """
     quantizer = layer.quantizer("input")
     if not isinstance(quantizer, FakeQuantize):
         return None

@@ -1,4 +1,4 @@
-"""What a file for ComfyUI is made of: a folder of diffusers, a pipeline with one denoiser, or one safetensors file."""
+"""The source of a file for ComfyUI: a folder of diffusers, a pipeline with one denoiser, or one safetensors file."""
 
 from __future__ import annotations
 

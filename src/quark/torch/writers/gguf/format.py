@@ -133,7 +133,7 @@ class GgufLayout(CodedLayout):
 
 
 class GgufFormat(Format):
-    """What a GGUF file takes: weights alone, in blocks of 32."""
+    """The format of GGUF files: weights alone, in blocks of 32."""
 
     name = "gguf"
 

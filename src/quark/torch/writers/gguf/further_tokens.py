@@ -33,14 +33,14 @@ JOINS = {
     "pre_fc_norm_hidden": "hnorm",
     "norm": "shared_head.norm",
 }
-"""What EXAONE and Qwen call the parts that join one further layer to the model -> what DeepSeek and GLM do."""
+"""Names of EXAONE and Qwen for the parts that join one further layer to the model -> those of DeepSeek and GLM."""
 NEEDED = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight", "attn_norm.weight")
 """Without these a block is no such layer."""
 
 
 @dataclass(frozen=True)
 class FurtherLayers:
-    """What lies beside a model that is written as blocks of the file.
+    """Layers beside a model that are written as blocks of the file.
 
     Attributes:
         entries: The tensors, under the names that a layer of the model with the number of the block would have.
@@ -88,7 +88,9 @@ def _blocks(names: Iterable[str | None]) -> set[int]:
 
 
 def _have_places(model: Any, architecture: Architecture, names: Iterable[str | None], blocks: set[int]) -> bool:
-    """Whether all these tensors have names in a file, and are whole blocks that go on after those of the model."""
+    """Return True where all these tensors have names in a file, and are whole blocks that go on after those of the
+    model.
+    """
     layers = model.config.num_hidden_layers
     name_of = tensor_names(model, architecture, len(blocks))
     in_file = {name_of(name) if name else None for name in names}

@@ -110,7 +110,7 @@ class InGguf:
 
 
 def _contents(model: nn.Module, path: Path, reader: Any) -> tuple[QConfig, list[TensorReader]]:
-    """What a file says of the layers of a model, and its tensors."""
+    """Return the config of the layers of a model in a file, and the file's tensors."""
     architecture = architecture_of(getattr(model, "config", None))
     named = named_tensors(path, reader, model, architecture)
     refuse_other_config(path, reader, model.config, "of the model. Possible: the float model that the file is of.")
@@ -300,7 +300,9 @@ def decoded_rows(stored: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.T
 
 
 def _is_finite(value: torch.Tensor, kind: str) -> bool:
-    """Whether the values of a tensor are numbers, as far as its bytes alone can say it: scales of blocks are."""
+    """Return True where the values of a tensor are numbers, as far as its bytes alone can say it: scales of blocks
+    are.
+    """
     if kind in DTYPES:
         return bool(torch.isfinite(value).all())
     size = int(import_gguf().GGML_QUANT_SIZES[import_gguf().GGMLQuantizationType[kind]][1])

@@ -1,4 +1,4 @@
-"""What GGUF files ask of a model: the names of its tensors there, and which of its weights lie otherwise."""
+"""The names of the tensors of a model in GGUF files, and which of its weights lie otherwise there."""
 
 from __future__ import annotations
 

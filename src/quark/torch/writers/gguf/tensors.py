@@ -136,7 +136,7 @@ class FileTensors:
         return found
 
     def _placed(self, name: str, whole: GgufTensor, dtype: torch.dtype, experts: dict[str, int]) -> Placed:
-        """What a tensor is in the file.
+        """Return the form of a tensor in the file.
 
         Args:
             name: In the model.
@@ -161,7 +161,7 @@ class FileTensors:
         return Placed(parts, Move(keys, self.architecture.row_order(name, self.model.config), change), expert)
 
     def _change(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What becomes of the values of a tensor."""
+        """Return the change of the values of a tensor; None where they stay."""
         config, changed = self.model.config, self.architecture.change(name)
         if changed is not None:
             return lambda x: changed.write(x.float(), config)
@@ -175,7 +175,7 @@ def _alone(make: Callable[[], torch.Tensor]) -> Tensors:
 
 
 def header_of(model: Any, architecture: Architecture, tokenizer: Path) -> Header:
-    """What a file of a model says before its tensors, with the tokenizer of a folder."""
+    """Return the metadata of a file of a model, with the tokenizer of a folder."""
     settings = getattr(model, "generation_config", None) or model.config
     stops = getattr(settings, "eos_token_id", None)
     listed = list(stops) if isinstance(stops, (list, tuple)) else [] if stops is None else [stops]

@@ -44,7 +44,7 @@ _OUTPUT_DTYPE_OPSET = 21
 """The first whose QuantizeLinear has `output_dtype`."""
 
 Known = dict[tuple[object, ...], "ir.Value"]
-"""What is quantized already: (tensor, spec, parameters) -> result."""
+"""The tensors that are quantized already: (tensor, spec, parameters) -> result."""
 
 
 def write_activation(writer: GraphWriter, node: ir.Node, tensor: MarkedTensor, known: Known) -> None:

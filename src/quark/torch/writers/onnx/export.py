@@ -207,7 +207,7 @@ def _traced(
 
 @contextmanager
 def _quiet(verbose: bool) -> Iterator[None]:
-    """What torch.onnx logs about packages that are absent, and its own deprecations, is no matter of the user's."""
+    """Keep logs of torch.onnx about packages that are absent, and its own deprecations, from the user."""
     library = logging.getLogger("torch.onnx")
     level = library.level
     with warnings.catch_warnings():

@@ -112,7 +112,7 @@ def _cast(writer: GraphWriter, weight: Weight, four_bit: bool) -> ir.Value:
 
 
 def _is_linear(spec: TensorSpec) -> bool:
-    """Whether DequantizeLinear decodes the codes, and one product at most gives the values."""
+    """Return True where DequantizeLinear decodes the codes, and one product at most gives the values."""
     code_spec = spec.code_spec or spec
     outer = spec.code_spec is None or isinstance(spec.granularity, PerTensor)
     # 32-bit codes are decoded in float64; of the other floats, the file has bit patterns.
@@ -171,7 +171,7 @@ def _blocks(
 
 
 def _is_centred(spec: TensorSpec) -> bool:
-    """Whether the zero point is that which DequantizeLinear assumes."""
+    """Return True where the zero point is that which DequantizeLinear assumes."""
     return not spec.has_zero_point or (spec.symmetric and spec.dtype.signed)
 
 
