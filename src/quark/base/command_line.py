@@ -90,18 +90,14 @@ class Results:
         if Results.collected is None:
             Console(file=sys.stdout, markup=False, emoji=False).print(item, **options)
         elif isinstance(item, Table):
-            Results.collected["tables"].append({"title": str(item.title or ""), "rows": _rows(item)})
+            headers = [str(column.header) for column in item.columns]
+            rows = [
+                dict(zip(headers, map(_value, row), strict=True))  # numbers as numbers, empty cells as null
+                for row in zip(*(column._cells for column in item.columns), strict=True)
+            ]
+            Results.collected["tables"].append({"title": str(item.title or ""), "rows": rows})
         else:
             Results.collected["lines"].append(str(item))
-
-
-def _rows(table: Table) -> list[dict[str, Any]]:
-    """The rows of a table by header; cells that are numbers as numbers, empty ones as null."""
-    headers = [str(column.header) for column in table.columns]
-    return [
-        dict(zip(headers, map(_value, row), strict=True))
-        for row in zip(*(c._cells for c in table.columns), strict=True)
-    ]
 
 
 def _value(cell: Any) -> Any:
@@ -150,7 +146,8 @@ def run(app: typer.Typer, name: str = "quark", arguments: Sequence[str] | None =
         _silence(output)
         # A reader that has seen enough is no failure.
         if not code and not isinstance(output.error, BrokenPipeError):
-            code = _say(name, f"All is done, but the results could not be printed: {_reason(output.error)}.")
+            reason = getattr(output.error, "strerror", None) or str(output.error)
+            code = _say(name, f"All is done, but the results could not be printed: {reason}.")
     if code:
         sys.exit(code)
 
@@ -216,7 +213,8 @@ def _unexpected(error: Exception, debug: bool) -> str:
     # This file is always among them.
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(PACKAGE)]
     place = f"in {Path(own[-1].filename).relative_to(PACKAGE.parent)}, line {own[-1].lineno}"
-    if isinstance(error, ModuleNotFoundError) and (package := _absent(error)) is not None:
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package and package != PACKAGE.name and package not in sys.modules:
         return f"This needs the package {package}, which is not installed: pip install {_bringing(package)}."
     if isinstance(error, MemoryError):
         return f"Out of memory {place}{f': {error}' if str(error) else ''}."
@@ -227,12 +225,6 @@ def _unexpected(error: Exception, debug: bool) -> str:
         return f"{str(error.filename)[:60]} ... is no path of this system: {error.strerror}."
     message = f"Unexpected {type(error).__name__} {place}: {error}".rstrip(".")
     return f"{message}. {'Please' if debug else f'Run again with {DEBUG} for the traceback, and please'} report it."
-
-
-def _absent(error: ModuleNotFoundError) -> str | None:
-    """The package that is not installed; None where a module of a package that is there was not found."""
-    package = (error.name or "").partition(".")[0]
-    return package if package and package != PACKAGE.name and package not in sys.modules else None
 
 
 def _bringing(package: str) -> str:
@@ -272,10 +264,6 @@ def _open_descriptors() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _silence(broken: UnfailingStream) -> None:

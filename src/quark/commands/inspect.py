@@ -20,7 +20,6 @@ from quark.jobs.request import is_onnx
 if TYPE_CHECKING:
     import onnx
 
-    from quark.commands.folders.stored_layers import StoredFolder
     from quark.onnx.evaluation.ort_fusion import Fusion
     from quark.onnx.evaluation.ort_fusion_nodes import QuantizedGraph
 
@@ -101,7 +100,8 @@ def _types(graph: onnx.GraphProto) -> Table:
     rows = defaultdict[int, Counter[str]](Counter)
     for quantized, own in _graphs(graph, {}):
         for tensor in own.values():
-            rows[tensor.data_type].update(constants=1, bytes=_bytes(tensor))
+            outside = sum(int(entry.value) for entry in tensor.external_data if entry.key == "length")
+            rows[tensor.data_type].update(constants=1, bytes=outside or len(tensor.raw_data) or tensor.ByteSize())
         for node in quantized.nodes:
             if node.op_type in QDQ:
                 rows[quantized.kind(node)][node.op_type] += 1
@@ -127,11 +127,6 @@ def _graphs(
         for attribute in node.attribute:
             for body in bodies_of(attribute):
                 yield from _graphs(body, quantized.constants)
-
-
-def _bytes(tensor: onnx.TensorProto) -> int:
-    outside = [int(entry.value) for entry in tensor.external_data if entry.key == "length"]
-    return sum(outside) or len(tensor.raw_data) or tensor.ByteSize()
 
 
 def _print_fusion(rows: list[Fusion], console: Results) -> None:
@@ -162,8 +157,12 @@ def _inspect_folder(folder: Path) -> None:
     size = sum(weights.stat().st_size for weights in folder.glob("*.safetensors") if weights.is_file())
     console = results()
     console.print(f"{folder}: {config.get('model_type', 'model')}, {size / 1e6:.2f} MB", highlight=False)
-    stored = _stored(folder) if size else None
-    quantization = stored.quantization if stored is not None else quantization
+    stored = None
+    if size:
+        from quark.commands.folders.stored_layers import stored_folder  # imports torch: where there are weights
+
+        stored = stored_folder(folder)
+        quantization = stored.quantization
     if not quantization:
         console.print("Its config.json has no quantization_config: a float model.")
         return
@@ -180,13 +179,6 @@ def _inspect_folder(folder: Path) -> None:
     console.print(table)
     if stored.why_not_read:
         console.print(stored.why_not_read, highlight=False, soft_wrap=True)
-
-
-def _stored(folder: Path) -> StoredFolder:
-    """How a folder with weights is stored. Raises FormatError where its config.json says something else."""
-    from quark.commands.folders.stored_layers import stored_folder  # imports torch: where there are weights
-
-    return stored_folder(folder)
 
 
 def _read_config(file: Path) -> dict[str, Any]:

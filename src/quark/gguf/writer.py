@@ -75,13 +75,10 @@ class Header:
         write_hyperparameters(
             writer, self.architecture, config, sum(block >= config.num_hidden_layers for block in blocks)
         )
-        write_tokenizer(writer, self.tokenizer, config.vocab_size, self.stops, self._name())
-        _write_infos(writer, tensors)
-
-    def _name(self) -> str:
-        """The name that a reader shows: of the folder or of the repository that the model came from."""
         source = folder_of(self.config) or str(self.tokenizer.resolve())
-        return source.rstrip("/").rpartition("/")[2]
+        name = source.rstrip("/").rpartition("/")[2]  # of the folder or of the repository that the model came from
+        write_tokenizer(writer, self.tokenizer, config.vocab_size, self.stops, name)
+        _write_infos(writer, tensors)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from quark.jobs.request import FolderRequest, JobRequest, Kinds, is_pipeline
 from quark.jobs.words import check_words, members, scheme_names
 
 if TYPE_CHECKING:
-    from quark.jobs.folders.compared.measure import FolderComparison
+    pass
 
 MEASURED_ON = "Held-out data to measure on. Default: --calib."
 
@@ -164,7 +164,9 @@ def _of_folder(request: CompareFolders, job: ComparisonJob) -> ComparedSchemes:
         config = config_of(asked, folder, name, form)
         comparison = candidates.compared(config, form, samples, batches)
         perplexity.extend((comparison.perplexity or ())[:1])
-        return _row(name, plan_of(folder, config, form).after, comparison)
+        sqnr = min((output.comparison.sqnr for output in comparison.outputs.values()), default=math.nan)
+        text = () if comparison.perplexity is None else (comparison.kl, comparison.perplexity[1])
+        return SchemeResult(name, plan_of(folder, config, form).after, sqnr, *text)
 
     rows = _measured(job.names, measure)
     size = float_bytes(skeleton, folder)
@@ -236,10 +238,3 @@ def _measured(names: Sequence[str], measure: Callable[[str], SchemeResult]) -> l
     if failure is not None and all(row.reason for row in rows):
         raise failure
     return rows
-
-
-def _row(name: str, size: int, comparison: FolderComparison) -> SchemeResult:
-    sqnr = min((output.comparison.sqnr for output in comparison.outputs.values()), default=math.nan)
-    if comparison.perplexity is None:
-        return SchemeResult(name, size, sqnr)
-    return SchemeResult(name, size, sqnr, comparison.kl, comparison.perplexity[1])

@@ -93,7 +93,11 @@ def named_as_external(model: ir.Model, weights: Sequence[ir.Value]) -> Iterator[
     """Within, a message of the model names these initializers as weights outside, in no file that there is."""
     others = set(model.graph.initializers.values()) - set(weights)
     # Codes are computed from their weights when they are read: the small ones must be while these are in place.
-    stand_ins = {v: _read(v.const_value) for v in others if isinstance(v.const_value, ir.LazyTensor)}
+    stand_ins: dict[ir.Value, ir.TensorProtocol] = {
+        value: ir.Tensor(tensor.numpy(), dtype=tensor.dtype, shape=fixed_shape(tensor), name=tensor.name)
+        for value in others
+        if isinstance(tensor := value.const_value, ir.LazyTensor)
+    }
     for value in weights:
         tensor = value.const_value
         assert tensor is not None
@@ -112,10 +116,6 @@ def stand_in(tensor: ir.TensorProtocol, name: str) -> ir.ExternalTensor:
     """Return what stands for a tensor outside its message: its name, type and shape, of no file that there is."""
     shape = ir.Shape(tensor.shape.numpy())
     return ir.ExternalTensor("memory", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
-
-
-def _read(tensor: ir.LazyTensor) -> ir.TensorProtocol:
-    return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, shape=fixed_shape(tensor), name=tensor.name)
 
 
 def files_read(model: ir.Model) -> set[Path]:

@@ -56,7 +56,11 @@ class PageTable:
     def numeric(self) -> list[bool]:
         """Of each column, whether its cells are numbers, which stand at the right."""
         columns = [[row[i] for row in self.rows] for i in range(len(self.headers))]
-        return [any(cells) and all(_is_number(cell) for cell in cells if cell) for cells in columns]
+        words = ("inf", "-inf", "nan")
+        return [
+            any(cells) and all(cell.lstrip("+-x")[:1].isdigit() or cell in words for cell in cells if cell)
+            for cells in columns
+        ]
 
     @property
     def shown(self) -> Sequence[Sequence[str]]:
@@ -131,8 +135,3 @@ def write_page(
     with atomic_file(file, overwrite) as temporary:
         temporary.write_bytes(content)
     return Path(file)
-
-
-def _is_number(cell: str) -> bool:
-    """Return True where a cell begins as a number does, its sign and its unit beside it."""
-    return cell.lstrip("+-x")[:1].isdigit() or cell in ("inf", "-inf", "nan")

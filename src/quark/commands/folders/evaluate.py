@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from rich.table import Table
 
@@ -11,7 +10,7 @@ from quark.base.command_line import new_table, results
 from quark.commands.results.tables import counted
 from quark.core.metrics import Comparison
 from quark.jobs.evaluate import EvaluateFolders, MeasuredPipeline, held_out
-from quark.jobs.folders.compared.measure import IN_BLOCKS, WHY_SLOW, MeasuredFolders, Output
+from quark.jobs.folders.compared.measure import IN_BLOCKS, WHY_SLOW, MeasuredFolders
 
 
 def show_folders(measured: MeasuredFolders, request: EvaluateFolders) -> None:
@@ -51,9 +50,12 @@ def _show(measured: MeasuredFolders, request: EvaluateFolders) -> None:
     console = results()
     console.print(_summary(measured))
     console.print(WHY_SLOW if measured.seconds else IN_BLOCKS, highlight=False, soft_wrap=True)
-    console.print(
-        _outputs(measured.comparison.outputs, f"{counted(len(measured.batches), 'sample')} of {held_out(request).name}")
-    )
+    title = f"Outputs over {counted(len(measured.batches), 'sample')} of {held_out(request).name}"
+    table = new_table("output", "SQNR dB", "cosine", "same top-1", title=title)
+    for name, found in measured.comparison.outputs.items():
+        agreement = f"{found.agreed / found.rows:.2%}" if found.rows else ""
+        table.add_row(name, f"{found.comparison.sqnr:.2f}", f"{found.comparison.cosine:.6f}", agreement)
+    console.print(table)
     if measured.comparison.by_timestep:
         table = new_table("timesteps", "SQNR dB", title="Outputs by timestep")
         for bucket, sqnr in measured.comparison.by_timestep.rows():
@@ -79,12 +81,4 @@ def _summary(measured: MeasuredFolders) -> Table:
         if kl is not None:
             cells.append(f"{kl:.4g}" if index else "")
         table.add_row(name, *cells, *(f"{seconds * 1e3:.1f}" for seconds in measured.seconds[index : index + 1]))
-    return table
-
-
-def _outputs(outputs: Mapping[str, Output], words: str) -> Table:
-    table = new_table("output", "SQNR dB", "cosine", "same top-1", title=f"Outputs over {words}")
-    for name, output in outputs.items():
-        agreement = f"{output.agreed / output.rows:.2%}" if output.rows else ""
-        table.add_row(name, f"{output.comparison.sqnr:.2f}", f"{output.comparison.cosine:.6f}", agreement)
     return table

@@ -30,11 +30,13 @@ def folder_sections(measured: MeasuredFolders, words: str = "") -> list[Section]
         measured: What was found.
         words: What was done, where that is known.
     """
+    errors, ranges = measured.comparison.by_timestep, measured.by_timestep
     return [
         Section("What was done", words, [_what(measured)]),
         _costs(measured),
         _tokens(measured),
-        *_timesteps(measured),
+        *([] if errors is None else [timestep_section(errors)]),
+        *([] if errors is None or ranges is None else [range_section(ranges)]),
         damage_section(measured.damage),
         _ranges(measured),
     ]
@@ -113,15 +115,6 @@ def _tokens(measured: MeasuredFolders) -> Section:
         f"Mean {float(values.mean()):.4g} nats; {', '.join(shares)} of the tokens."
     )
     return Section("KL divergence by token", words, [table], [Figure(token_divergence(values.numpy()))])
-
-
-def _timesteps(measured: MeasuredFolders) -> list[Section]:
-    """Of a denoiser: its error by timestep, and the layers whose inputs differ most between timesteps."""
-    errors = measured.comparison.by_timestep
-    if errors is None:
-        return []
-    ranges = measured.by_timestep
-    return [timestep_section(errors), *([] if ranges is None else [range_section(ranges)])]
 
 
 def damage_section(damage: Mapping[str, tuple[float, float]]) -> Section:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.table import Table
 
 from quark.base.command_line import new_table, results
 from quark.commands.onnx_files.report import onnx_sections
 from quark.commands.results.tables import counted
-from quark.core.metrics import Comparison
 from quark.jobs.evaluate import MeasuredFiles
 from quark.onnx.evaluation.compare_models import ComparedLayer
 from quark.report.page import write_page
@@ -19,7 +18,11 @@ def show_files(measured: MeasuredFiles) -> None:
     """Print what was measured, and write the page that is asked for."""
     request, report, reader, console = measured.request, measured.report, measured.reader, results()
     console.print(_summary(measured.sizes, report.latency, request.threads))
-    console.print(_outputs(report.outputs, f"{counted(report.samples, 'sample')} of {reader.path.name}"))
+    title = f"Outputs over {counted(report.samples, 'sample')} of {reader.path.name}"
+    table = new_table("output", "cosine", "L2", "PSNR dB", "SQNR dB", title=title)
+    for name, found in report.outputs.items():
+        table.add_row(name, f"{found.cosine:.6f}", f"{found.l2:.6g}", f"{found.psnr:.2f}", f"{found.sqnr:.2f}")
+    console.print(table)
     if report.unlike:
         console.print(f"Not compared, as their shapes differ: {', '.join(report.unlike)}.", highlight=False)
     console.print(_worst_layers(report.layers[: request.layers]))
@@ -35,13 +38,6 @@ def _summary(sizes: Sequence[int], latency: tuple[float, float], threads: int) -
     for name, size, seconds in zip(("float", "quantized"), sizes, latency, strict=True):
         change = "" if name == "float" else f" (x{latency[0] / seconds:.2f} speed)"
         table.add_row(name, f"{size / 1e6:.2f}", f"{seconds * 1e3:.3f}{change}")
-    return table
-
-
-def _outputs(outputs: Mapping[str, Comparison], words: str) -> Table:
-    table = new_table("output", "cosine", "L2", "PSNR dB", "SQNR dB", title=f"Outputs over {words}")
-    for name, found in outputs.items():
-        table.add_row(name, f"{found.cosine:.6f}", f"{found.l2:.6g}", f"{found.psnr:.2f}", f"{found.sqnr:.2f}")
     return table
 
 

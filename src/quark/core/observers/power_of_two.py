@@ -91,7 +91,12 @@ class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
             self._saw(x, np.asarray(low), np.asarray(high))
             return
         super().update(x)
-        parts = self._parts(x)
+        # Of shape (parts, values of a part); the values of a part share a scale.
+        split = self.spec.split
+        blocks, shared = split.blocks(x), split.axes(x.ndim)
+        own = [axis for axis in range(blocks.ndim) if axis not in shared]
+        parts = namespace(x).moveaxis(blocks, own, list(range(len(own))))
+        parts = parts.reshape(math.prod(parts.shape[: len(own)]), -1)
         if self.histogram is None:
             # 65,536 counters for each of up to 64 channels; fewer, at least 4,096, for each of more.
             bits = min(16, max(12, 22 - (parts.shape[0] - 1).bit_length()))
@@ -113,14 +118,6 @@ class PowerOfTwoMinMSEObserver(PowerOfTwoMinMaxObserver):
         counts, rows = needed(state, "counts", self), math.prod(state["low"].shape)
         self.histogram = BitHistogram(rows, (len(counts) // rows).bit_length() - 1)
         self.histogram.counts = counts + 0
-
-    def _parts(self, x: Array) -> Array:
-        """The values of x, shape (parts, values of a part); the values of a part share a scale."""
-        split = self.spec.split
-        blocks, shared = split.blocks(x), split.axes(x.ndim)
-        part_axes = [axis for axis in range(blocks.ndim) if axis not in shared]
-        parts = math.prod(blocks.shape[axis] for axis in part_axes)
-        return namespace(x).moveaxis(blocks, part_axes, list(range(len(part_axes)))).reshape(parts, -1)
 
     def _exponent(self) -> Array:
         low, high = self.extremes()

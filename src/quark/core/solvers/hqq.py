@@ -45,19 +45,15 @@ def solve(weight: NumpyArray, params: QParams, spec: TensorSpec) -> QParams:
         # |r|^(p - 1) of 0 is infinite, and 0 shrinks to 0.
         outlier = np.sign(rest) * np.maximum(size - np.maximum(size, 1e-12) ** (NORM - 1) / beta, 0)
         zero = split.sums(codes - (weight - outlier) / scale) / count
-        params = QParams(params.scale, _stored(zero, spec))
+        zero = np.asarray(zero, np.float32)  # in the type of the scale, which zero points are stored in
+        zero = np.asarray(round_to(zero, DTYPES["float16"])) if spec.scale_type is ScaleType.float16 else zero
+        params = QParams(params.scale, zero)
         error = split.sums(_error(weight, params, spec))
         better = error < least
         least = np.where(better, error, least)
         best = QParams(best.scale, np.where(better, np.asarray(params.zero_point), np.asarray(best.zero_point)))
         beta *= KAPPA
     return best
-
-
-def _stored(zero: NumpyArray, spec: TensorSpec) -> NumpyArray:
-    """Zero points in the type of the scale, which they are stored in."""
-    zero = np.asarray(zero, np.float32)
-    return np.asarray(round_to(zero, DTYPES["float16"])) if spec.scale_type is ScaleType.float16 else zero
 
 
 def _error(weight: NumpyArray, params: QParams, spec: TensorSpec) -> NumpyArray:

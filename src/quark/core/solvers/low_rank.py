@@ -83,9 +83,6 @@ def _leading(
     def image_of(right: Array) -> Array:
         return matrix @ (right if weighing is None else weighing @ right)
 
-    def back(left: Array) -> Array:
-        return matrix.T @ left if weighing is None else weighing.T @ (matrix.T @ left)
-
     if basis is None:
         random = np.random.default_rng(0).standard_normal((matrix.shape[1], width))
         start = astype(like(random, matrix), dtype_name(matrix))
@@ -95,7 +92,8 @@ def _leading(
     small: Any = None
     ended: Any = None
     for _ in range(STEPS):
-        other = xp.linalg.qr(back(basis))[0]
+        other = matrix.T @ basis
+        other = xp.linalg.qr(other if weighing is None else weighing.T @ other)[0]
         image = image_of(other)
         step, triangle = xp.linalg.qr(image)
         # A device is not asked whether to go on: it takes all steps, and those after the end change nothing.

@@ -79,11 +79,6 @@ def _no_rope_layers(config: Any) -> str | None:
     return None if config.no_rope_layers == usual else "rotations in layers other than three of four"
 
 
-def _exaone4(config: Any) -> str | None:
-    # Readers rotate all layers where they know no window; the model rotates those with a window alone.
-    return "a sliding window in a model of other than 64 layers" if sliding_window(config) else None
-
-
 def _falcon(config: Any) -> str | None:
     return None if config.parallel_attn else "attention and feed-forward one after the other"
 
@@ -240,7 +235,12 @@ for _type, _row in {
         "exaone4",
         window_period=4,
         window_layers=64,
-        refuse=lambda c: None if c.num_hidden_layers == 64 else _exaone4(c),
+        # Readers rotate all layers where they know no window; the model rotates those with a window alone.
+        refuse=lambda c: (
+            "a sliding window in a model of other than 64 layers"
+            if c.num_hidden_layers != 64 and sliding_window(c)
+            else None
+        ),
     ),
     "hunyuan_v1_dense": Architecture("hunyuan-dense", without=BIAS),
     "helium": Architecture("llama", without=("mlp_bias",)),

@@ -184,19 +184,15 @@ def part_errors(
     xp, parts, period = namespace(values), scale.reshape(-1).shape[0], importance.reshape(-1).shape[0]
     errors = xp.empty_like(scale)
 
-    def part(own: list[Any], start: int, count: int) -> None:
-        x, weight, scales, zeros, found = own
-        _library().part_errors(
-            _address(x, start * size), _address(weight, start * size if whole else 0), period,
-            _address(scales, start), _address(zeros, start), count, size, _address(found, start), rule,
-        )  # fmt: skip
-
     per_row = values.shape[-1] // size
     native.in_threads(
         parts,
         max(_SLICE // per_row, 1) * per_row,
-        lambda start, count: part([values, importance, scale, zero, errors], start, count),
-    )
+        lambda start, count: _library().part_errors(
+            _address(values, start * size), _address(importance, start * size if whole else 0), period,
+            _address(scale, start), _address(zero, start), count, size, _address(errors, start), rule,
+        ),
+    )  # fmt: skip
     return errors
 
 
