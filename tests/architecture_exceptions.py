@@ -23,6 +23,3 @@ SEVERAL_MEANINGS = {
 NAMED_OTHERWISE = {
     "cli.py": "the entry point of a program is looked for under this name",
 }
-
-# Functions that are simple without those that are defined in them, and not with them.
-HOLD_CLOSURES = {}

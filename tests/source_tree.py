@@ -34,6 +34,21 @@ def parsed(file: Path) -> ast.Module:
 
 
 @cache
+def paths_of(file: Path) -> dict[int, int]:
+    """First line of each function and method -> its cyclomatic complexity, with that of all that is defined in it.
+
+    One, and one more for each branch, loop, comprehension and operand of `and` and `or`.
+    """
+    from radon.complexity import cc_visit_ast
+    from radon.visitors import Function
+
+    def complexity(block: Function) -> int:
+        return int(block.complexity) + sum(map(complexity, block.closures))
+
+    return {block.lineno: complexity(block) for block in cc_visit_ast(parsed(file)) if block.letter != "C"}
+
+
+@cache
 def imported(file: Path) -> frozenset[str]:
     """Every module that a file imports at any depth, inside functions and for types only too."""
     names: set[str] = set()

@@ -119,12 +119,7 @@ class _Positions:
         if name == "BRANCH":
             return {end for way in argument[1] for end in self.ends(way, {start})}
         if name in ASSERTIONS:
-            direction, items = argument
-            if direction > 0:
-                found = bool(self.ends(items, {start}))
-            else:
-                found = any(start in self.ends(items, {before}) for before in range(start + 1))
-            return [start] if found == (name == "ASSERT") else []
+            return [start] if self._asserted(argument[0], argument[1], start) == (name == "ASSERT") else []
         if name == "AT":
             return [start] if self._at(str(argument), start) else []
         if name in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
@@ -145,6 +140,11 @@ class _Positions:
             found |= new
             count += 1
         return found
+
+    def _asserted(self, direction: int, items: Any, start: int) -> bool:
+        if direction > 0:
+            return bool(self.ends(items, {start}))
+        return any(start in self.ends(items, {before}) for before in range(start + 1))
 
     def _at(self, name: str, start: int) -> bool:
         text, last = self.text, len(self.text)

@@ -146,8 +146,7 @@ def run(app: typer.Typer, name: str = "quark", arguments: Sequence[str] | None =
         _silence(output)
         # A reader that has seen enough is no failure.
         if not code and not isinstance(output.error, BrokenPipeError):
-            reason = getattr(output.error, "strerror", None) or str(output.error)
-            code = _say(name, f"All is done, but the results could not be printed: {reason}.")
+            code = _say(name, f"All is done, but the results could not be printed: {_reason(output.error)}.")
     if code:
         sys.exit(code)
 
@@ -213,8 +212,7 @@ def _unexpected(error: Exception, debug: bool) -> str:
     # This file is always among them.
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(PACKAGE)]
     place = f"in {Path(own[-1].filename).relative_to(PACKAGE.parent)}, line {own[-1].lineno}"
-    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if package and package != PACKAGE.name and package not in sys.modules:
+    if isinstance(error, ModuleNotFoundError) and (package := _absent(error)) is not None:
         return f"This needs the package {package}, which is not installed: pip install {_bringing(package)}."
     if isinstance(error, MemoryError):
         return f"Out of memory {place}{f': {error}' if str(error) else ''}."
@@ -225,6 +223,16 @@ def _unexpected(error: Exception, debug: bool) -> str:
         return f"{str(error.filename)[:60]} ... is no path of this system: {error.strerror}."
     message = f"Unexpected {type(error).__name__} {place}: {error}".rstrip(".")
     return f"{message}. {'Please' if debug else f'Run again with {DEBUG} for the traceback, and please'} report it."
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _absent(error: ModuleNotFoundError) -> str | None:
+    """The package that is not installed; None where a module of a package that is there was not found."""
+    package = (error.name or "").partition(".")[0]
+    return package if package and package != PACKAGE.name and package not in sys.modules else None
 
 
 def _bringing(package: str) -> str:

@@ -93,6 +93,11 @@ def _print_times(model: Path, data: Path | None, console: Results) -> None:
     )
 
 
+def _bytes(tensor: onnx.TensorProto) -> int:
+    outside = [int(entry.value) for entry in tensor.external_data if entry.key == "length"]
+    return sum(outside) or len(tensor.raw_data) or tensor.ByteSize()
+
+
 def _types(graph: onnx.GraphProto) -> Table:
     """Of each element type: the constants, and the Q/DQ nodes, of the graph and its bodies."""
     from onnx import TensorProto
@@ -100,8 +105,7 @@ def _types(graph: onnx.GraphProto) -> Table:
     rows = defaultdict[int, Counter[str]](Counter)
     for quantized, own in _graphs(graph, {}):
         for tensor in own.values():
-            outside = sum(int(entry.value) for entry in tensor.external_data if entry.key == "length")
-            rows[tensor.data_type].update(constants=1, bytes=outside or len(tensor.raw_data) or tensor.ByteSize())
+            rows[tensor.data_type].update(constants=1, bytes=_bytes(tensor))
         for node in quantized.nodes:
             if node.op_type in QDQ:
                 rows[quantized.kind(node)][node.op_type] += 1

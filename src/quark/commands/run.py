@@ -62,11 +62,7 @@ def run(
     command: Any = typer.main.get_command(program(quantize))
     with command.make_context("quark run", ["MODEL", "--output=", *(overrides or ())]) as context:
         replaced = {name: value for name, value in said_on(context).items() if (name, value) != ("output", "")}
-    flat = {key: value for key, value in content.items() if not isinstance(value, dict) or key == "layers"}
-    for section in ("data", "output"):
-        flat |= {f"{section}.{key}": value for key, value in content.get(section, {}).items()}
-    names = {key_of(each): name for name, each in options_of().items()}
-    options = {names.get(key, key): value for key, value in flat.items() if key not in ("recipe", "model")}
+    options = _options(content)
     kept = {
         name: value
         for name, value in options.items()
@@ -83,6 +79,15 @@ def run(
     quantize_as(request_of(source, said))
     if evaluation is not None:
         evaluate_as(request_for(EVALUATE, source, said_by(evaluation, EVALUATE), quantized=Path(said["output"])))
+
+
+def _options(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `quark quantize` that a recipe gives."""
+    flat = {key: value for key, value in content.items() if not isinstance(value, dict) or key == "layers"}
+    for section in ("data", "output"):
+        flat |= {f"{section}.{key}": value for key, value in content.get(section, {}).items()}
+    names = {key_of(each): name for name, each in options_of().items()}
+    return {names.get(key, key): value for key, value in flat.items() if key not in ("recipe", "model")}
 
 
 def _check_inputs(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from quark.errors import FormatError, NotSupportedError
-from quark.gguf.architectures.architecture import ACTIVATION_FIELDS, ACTIVATIONS
+from quark.gguf.architectures.architecture import ACTIVATION_FIELDS, ACTIVATIONS, Architecture
 from quark.gguf.architectures.metadata import EXPERTS
 from quark.gguf.architectures.rope import rope_tensors
 from quark.gguf.architectures.table import ARCHITECTURES
@@ -142,22 +142,13 @@ def config_of(facts: FileFacts, kind: str, reader: Any) -> Any:
         if name is not None and key in facts.values:
             fields[name] = facts.values[key] if isinstance(facts.values[key], float) else facts.size(key)
     for name, method in architecture.details.items():
-        # The key, without the architecture, that the method of gguf's writer writes.
-        writer = import_gguf().GGUFWriter(None, architecture.arch)
-        before = set(writer.kv_data[0])
-        getattr(writer, method)(1)
-        (key,) = set(writer.kv_data[0]) - before
-        key = str(key).removeprefix(f"{architecture.arch}.")
+        key = _key_of(architecture.arch, method)
         if key in facts.values:
             fields[name] = facts.values[key]
     fields |= {name: any(map(facts.in_blocks, leaves)) for name, leaves in BIASES.items() if _is_field(usual, name)}
     if _is_field(usual, "tie_word_embeddings"):
         fields["tie_word_embeddings"] = "output.weight" not in facts.shapes
-    possible = ACTIVATIONS[architecture.activation]
-    name = next((name for name in ACTIVATION_FIELDS if getattr(usual, name, None) is not None), None)
-    if name is not None and getattr(usual, name) not in possible:
-        fields[name] = possible[-1]
-    fields |= _special_tokens(reader)
+    fields |= _activation(usual, architecture) | _special_tokens(reader)
     if rope := _rope(facts, usual):
         fields["rope_parameters"] = rope
     if kind in KNOWN:
@@ -174,6 +165,15 @@ def _is_field(config: Any, name: str) -> bool:
     return hasattr(config, name) and not isinstance(getattr(type(config), name, None), property)
 
 
+def _key_of(arch: str, method: str) -> str:
+    """The key, without the architecture, that a method of gguf's writer writes."""
+    writer = import_gguf().GGUFWriter(None, arch)
+    before = set(writer.kv_data[0])
+    getattr(writer, method)(1)
+    (key,) = set(writer.kv_data[0]) - before
+    return str(key).removeprefix(f"{arch}.")
+
+
 def _special_tokens(reader: Any) -> dict[str, int | None]:
     """The tokens that begin, end and fill up texts; None where a file names none."""
     ids: dict[str, int | None] = {}
@@ -181,6 +181,13 @@ def _special_tokens(reader: Any) -> dict[str, int | None]:
         field = reader.get_field(f"tokenizer.ggml.{key}_token_id")
         ids[f"{name}_token_id"] = None if field is None else int(field.contents())
     return ids
+
+
+def _activation(usual: Any, architecture: Architecture) -> dict[str, str]:
+    """The activation of the reader, where the class has another one."""
+    possible = ACTIVATIONS[architecture.activation]
+    name = next((name for name in ACTIVATION_FIELDS if getattr(usual, name, None) is not None), None)
+    return {} if name is None or getattr(usual, name) in possible else {name: possible[-1]}
 
 
 def _rope(facts: FileFacts, usual: Any) -> dict[str, Any]:

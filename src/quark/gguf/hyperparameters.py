@@ -63,12 +63,15 @@ def _differences(reader: Any, config: Any) -> Iterator[tuple[str, Any, Any]]:
         ours = made.get(key, DEFAULTS.get(name))
         if found is None:
             continue  # readers know it by heart, or from the tensors
-        values = found if isinstance(found, list) else [found]
-        factor = name.endswith(("scale", "factor"))
-        if ours is None and not all(value in _NEUTRAL or (factor and value == 1) for value in values):
+        if ours is None and not _changes_nothing(name, found):
             yield key, found, "not there"
         elif ours is not None and not _equal(found, ours):
             yield key, found, ours
+
+
+def _changes_nothing(name: str, found: Any) -> bool:
+    values = found if isinstance(found, list) else [found]
+    return all(value in _NEUTRAL or (name.endswith(("scale", "factor")) and value == 1) for value in values)
 
 
 def with_scaled_rope(reader: Any, config: Any) -> None:

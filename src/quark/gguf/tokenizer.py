@@ -140,10 +140,7 @@ def _add_kind(writer: Any, vocabulary: Vocabulary) -> list[str]:
 def _write_special(writer: Any, tokenizer: Any, vocabulary: Vocabulary, stops: list[int]) -> None:
     before, after = _frame(tokenizer, vocabulary)
     wordpiece = vocabulary.model["type"] == "WordPiece"
-    ids: dict[str, int | None] = {}
-    for key, names in PARTS.items():
-        known = (getattr(tokenizer, f"{name}_token_id", None) for name in names)
-        ids[key] = next((index for index in known if index is not None), None)
+    ids = _special_ids(tokenizer)
     ids |= {"bos": before[0]} if before else {}
     if ids["eos"] is None and not wordpiece:
         ids["eos"] = next(iter([*after, *stops]), None)
@@ -158,6 +155,15 @@ def _write_special(writer: Any, tokenizer: Any, vocabulary: Vocabulary, stops: l
     writer.add_add_eos_token(bool(after) and not wordpiece)
     if wordpiece:
         writer.add_add_sep_token(True)
+
+
+def _special_ids(tokenizer: Any) -> dict[str, int | None]:
+    """Key in the file -> the token that transformers has for it; None where it has none."""
+    ids: dict[str, int | None] = {}
+    for key, names in PARTS.items():
+        known = (getattr(tokenizer, f"{name}_token_id", None) for name in names)
+        ids[key] = next((index for index in known if index is not None), None)
+    return ids
 
 
 def _refuse_ends(vocabulary: Vocabulary, ids: Mapping[str, int | None], before: list[int], after: list[int]) -> None:

@@ -63,17 +63,20 @@ def _equal_constants(graphs: list[ir.Graph], at_least: int = 0) -> Iterator[list
     similar: dict[tuple[object, ...], list[tuple[ir.Value, ir.TensorProtocol]]] = {}
     for value in (value for graph in graphs for value in graph.initializers.values()):
         tensor = value.const_value
-        # An input with a default may get another value; what is an output has a name that is asked for.
-        named = value.is_graph_input() or value.is_graph_output()
-        if tensor is None or named or tensor.nbytes < at_least or tensor.dtype is ir.DataType.STRING:
-            continue
-        if tensor.nbytes <= _LARGEST_COMPUTED or not isinstance(tensor, ir.LazyTensor):
+        if tensor is not None and tensor.nbytes >= at_least and _may_be_shared(value, tensor):
             similar.setdefault((tensor.dtype, *tensor.shape.numpy()), []).append((value, tensor))
     for pairs in (pairs for pairs in similar.values() if len(pairs) > 1):
         same: dict[bytes, list[ir.Value]] = {}
         for value, tensor in pairs:
             same.setdefault(hashlib.sha256(tensor.tobytes()).digest(), []).append(value)
         yield from same.values()
+
+
+def _may_be_shared(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
+    # An input with a default may get another value; what is an output has a name that is asked for.
+    if value.is_graph_input() or value.is_graph_output() or tensor.dtype is ir.DataType.STRING:
+        return False
+    return tensor.nbytes <= _LARGEST_COMPUTED or not isinstance(tensor, ir.LazyTensor)
 
 
 def _read_instead(values: list[ir.Value], kept: ir.Value) -> int:

@@ -92,12 +92,7 @@ def live(spec: TensorSpec, shape: Sequence[object] | None, given: bool = False) 
     body = constants({"minus_one": -1.0}) + element_constants(spec.dtype) + _view(split, inner)
     if not given:
         body += _limits(spec) + _range(spec) + _scale(spec)
-    quantized = FLOAT if spec.dtype.is_float else _FLOAT_ZERO_POINT if spec.float_zero_point else INTEGER
-    if spec.dtype.is_float and spec.scale_spec is None and _small_scale(spec) is not None:
-        # The scale of a group of small values may be 0: they become 0, divided by anything.
-        quantized = quantized.replace("({v}, step)", "({v}, safe)")
-    body += quantized.replace("{v}", "v").replace("{round}", ROUND[spec.rounding])
-    body += ALIGNED_UNVIEW if inner is not None else UNVIEW
+    body += _quantized(spec) + (ALIGNED_UNVIEW if inner is not None else UNVIEW)
     return Operator(ANY, name, body, attributes, inputs)
 
 
@@ -232,3 +227,12 @@ def _rounded_scale(spec: TensorSpec, name: str) -> str:
         to = TensorProto.DataType.Value(code_type(DTYPES[SCALE_DTYPES[kind]]))
         return f"  short = Cast <to = {to}> ({name})\n  rounded_scale = Cast <to = 1> (short)\n"
     return f"  rounded_scale = Identity ({name})\n"
+
+
+def _quantized(spec: TensorSpec) -> str:
+    """Lines from v and its step to the fake-quantized v."""
+    body = FLOAT if spec.dtype.is_float else _FLOAT_ZERO_POINT if spec.float_zero_point else INTEGER
+    if spec.dtype.is_float and spec.scale_spec is None and _small_scale(spec) is not None:
+        # The scale of a group of small values may be 0: they become 0, divided by anything.
+        body = body.replace("({v}, step)", "({v}, safe)")
+    return body.replace("{v}", "v").replace("{round}", ROUND[spec.rounding])

@@ -47,9 +47,7 @@ def plan_file(request: FileRequest, config: str | None) -> None:
     if request.calib is not None:
         reader_of(request, request.calib).get_next()
     name = config or default_config(has_data, CPU_TARGET)
-    settings = ModelQuantizer(named_config(name)).settings
-    exclude = (*settings.specs.exclude, *map(as_scope, request.exclude or ()))
-    settings = replace(settings, specs=replace(settings.specs, exclude=exclude))
+    settings = _settings(request, name)
     rows, saved = _rows(model, settings)
     table = new_table("operator", "nodes", "quantized", "weights MB", "planned MB", title=f"{name} of {model.name}")
     for op_type, row in sorted(rows.items(), key=lambda item: (-item[1]["before"], item[0])):
@@ -72,6 +70,13 @@ def plan_file(request: FileRequest, config: str | None) -> None:
             "Kernels are timed and up to a minute of recovery runs: nodes that gain nothing stay in float, others may.",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
+
+
+def _settings(request: FileRequest, name: str) -> Settings:
+    """Those of a configuration, without what is excluded."""
+    settings = ModelQuantizer(named_config(name)).settings
+    exclude = (*settings.specs.exclude, *map(as_scope, request.exclude or ()))
+    return replace(settings, specs=replace(settings.specs, exclude=exclude))
 
 
 def _rows(path: Path, settings: Settings) -> tuple[dict[str, Counter[str]], int]:

@@ -57,8 +57,7 @@ def dump_model(
     check_folder(output_dir, overwrite=False)
     check_apart(output_dir, *model_files(model_input))
     model = read(model_input)
-    decoders = [node for node in model.graph if node.op_type in DECODERS]
-    codes = {node.outputs[0].name or "": node.inputs[0] for node in decoders if node.inputs[0] is not None}
+    codes = _coded(model)
     if not codes and not dump_float:
         raise ConfigError("The model has no DequantizeLinear, so no codes to dump. Possible: dump_float=True.")
     reader = dump_data_reader
@@ -75,6 +74,12 @@ def dump_model(
             _write(folder, name, "", arrays[source.name or ""] if stored is None else stored, used)
         for value in _floats(model) if dump_float else ():
             _write(folder, value.name or "", "_float", arrays[value.name or ""].astype(np.float32), used)
+
+
+def _coded(model: ir.Model) -> dict[str, ir.Value]:
+    """Output of each DequantizeLinear -> the codes that it reads."""
+    decoders = [node for node in model.graph if node.op_type in DECODERS]
+    return {node.outputs[0].name or "": node.inputs[0] for node in decoders if node.inputs[0] is not None}
 
 
 def _floats(model: ir.Model) -> list[ir.Value]:

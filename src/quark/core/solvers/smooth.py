@@ -242,7 +242,11 @@ class _Candidates:
         self.columns = [slice(start, start + size) for start in range(0, self.width, size)]
         self.weight = xp.stack([weight[:, here] for here in self.columns])
         ones = xp.ones_like(weight[:, :groups])
-        self.scale, self.zero = _scales([effective(params(ones * factor), spec) for factor in FACTORS], groups)
+        made = [effective(params(ones * factor), spec) for factor in FACTORS]
+        zeros = [each.zero_point for each in made if each.zero_point is not None]
+        # Contiguous: (groups, rows, factors).
+        self.scale = xp.stack([each.scale.reshape(-1, groups).T for each in made], -1)
+        self.zero = xp.stack([zero.reshape(-1, groups).T for zero in zeros], -1) if zeros else None
         # Two buffers that stay in the cache: new memory for each step would cost more than what is computed in it.
         self.step = min(self.rows, max(LEAST_ROWS, chunk_bytes_for(weight) // (16 * size)))
         errors = xp.stack([self.weight[0, : self.step]] * len(FACTORS), 1)
@@ -280,16 +284,6 @@ class _Candidates:
     def _of(self, group: int) -> tuple[Array, Array, Array | None]:
         """Weights, scales and zero points of one group."""
         return self.weight[group], self.scale[group], None if self.zero is None else self.zero[group]
-
-
-def _scales(params: Sequence[QParams], groups: int) -> tuple[Array, Array | None]:
-    """Scales and zero points of all factors, contiguous: (groups, rows, factors)."""
-
-    def together(parts: Sequence[Array]) -> Array:
-        return namespace(parts[0]).stack([part.reshape(-1, groups).T for part in parts], -1)
-
-    zeros = [each.zero_point for each in params if each.zero_point is not None]
-    return together([each.scale for each in params]), together(zeros) if zeros else None
 
 
 def _descend(candidates: _Candidates, gram: Array, sweeps: int) -> Array:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from quark.core.array import NumpyArray
 from quark.core.scales import QParams
-from quark.core.spec import ScaleType
+from quark.core.spec import ScaleType, TensorSpec
 from quark.errors import ConfigError
 from quark.onnx.calibration.qparams import ModelQParams
 from quark.onnx.placement.placement import Placement
@@ -60,15 +60,13 @@ class Positions:
     def __init__(self, placement: Placement, qparams: ModelQParams) -> None:
         self.placement, self.nodes = placement, set(placement.nodes)
         params: dict[Key, QParams] = {**qparams.activations, **qparams.weights}
+        specs: dict[Key, TensorSpec] = {**placement.activations, **placement.weights}
         # Layers with a config of their own may have other scales; to the rules they are as layers in float.
         self.values: dict[Key, NumpyArray] = {
-            key: self._position(key, value) for key, value in params.items() if self._has_position(key)
+            key: self._position(key, value)
+            for key, value in params.items()
+            if key not in specs or specs[key].scale_type is ScaleType.pof2
         }
-
-    def _has_position(self, key: Key) -> bool:
-        """Return True where a tensor was asked to have a power of two for its scale."""
-        spec = (self.placement.weights if isinstance(key, tuple) else self.placement.activations).get(key)
-        return spec is None or spec.scale_type is ScaleType.pof2
 
     def _position(self, key: Key, params: QParams) -> NumpyArray:
         position = -np.log2(np.asarray(params.scale, np.float64))

@@ -90,7 +90,9 @@ def _reduce_mean(model: ir.Model, node: ir.Node) -> bool:
     """Scale a ReduceMean."""
     if node.op_type != "ReduceMean":
         return False
-    if _over_batch(node):
+    shape, axes = None if node.inputs[0] is None else node.inputs[0].shape, axes_of(node)
+    is_open = shape is not None and len(shape) > 0 and not isinstance(shape[0], int)
+    if shape is not None and is_open and (axes is None or {0, -len(shape)} & set(axes)):
         logger.warning("%s averages over the batch, whose size is open: it is not simulated.", node.name)
         return False
     return _scale(model, node, mean_factor(*_sizes(node, axes_of(node))))
@@ -150,14 +152,6 @@ def mean_factor(*sizes: int) -> float:
     powers = [2**n for n in range(math.ceil(math.log2(128 * count)))]
     power = min(powers, key=lambda power: abs(round(power / count) / power - 1 / count))
     return count * round(power / count) / power
-
-
-def _over_batch(node: ir.Node) -> bool:
-    """Return True where a ReduceMean averages over a first axis of open size."""
-    shape, axes = None if node.inputs[0] is None else node.inputs[0].shape, axes_of(node)
-    if shape is None or not len(shape) or isinstance(shape[0], int):
-        return False
-    return axes is None or bool({0, -len(shape)} & set(axes))
 
 
 def _sizes(node: ir.Node, axes: Sequence[int] | None) -> tuple[int, ...]:

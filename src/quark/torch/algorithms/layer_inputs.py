@@ -436,10 +436,10 @@ def _same_experts(block: nn.Module, float_block: nn.Module | None) -> Iterator[N
 def _hooked(block: nn.Module, layers: Sequence[str], hook: Callable[[str, torch.Tensor], Any]) -> Iterator[None]:
     """Within: `hook(name, x)` runs before each of the layers; what it returns, if anything, replaces x."""
 
-    def before(name: str) -> Callable[[nn.Module, Any], Any]:
-        return lambda module, x: None if is_shown(module) else hook(name, x)
+    def before(name: str, layer: nn.Module, x: torch.Tensor) -> Any:
+        return None if is_shown(layer) else hook(name, x)
 
     with ExitStack() as hooks:
         for name in layers:
-            hooks.enter_context(hook_input(block.get_submodule(name), before(name)))
+            hooks.enter_context(hook_input(block.get_submodule(name), partial(before, name)))
         yield

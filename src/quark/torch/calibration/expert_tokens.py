@@ -195,13 +195,13 @@ class CalledExperts:
     @contextmanager
     def noting(self, note: Callable[[int, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
         """Within: `note` gets the index of each expert that is called, and what it is called with."""
-
-        def before(expert: int) -> Callable[..., None]:
-            return lambda _, args, kwargs: note(expert, args, kwargs)
-
         with ExitStack() as hooks:
             for index, expert in enumerate(self.experts):
-                hooks.enter_context(expert.register_forward_pre_hook(before(index), with_kwargs=True))
+                hooks.enter_context(
+                    expert.register_forward_pre_hook(
+                        lambda _, args, kwargs, index=index: note(index, args, kwargs), with_kwargs=True
+                    )
+                )
             yield
 
     @contextmanager

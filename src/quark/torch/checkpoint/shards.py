@@ -165,18 +165,13 @@ def _coded_entry(name: str, tensor: torch.Tensor, layer: QuantLayer, make_layout
     role, x = name.rpartition(".")[2], tensor.detach()
     quantizer = layer.quantizer(role) if role in ("weight", "bias") else None
     if isinstance(quantizer, FakeQuantize):
-        return _quantized_entry(name, x, quantizer, make_layout(quantizer.spec, layer.spec, tensor.dtype))
+        made = make_layout(quantizer.spec, layer.spec, tensor.dtype)
+        shapes = dict(stored_on_meta(made, quantizer.spec, tuple(x.shape), x.dtype))
+        return name, lambda: made.store(x, quantizer.params, frozen=quantizer.mode is Mode.frozen), shapes
     if isinstance(quantizer, StoredTensor):
         layout = make_layout(quantizer.spec, layer.spec, quantizer.layout.model_dtype)
         return _stored_entry(name, x, quantizer, layer.extras(role), layout)
     return None
-
-
-def _quantized_entry(name: str, x: torch.Tensor, quantizer: FakeQuantize, layout: Layout) -> Entry:
-    def make() -> Tensors:
-        return layout.store(x, quantizer.params, frozen=quantizer.mode is Mode.frozen)
-
-    return name, make, dict(stored_on_meta(layout, quantizer.spec, tuple(x.shape), x.dtype))
 
 
 def _stored_entry(name: str, x: torch.Tensor, quantizer: StoredTensor, extras: Extras, layout: Layout) -> Entry:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from quark.base.log import logger
-from quark.core.names.patterns import matches
+from quark.core.names.patterns import matches, matches_any
 from quark.errors import NotSupportedError
 from quark.goals.float_layers import FloatLayer, float_layers
 from quark.goals.goal import RuntimeGoal
@@ -51,10 +51,6 @@ def left_in_float(model: Any, config: QConfig, goal: RuntimeGoal, folder: Opened
     )
 
 
-def _named(config: QConfig, name: str) -> bool:
-    return any(matches(name, pattern) for pattern in config.layer_quant_config)
-
-
 def _refuse_named(config: QConfig, layers: Collection[str], rows: Mapping[str, FloatLayer], goal: RuntimeGoal) -> None:
     """Raise NotSupportedError for an entry that is about layers which stay in float alone."""
     for pattern in (name for name in config.layer_quant_config if name not in config.kv_cache_quant_config):
@@ -74,5 +70,5 @@ def _built_in_float(model: Any, config: QConfig, program: str, beside: Collectio
     """
     layers = [name for name, module in model.named_modules() if isinstance(module, LAYERS)]
     rows, choice = float_layers(program, architectures(model), [*layers, *beside]), chooser(config, model)
-    asked = [name for name in rows if choice.wanted(name) and (name not in beside or _named(config, name))]
-    return {name: rows[name] for name in asked}
+    wanted = [name for name in rows if choice.wanted(name)]
+    return {n: rows[n] for n in wanted if n not in beside or matches_any(n, config.layer_quant_config)}

@@ -204,16 +204,15 @@ def _base_of_card(card: Mapping[str, Any]) -> str | None:
 
 def _carried(card: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a front matter that hold for the quantized model too, its tags as a list."""
-    found = {key: card[key] for key in (*_CARRIED, "tags") if _is_plain(card.get(key))}
+    found = {key: card[key] for key in (*_CARRIED, "tags") if key in card}
+    # Texts and lists of texts: what else YAML can hold, also a list that holds itself, is left out.
+    found = {
+        key: value
+        for key, value in found.items()
+        if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+    }
     tags = found.pop("tags", [])
     return {**found, "tags": [tags] if isinstance(tags, str) else tags}
-
-
-def _is_plain(value: Any) -> bool:
-    """Return True for text, and for a list of texts: what else YAML can hold, also a list that holds itself, is left
-    out.
-    """
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
 
 
 def _loading(model: Any, form: str) -> str:

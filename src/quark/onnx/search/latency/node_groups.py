@@ -127,7 +127,8 @@ class _Named:
 
     def computed(self, kernel: TimedKernel) -> frozenset[str]:
         """The nodes that a kernel computes, by its name and by what it makes."""
-        writers = {_writer(self._values[name]) for name in tensors(kernel) if name in self._values}
+        made = [_float_tensor(self._values[name]) for name in tensors(kernel) if name in self._values]
+        writers = {node.name or "" for value in made if (node := value.producer()) is not None}
         return frozenset(self._nodes & {TOKEN.sub("", kernel.name), *writers})
 
 
@@ -178,8 +179,3 @@ def _float_tensor(value: ir.Value) -> ir.Value:
     while (node := value.producer()) is not None and node.op_type in QDQ and node.inputs[0] is not None:
         value = node.inputs[0]
     return value
-
-
-def _writer(value: ir.Value) -> str:
-    node = _float_tensor(value).producer()
-    return "" if node is None else node.name or ""

@@ -213,7 +213,9 @@ class _FloatModel:
         """The outputs for a sample."""
         seen = None if self._more is None else self._more.outputs_of(feed)
         if seen is None or any(name not in seen for name in self._names):
-            return self._run(feed)
+            if self._session is None:
+                self._session = self._stack.enter_context(model_session(self._model, [], self._settings))
+            return run_sample(self._session, self._names, feed)
         known = [seen[name] for name in self._names]
         if self._confirmed:
             return known
@@ -223,11 +225,6 @@ class _FloatModel:
         if not self._confirmed:
             self._more = None
         return arrays
-
-    def _run(self, feed: Feed) -> list[Any]:
-        if self._session is None:
-            self._session = self._stack.enter_context(model_session(self._model, [], self._settings))
-        return run_sample(self._session, self._names, feed)
 
 
 def _same(x: Any, y: Any) -> bool:

@@ -308,16 +308,14 @@ def table(ranked: Sequence[Sensitivity]) -> str:
     width = max(len("layer"), *(len(found.candidate.name) for found in ranked))
     lines = [f"{'rank':>4}  {'layer':{width}}  {'distance':>12}  {'nodes':>5}  becomes"]
     for rank, found in enumerate(ranked, 1):
-        kinds = dict.fromkeys(_kind(spec) for _, spec in found.option)
+        parts = [[("A", spec.input), ("W", spec.weight)] for _, spec in found.option]
+        kinds = dict.fromkeys(
+            " ".join(f"{name}:{part.dtype}" for name, part in each if part is not None) for each in parts
+        )
         shown = ", ".join(kinds) + ("" if found.enabled else " (disabled)")
         nodes = len(found.candidate.nodes)
         lines.append(f"{rank:>4}  {found.candidate.name:{width}}  {found.score:>12.6g}  {nodes:>5}  {shown}")
     return "\n".join(lines)
-
-
-def _kind(spec: Any) -> str:
-    parts = {"A": spec.input, "W": spec.weight}
-    return " ".join(f"{name}:{part.dtype}" for name, part in parts.items() if part is not None)
 
 
 def cache_key(model: ir.Model, settings: Settings, data: Samples, parts: Sequence[Any]) -> str:

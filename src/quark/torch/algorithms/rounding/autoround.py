@@ -23,7 +23,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from quark.base.progress import progress, report, status
 from quark.errors import CalibrationError, ConfigError, StructureError
@@ -222,16 +221,13 @@ def reached(layers: Mapping[str, QuantLayer]) -> Iterator[dict[str, int]]:
     """
     rows = dict.fromkeys(layers, 0)
 
-    def count(name: str) -> RemovableHandle:
-        def add(module: nn.Module, inputs: torch.Tensor) -> None:
-            # Of sorted rows, those of 0 are of tokens that the router sends elsewhere.
-            rows[name] += inputs.shape[:-1].numel() if expert_of(name) is None else int(inputs.any(-1).sum())
-
-        return hook_input(layers[name], add)
+    def count(name: str, _: nn.Module, inputs: torch.Tensor) -> None:
+        # Of sorted rows, those of 0 are of tokens that the router sends elsewhere.
+        rows[name] += inputs.shape[:-1].numel() if expert_of(name) is None else int(inputs.any(-1).sum())
 
     with ExitStack() as hooks:
         for name in layers:
-            hooks.enter_context(count(name))
+            hooks.enter_context(hook_input(layers[name], partial(count, name)))
         yield rows
     idle = [name for name, count_of in rows.items() if count_of == 0 and expert_of(name) is None]
     if idle:

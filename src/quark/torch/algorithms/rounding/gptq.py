@@ -243,7 +243,7 @@ class _Solver:
         names = [list(of_problem) for of_problem in layers]
         spec, device = weight_spec(own[0][0]), self.feedback.device
         weights = [[cast(nn.Linear, layer).weight.detach().to(device) for layer in some] for some in own]
-        qparams = [[_qparams(layer) for layer in some] for some in own]
+        qparams = [[cast(QParams, weight_quantizer(layer).params) for layer in some] for some in own]
         solved, found = self._solve(weights, qparams, names, spec)
         factors = zip(unstacked(self.feedback, self.problems), unstacked(self.importance, self.problems), strict=True)
         every = zip(self.problems, factors, names, own, weights, qparams, solved, found, strict=True)
@@ -429,10 +429,6 @@ def _report(name: str, errors: list[float]) -> None:
     """Tell what a layer's output loses: to nearest, and as it was solved."""
     before, after = errors
     report(name, before, after, OUTPUT_ERROR)
-
-
-def _qparams(layer: QuantLayer) -> QParams:
-    return cast(QParams, weight_quantizer(layer).params)
 
 
 def _layer_errors(

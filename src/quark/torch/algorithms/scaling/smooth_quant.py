@@ -95,7 +95,8 @@ class AutoSmoothQuant(Folding):
         def candidate(index: int) -> torch.Tensor:
             return smoothed(fold, layers, act_max, index / STEPS, FLOOR)
 
-        signs = _signs(x)
+        chance = torch.rand(x.shape, generator=torch.Generator().manual_seed(0))  # the same in every run
+        signs = torch.where(chance < 0.5, -1.0, 1.0).to(x.device)
 
         def loss(s: torch.Tensor) -> torch.Tensor:
             read = x * (1 + signs * _producer_error(self.block, fold, s))
@@ -108,12 +109,6 @@ class AutoSmoothQuant(Folding):
             return self.loss(torch.cat(errors, -1))
 
         return best_candidate(candidate, loss, STEPS + 1, plain=torch.ones_like(act_max))
-
-
-def _signs(x: torch.Tensor) -> torch.Tensor:
-    """1 or -1 by chance, the same in every run, in the shape of x."""
-    chance = torch.rand(x.shape, generator=torch.Generator().manual_seed(0))
-    return torch.where(chance < 0.5, -1.0, 1.0).to(x.device)
 
 
 def _producer_error(block: nn.Module, fold: Fold, s: torch.Tensor) -> torch.Tensor:

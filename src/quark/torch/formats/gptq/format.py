@@ -127,7 +127,8 @@ class GptqFolder(GptqFormat):
     def __init__(self, stored: dict[str, Any], layers: Mapping[str, TensorSpec], bare: frozenset[str]) -> None:
         writers = (stored.get("meta") or {}).get("quantizer") or []
         borrows = any(str(writer).startswith(_BORROWER) for writer in [writers, *writers])
-        self.variant = Variant(_version(stored), bool(stored.get("desc_act")), borrows)
+        version = _VERSIONS[str(stored.get("checkpoint_format") or stored.get("format") or "gptq").lower()]
+        self.variant = Variant(version, bool(stored.get("desc_act")), borrows)
         self.layers = layers
         self.bare = bare
 
@@ -163,10 +164,6 @@ def _linear(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     return (
         (name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear) or is_conv1d(module)
     )
-
-
-def _version(stored: dict[str, Any]) -> int:
-    return _VERSIONS[str(stored.get("checkpoint_format") or stored.get("format") or "gptq").lower()]
 
 
 def _refuse_forms(stored: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -258,11 +258,12 @@ def _view_class(kind: Any, parts: tuple[str, ...]) -> Any:
     def update(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return kind.update(self, *self.stored(keys, values), *args, **kwargs)
 
-    def part(name: str) -> property:
-        return property(lambda self: _view_of(self.__dict__[name], self.stored))
+    def part(name: str, self: Any) -> Any:
+        return _view_of(self.__dict__[name], self.stored)
 
+    views = {name: property(partial(part, name)) for name in parts}
     own = {"__slots__": ("stored",), "update": update, "__module__": __name__}
-    return type(f"{kind.__name__}View", (kind,), {**own, **{name: part(name) for name in parts}})
+    return type(f"{kind.__name__}View", (kind,), {**own, **views})
 
 
 class NoCache:

@@ -129,7 +129,10 @@ def onloaded(model: nn.Module) -> Iterator[Offloaded]:
         NotSupportedError: A map of weights that accelerate does not make.
     """
     offloaded = _onload(model)
-    _make_parts(model, offloaded)
+    if offloaded:
+        # Parts are whole blocks; outside of blocks the modules that hold tensors themselves.
+        stacks = {id(model.get_submodule(name)) for name in outer_stacks(model)}
+        _make_parts_of(model, offloaded, stacks, False)
     try:
         yield Offloaded(model)
     finally:
@@ -353,15 +356,6 @@ def _host_value(weights: Mapping[str, torch.Tensor], name: str) -> tuple[torch.T
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
-
-
-def _make_parts(model: nn.Module, offloaded: Mapping[int, tuple[Any, Path | None]]) -> None:
-    """Make parts of what was offloaded: whole blocks; outside of blocks the modules that hold tensors themselves."""
-    if not offloaded:
-        return
-    stacks = {id(model.get_submodule(name)) for name in outer_stacks(model)}
-
-    _make_parts_of(model, offloaded, stacks, False)
 
 
 def _make_parts_of(

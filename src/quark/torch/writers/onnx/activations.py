@@ -83,7 +83,9 @@ def _quantized_live(
     """Under scales of its own, which are those of scales where `second` is given."""
     if spec.is_block and spec.dtype.name in BLOCK_TYPES:
         return writer.call(block(spec, writer.opset, dims), [x], f"{name}_{spec.dtype}")
-    if _is_dynamic_quantize_linear(spec):
+    plain = spec.dtype.name == "uint8" and isinstance(spec.granularity, PerTensor) and not spec.symmetric
+    exact = spec.scale_type in (ScaleType.float, ScaleType.float32) and not spec.float_zero_point
+    if plain and exact and spec.rounding is RoundType.half_even:
         codes = writer.dynamic_codes(x, f"{name}_QuantizeLinear")
         return writer.node("DequantizeLinear", codes, f"{name}_DequantizeLinear")
     others = () if second is None else (_scalar(writer, f"{name}_scale_2", second.scale),)
@@ -126,12 +128,6 @@ def _cast(writer: GraphWriter, x: ir.Value, name: str, spec: TensorSpec) -> ir.V
     clipped = writer.node("Clip", [x, *bounds], f"{name}_Clip")
     codes = writer.cast(clipped, writer.kind(code_type(spec.dtype)), f"{name}_QuantizeLinear")
     return writer.cast(codes, writer.kind("FLOAT"), f"{name}_DequantizeLinear")
-
-
-def _is_dynamic_quantize_linear(spec: TensorSpec) -> bool:
-    plain = spec.dtype.name == "uint8" and isinstance(spec.granularity, PerTensor) and not spec.symmetric
-    exact = spec.scale_type in (ScaleType.float, ScaleType.float32) and not spec.float_zero_point
-    return plain and exact and spec.rounding is RoundType.half_even
 
 
 def _is_quantize_linear(spec: TensorSpec) -> bool:

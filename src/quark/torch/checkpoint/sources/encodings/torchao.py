@@ -51,13 +51,17 @@ _OF_INPUTS = ("act_quant_scale", "act_quant_zero_point")
 """Scales of inputs, which are passed over."""
 _BEFORE_INPUTS = "act_pre_scale"
 """Factors of inputs; a weight that has them is that of no float model."""
+_ROLES = ("qdata", "scale", "zero_point", "scale_and_zero", _BEFORE_INPUTS, *_OF_INPUTS, ATTRIBUTES)
+"""The parts that a tensor may be stored in."""
 
 
 def encoded_weights(files: Files, quantization: dict[str, Any]) -> list[EncodedWeight]:
     """The tensors that the metadata name, in either spelling. Raises as `Encoding` says."""
     made = []
     for name, row in _described(files).items():
-        kind, attributes, parts = row.get(KIND), row.get(ATTRIBUTES), _parts(files, name)
+        kind, attributes, (parent, _, leaf) = row.get(KIND), row.get(ATTRIBUTES), name.rpartition(".")
+        spelled = {role: (f"{parent}._{leaf}_{role}", f"{name}:{role}") for role in _ROLES}
+        parts = {role: part for role, known in spelled.items() for part in known if part in files}
         if kind == PLAIN:
             made += [_plain(files, name, parts[ATTRIBUTES])] if ATTRIBUTES in parts else []
         elif kind in _CODE_TYPES:
@@ -90,14 +94,6 @@ def _json(path: Path, name: str, text: str) -> Any:
         return plain_json(text)
     except ValueError as error:
         raise FormatError(f"{path}: what its metadata say of {name:.200} is not JSON: {one_line(error)}.") from None
-
-
-def _parts(files: Files, name: str) -> dict[str, str]:
-    """Role -> name of the stored tensor, of the parts that are there."""
-    parent, _, leaf = name.rpartition(".")
-    roles = ("qdata", "scale", "zero_point", "scale_and_zero", _BEFORE_INPUTS, *_OF_INPUTS, ATTRIBUTES)
-    spelled = {role: (f"{parent}._{leaf}_{role}", f"{name}:{role}") for role in roles}
-    return {role: part for role, known in spelled.items() for part in known if part in files}
 
 
 def _plain(files: Files, name: str, part: str) -> EncodedWeight:
