@@ -103,13 +103,13 @@ class _Positions:
         key = (id(item), start)
         if key not in self._known:
             self.steps += 1
-            self._known[key] = frozenset(self._found(str(item[0]), item[1], start))
+            self._known[key] = frozenset(self._ends_of(str(item[0]), item[1], start))
             self.steps += len(self._known[key])
             if self.steps > STEPS:
                 raise ConfigError(f"The regular expression {self.pattern!r:.100} takes too long on {self.text!r:.60}.")
         return self._known[key]
 
-    def _found(self, name: str, argument: Any, start: int) -> Iterable[int]:
+    def _ends_of(self, name: str, argument: Any, start: int) -> Iterable[int]:
         if name in REPEATS:
             return self._repeated(argument[0], argument[1], argument[2], start)
         if name == "SUBPATTERN":
@@ -121,7 +121,7 @@ class _Positions:
         if name in ASSERTIONS:
             return [start] if self._asserted(argument[0], argument[1], start) == (name == "ASSERT") else []
         if name == "AT":
-            return [start] if self._at(str(argument), start) else []
+            return [start] if self._is_at(str(argument), start) else []
         if name in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
             fits = start < len(self.text) and self._fits(name, argument, self.text[start])
             return [start + 1] if fits else []
@@ -146,7 +146,7 @@ class _Positions:
             return bool(self.ends(items, {start}))
         return any(start in self.ends(items, {before}) for before in range(start + 1))
 
-    def _at(self, name: str, start: int) -> bool:
+    def _is_at(self, name: str, start: int) -> bool:
         text, last = self.text, len(self.text)
         if name in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
             return start == 0

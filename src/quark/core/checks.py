@@ -91,7 +91,7 @@ def read(values: Array) -> list[float]:
     if here is None or on_cpu(values):
         return _listed(values)
     asked, here.asked[:] = [*here.asked], []
-    return _read(asked, values)
+    return _read_asked(asked, values)
 
 
 @contextmanager
@@ -109,13 +109,13 @@ def gathered() -> Iterator[None]:
         yield
     except QuarkError:
         _gathered.reset(token)
-        _read(asked)  # what failed first is the cause
+        _read_asked(asked)  # what failed first is the cause
         raise
     except BaseException:
         _gathered.reset(token)
         raise
     _gathered.reset(token)
-    _read(asked)
+    _read_asked(asked)
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def all_finite(*arrays: Array) -> Array:
     xp = namespace(first)
     if on_cpu(first):
         # Some rows at a time: what isfinite makes on the way is larger than the array.
-        return xp.asarray(all(bool(xp.isfinite(part).all()) for x in arrays for part in _parts(x)))
+        return xp.asarray(all(bool(xp.isfinite(part).all()) for x in arrays for part in _row_parts(x)))
     # x - x is 0, or NaN for both; isfinite itself is four launches. Of several shapes each is looked at alone.
     if any(x.shape != first.shape for x in others):
         return xp.stack([all_finite(x) for x in arrays]).all()
@@ -151,7 +151,7 @@ def all_finite(*arrays: Array) -> Array:
     return (rest == 0).all()
 
 
-def _parts(x: Array) -> Iterator[Array]:
+def _row_parts(x: Array) -> Iterator[Array]:
     """An array, cut along its first axis."""
     if x.ndim == 0:
         yield x
@@ -160,7 +160,7 @@ def _parts(x: Array) -> Iterator[Array]:
         yield x[rows]
 
 
-def _read(asked: list[_Asked], values: Array | None = None) -> list[float]:
+def _read_asked(asked: list[_Asked], values: Array | None = None) -> list[float]:
     """Wait for the devices once, and use what was asked in its order; the values are returned."""
     wanted = [one.values for one in asked] if values is None else [*(one.values for one in asked), values]
     if not wanted:

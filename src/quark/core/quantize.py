@@ -203,7 +203,9 @@ def _fake_quantize_in_steps(x: Array, params: QParams | None, spec: TensorSpec, 
         source, target = source[0], target[0]
         scale, zero = _each(lambda part: part[0], scale, zero)
     for rows in row_chunks(source.shape[0], 4 * math.prod(source.shape[1:]), chunk_bytes_for(x)):
-        target[rows] = _saturate(_qdq(source[rows], _rows(scale, rows), _rows(zero, rows), spec), x)
+        target[rows] = _saturate(
+            _qdq(source[rows], _rows_of_parameter(scale, rows), _rows_of_parameter(zero, rows), spec), x
+        )
 
 
 def _each(change: Callable[[Array], Array], *parts: Array | None) -> tuple[Array | None, ...]:
@@ -297,7 +299,7 @@ def _is_view(part: Array, whole: Array) -> bool:
     return bool(np.shares_memory(part, whole) and whole.flags.c_contiguous and part.size == whole.size)
 
 
-def _rows(parameter: Array | None, rows: slice) -> Array | None:
+def _rows_of_parameter(parameter: Array | None, rows: slice) -> Array | None:
     return parameter if parameter is None or parameter.shape[0] == 1 else parameter[rows]
 
 

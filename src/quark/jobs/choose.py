@@ -92,7 +92,7 @@ def _asks_for_mix(request: FolderRequest) -> bool:
     return measured
 
 
-def _rows(goal: RuntimeGoal, form: str | None) -> Iterator[tuple[str, list[str]]]:
+def _schemes_by_form(goal: RuntimeGoal, form: str | None) -> Iterator[tuple[str, list[str]]]:
     """The form of each number of bits, and its schemes, those in smaller groups last."""
     loaded = {(fact.form, fact.scheme) for fact in goal.loaded(False)}
     for written, usual in goal.folder.bits.values() if goal.folder is not None else ():
@@ -115,7 +115,7 @@ def _widest(request: FolderRequest, open: Callable[[], OpenedFolder] | None, goa
     limit = size_within(size, request.model)
     sizes: dict[str, int] = {}
     refused: ShapeError | None = None
-    rows = list(_rows(goal, request.export_format))
+    rows = list(_schemes_by_form(goal, request.export_format))
     if COMFYUI in dict(rows):
         raise UsageError(f"--size is not chosen for with --for {goal.name}. Possible: --bits or --scheme.")
     for form, schemes in rows:

@@ -150,7 +150,7 @@ class ModelQuantizer:
                 model = quantize(model, settings, reader, None if kept is None else kept.outputs)
                 self.metrics = _metrics(source.model, model, settings, reader) if settings.metrics else None
             notes = [note(model, settings) for note in (cpu_price, in_integers_unasked, saturating_layers)]
-            written = self._written(model, model_output, source)
+            written = self._write_result(model, model_output, source)
         if not settings.crypto:
             logger.info("Model quantization has been completed.")
             for note in filter(None, notes):
@@ -224,12 +224,12 @@ class ModelQuantizer:
                     alternative=alternative, weights=weights,
                 )  # fmt: skip
             note = saturating_layers(model, self.settings)
-            found = replace(found, model=self._written(model, model_output, source))
+            found = replace(found, model=self._write_result(model, model_output, source))
         if note and not self.settings.crypto:
             logger.info(note)
         return found
 
-    def _written(
+    def _write_result(
         self, model: ir.Model, output: str | os.PathLike[str] | None, source: _Source
     ) -> onnx.ModelProto | None:
         """The model, checked; None where it went to a file in clear."""

@@ -34,7 +34,7 @@ def share_constants(model: ir.Model) -> int:
     Returns:
         How many constants are gone.
     """
-    graphs = list(_parts(model.graph))
+    graphs = list(_with_bodies(model.graph))
     count = sum(map(_share, graphs))
     taken = set().union(*map(_names, graphs))
     for values in _equal_constants(graphs, SMALL) if len(graphs) > 1 else ():
@@ -97,7 +97,7 @@ def drop_inferable(model: ir.Model) -> int:
         How many tensors have none any more.
     """
     count, needed = 0, _not_inferred(message_without_weights(model))
-    for graph, kept in zip(_parts(model.graph), needed, strict=True):
+    for graph, kept in zip(_with_bodies(model.graph), needed, strict=True):
         made = (value for node in graph for value in node.outputs)
         for value in (*made, *(constant for constant in graph.initializers.values() if not constant.is_graph_input())):
             # What is an output, a constant too, has its type by the standard.
@@ -166,13 +166,13 @@ def _says(found: onnx.ValueInfoProto, declared: onnx.ValueInfoProto) -> bool:
     return all(not size.HasField("dim_value") or one.dim_value == size.dim_value for one, size in pairs)
 
 
-def _parts(graph: ir.Graph) -> Iterator[ir.Graph]:
+def _with_bodies(graph: ir.Graph) -> Iterator[ir.Graph]:
     """A graph and the bodies within it, each before those within it."""
     yield graph
     for node in graph:
         for attribute in node.attributes.values():
             if attribute.type is ir.AttributeType.GRAPH:
-                yield from _parts(attribute.as_graph())
+                yield from _with_bodies(attribute.as_graph())
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

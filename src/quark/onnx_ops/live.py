@@ -92,7 +92,7 @@ def live(spec: TensorSpec, shape: Sequence[object] | None, given: bool = False) 
     body = constants({"minus_one": -1.0}) + element_constants(spec.dtype) + _view(split, inner)
     if not given:
         body += _limits(spec) + _range(spec) + _scale(spec)
-    body += _quantized(spec) + (ALIGNED_UNVIEW if inner is not None else UNVIEW)
+    body += _rounding_lines(spec) + (ALIGNED_UNVIEW if inner is not None else UNVIEW)
     return Operator(ANY, name, body, attributes, inputs)
 
 
@@ -229,7 +229,7 @@ def _rounded_scale(spec: TensorSpec, name: str) -> str:
     return f"  rounded_scale = Identity ({name})\n"
 
 
-def _quantized(spec: TensorSpec) -> str:
+def _rounding_lines(spec: TensorSpec) -> str:
     """Lines from v and its step to the fake-quantized v."""
     body = FLOAT if spec.dtype.is_float else _FLOAT_ZERO_POINT if spec.float_zero_point else INTEGER
     if spec.dtype.is_float and spec.scale_spec is None and _small_scale(spec) is not None:

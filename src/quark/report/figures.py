@@ -117,7 +117,7 @@ def histogram(values: ClippedHistogram) -> str:
         for side in values.clip or ():
             axes.axvline(side, color=BAD, linewidth=1.4, linestyle="--")
         axes.set_yscale("symlog", linthresh=1)
-        axes.yaxis.set_major_formatter(_plain)
+        axes.yaxis.set_major_formatter(_tick_text)
         axes.set_ylim(bottom=0)
         axes.set_title(_short(values.title), fontsize=8, color=INK)
         axes.set(xlabel="value", ylabel="count")
@@ -278,19 +278,19 @@ def _short(name: str, longest: int = LONGEST_NAME) -> str:
     return text if len(text) <= longest else f"{text[: longest // 3]}...{text[-(longest - longest // 3 - 3) :]}"
 
 
-def _plain(value: float, position: int | None = None) -> str:
+def _tick_text(value: float, position: int | None = None) -> str:
     """A tick of a logarithmic axis; matplotlib's own are formulas, which a page shows as their source."""
     return f"{value:g}"
 
 
 def _label_decades(axis: Any, least: float, most: float) -> None:
     """Numbers at the decades of a logarithmic axis, and between them where the values span few."""
-    axis.set_major_formatter(_plain)
+    axis.set_major_formatter(_tick_text)
     if most < 10 * least:  # there may be no other tick
-        axis.set_minor_formatter(_plain)
+        axis.set_minor_formatter(_tick_text)
     else:
         shown = "25" if most < 100 * least else ""
-        axis.set_minor_formatter(lambda value, place: _plain(value, place) if f"{value:e}"[0] in shown else "")
+        axis.set_minor_formatter(lambda value, place: _tick_text(value, place) if f"{value:e}"[0] in shown else "")
 
 
 def _label(

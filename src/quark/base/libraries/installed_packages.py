@@ -14,32 +14,32 @@ __all__ = [
 
 def is_accelerate_available() -> bool:
     """Return True where accelerate can be imported; it is not."""
-    return _found("accelerate")
+    return _is_found("accelerate")
 
 
 def is_datasets_available() -> bool:
     """Return True where datasets can be imported; it is not."""
-    return _found("datasets")
+    return _is_found("datasets")
 
 
 def is_safetensors_available() -> bool:
     """Return True where safetensors can be imported; it is not."""
-    return _found("safetensors")
+    return _is_found("safetensors")
 
 
 def is_torch_available() -> bool:
     """Return True where torch can be imported; it is not."""
-    return _found("torch")
+    return _is_found("torch")
 
 
 def is_transformers_available() -> bool:
     """Return True where transformers can be imported; it is not."""
-    return _found("transformers")
+    return _is_found("transformers")
 
 
 def is_transformers_version_higher_or_equal(target_version: str) -> bool:
     """Return True where transformers is installed, of this version ("4.55.0") or a later one."""
-    return _found("transformers") and _version("transformers") >= _numbers(target_version)
+    return _is_found("transformers") and _version("transformers") >= _numbers(target_version)
 
 
 def is_transformers_version_lower(target_version: str) -> bool:
@@ -49,15 +49,15 @@ def is_transformers_version_lower(target_version: str) -> bool:
 
 def is_package_lower(package_name: str, target_version: str) -> bool:
     """Return True where a package, by the name that is imported, is installed of a version before this one."""
-    return _found(package_name) and _version(package_name) < _numbers(target_version)
+    return _is_found(package_name) and _version(package_name) < _numbers(target_version)
 
 
 def is_package_lower_or_equal(package_name: str, target_version: str) -> bool:
     """Return True where a package is installed, of this version or an earlier one."""
-    return _found(package_name) and _version(package_name) <= _numbers(target_version)
+    return _is_found(package_name) and _version(package_name) <= _numbers(target_version)
 
 
-def _found(name: str) -> bool:
+def _is_found(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 

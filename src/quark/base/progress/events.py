@@ -32,7 +32,7 @@ def write_event(event: str, **facts: Any) -> None:
     if _Events.file is None:
         return
     facts["peak_mb"] = seconds_and_peak.peak_mb()
-    line = json.dumps({"event": event, "time": round(time.time(), 3), **_plain(facts)}, ensure_ascii=False)
+    line = json.dumps({"event": event, "time": round(time.time(), 3), **_json_value(facts)}, ensure_ascii=False)
     try:
         _Events.file.write(line + "\n")
         _Events.file.flush()
@@ -40,13 +40,13 @@ def write_event(event: str, **facts: Any) -> None:
         raise OutputError(f"Could not write {_Events.path}: {error.strerror}.") from error
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """A value as JSON has it: numbers to six digits, and null in the place of NaN and Inf."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _json_value(item) for key, item in value.items()}
+    return [_json_value(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def check_log(path: Path) -> None:

@@ -32,7 +32,7 @@ def folder_sections(measured: MeasuredFolders, words: str = "") -> list[Section]
     """
     errors, ranges = measured.comparison.by_timestep, measured.by_timestep
     return [
-        Section("What was done", words, [_what(measured)]),
+        Section("What was done", words, [_what_was_done(measured)]),
         _costs(measured),
         _tokens(measured),
         *([] if errors is None else [timestep_section(errors)]),
@@ -53,7 +53,7 @@ def pipeline_sections(measured: MeasuredPipeline, words: str = "") -> list[Secti
     return [*pictures, *(section for each in measured.components.values() for section in folder_sections(each, words))]
 
 
-def _what(measured: MeasuredFolders) -> PageTable:
+def _what_was_done(measured: MeasuredFolders) -> PageTable:
     gguf = measured.quantized.is_file()  # has no config.json: that of the float model says what it is
     config = read_config(measured.model if gguf else measured.quantized)
     layers = coded_layers(measured.after).values()

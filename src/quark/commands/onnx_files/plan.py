@@ -48,7 +48,7 @@ def plan_file(request: FileRequest, config: str | None) -> None:
         reader_of(request, request.calib).get_next()
     name = config or default_config(has_data, CPU_TARGET)
     settings = _settings(request, name)
-    rows, saved = _rows(model, settings)
+    rows, saved = _counts_by_operator(model, settings)
     table = new_table("operator", "nodes", "quantized", "weights MB", "planned MB", title=f"{name} of {model.name}")
     for op_type, row in sorted(rows.items(), key=lambda item: (-item[1]["before"], item[0])):
         if row["quantized"]:
@@ -79,7 +79,7 @@ def _settings(request: FileRequest, name: str) -> Settings:
     return replace(settings, specs=replace(settings.specs, exclude=exclude))
 
 
-def _rows(path: Path, settings: Settings) -> tuple[dict[str, Counter[str]], int]:
+def _counts_by_operator(path: Path, settings: Settings) -> tuple[dict[str, Counter[str]], int]:
     """Operator -> its nodes, the quantized ones and bytes of weights before and after; and the bytes saved in all."""
     model = load(path)
     half = _float16_bytes(model)

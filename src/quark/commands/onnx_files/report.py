@@ -36,7 +36,7 @@ def onnx_sections(measured: MeasuredFiles, words: str = "") -> list[Section]:
     model, quantized = measured.request.model, measured.request.quantized
     weights = LayerWeights(model, quantized)
     return [
-        Section("What was done", words, [_what(measured)]),
+        Section("What was done", words, [_what_was_done(measured)]),
         _costs(measured),
         damage_section(model, measured.report.layers, weights),
         _ranges(measured, weights),
@@ -44,7 +44,7 @@ def onnx_sections(measured: MeasuredFiles, words: str = "") -> list[Section]:
     ]
 
 
-def _what(measured: MeasuredFiles) -> PageTable:
+def _what_was_done(measured: MeasuredFiles) -> PageTable:
     import onnx_ir as ir  # after quark.onnx, which says what brings a package that is missing
 
     proto = read_header(measured.request.quantized)

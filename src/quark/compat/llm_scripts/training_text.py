@@ -100,7 +100,7 @@ def get_trainer_dataset(
         "eval_dataset": (replace(WIKITEXT, split="test"), max_eval_samples),
     }
     rows = {
-        role: _rows(itertools.islice(texts_of(source), limit), tokenizer, seqlen, source.path)
+        role: _token_windows(itertools.islice(texts_of(source), limit), tokenizer, seqlen, source.path)
         for role, (source, limit) in sources.items()
     }
     return {**rows, "data_collator": transformers.default_data_collator}
@@ -142,7 +142,7 @@ def _long_windows(texts: Iterable[str], tokenizer: Any, length: int, chance: ran
             yield ids[start : start + length]
 
 
-def _rows(texts: Iterable[str], tokenizer: Any, length: int, path: str) -> list[dict[str, list[int]]]:
+def _token_windows(texts: Iterable[str], tokenizer: Any, length: int, path: str) -> list[dict[str, list[int]]]:
     begin = tokenizer.bos_token or ""
     ids: list[int] = []
     for text in texts:

@@ -39,7 +39,7 @@ def compare_folders(baseline: Path, quantized: Path) -> dict[str, Comparison]:
             raise FormatError(f"{folder} lacks {len(missing)} files that the other folder has: {min(missing)}, ...")
     found = {}
     for name in sorted(names):
-        x, y = _read(baseline / name), _read(quantized / name)
+        x, y = _read_numbers(baseline / name), _read_numbers(quantized / name)
         if x.shape != y.shape:
             raise FormatError(f"{name} has the shape {list(x.shape)} in {baseline} and {list(y.shape)} in {quantized}.")
         found[name] = Comparison().update(x, y)
@@ -55,7 +55,7 @@ def _names(folder: Path) -> set[str]:
     return names
 
 
-def _read(path: Path) -> NumpyArray:
+def _read_numbers(path: Path) -> NumpyArray:
     array = read_image(path) if path.suffix.lower() in IMAGES else read_array(path)
     if array.dtype.kind not in "biuf":
         raise FormatError(f"{path} holds {array.dtype}, not numbers.")

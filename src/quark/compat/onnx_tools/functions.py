@@ -176,7 +176,9 @@ def _shapes(values: Iterable[onnx.ValueInfoProto]) -> dict[str, list[int]]:
 # From model or file to model or file ----------------------------------------------------------------------------------
 
 
-def _written(tool: str, source: Source, target: str | os.PathLike[str] | None, **flags: Any) -> onnx.ModelProto | None:
+def _write_converted(
+    tool: str, source: Source, target: str | os.PathLike[str] | None, **flags: Any
+) -> onnx.ModelProto | None:
     """The converted model, or None where it went to a file."""
     if target is None:
         return _converted(tool, source, *flags.values())
@@ -193,38 +195,38 @@ def convert_quant_to_float(
     quant_model: Source, float_model: str | os.PathLike[str] | None = None
 ) -> onnx.ModelProto | None:
     """Make a quantized model float; returns it where no path to write is given."""
-    return _written("convert_quant_to_float", quant_model, float_model)
+    return _write_converted("convert_quant_to_float", quant_model, float_model)
 
 
 def convert_resize_fs_to_pof2s(
     input_model: Source, output_model: str | os.PathLike[str] | None = None
 ) -> onnx.ModelProto | None:
     """Make the scales beside Resize powers of two; returns the model where no path to write is given."""
-    return _written("convert_resize_fs_to_pof2s", input_model, output_model)
+    return _write_converted("convert_resize_fs_to_pof2s", input_model, output_model)
 
 
 def convert_u16u8_to_u8u8(
     input_model: Source, output_model: str | os.PathLike[str] | None = None
 ) -> onnx.ModelProto | None:
     """Make uint16 activations uint8, of the same range; returns the model where no path to write is given."""
-    return _written("convert_u16u8_to_u8u8", input_model, output_model)
+    return _write_converted("convert_u16u8_to_u8u8", input_model, output_model)
 
 
 def replace_inf_in_onnx_weights(
     input_model: Source, output_model: str | os.PathLike[str] | None = None, replace_inf_value: float = 10000.0
 ) -> onnx.ModelProto | None:
     """Replace infinite weights by a value or its negative; returns the model where no path to write is given."""
-    return _written("replace_inf_weights", input_model, output_model, replace_inf_value=replace_inf_value)
+    return _write_converted("replace_inf_weights", input_model, output_model, replace_inf_value=replace_inf_value)
 
 
 def convert_fp32_to_bfp16(input_model_path: str, output_model_path: str) -> None:
     """Write a float32 model whose tensors pass through BFP16 blocks."""
-    _written("convert_fp32_to_bfp16", input_model_path, output_model_path)
+    _write_converted("convert_fp32_to_bfp16", input_model_path, output_model_path)
 
 
 def convert_fp16_to_bfp16(input_model_path: str, output_model_path: str) -> None:
     """Write a float16 model whose tensors pass through BFP16 blocks."""
-    _written("convert_fp16_to_bfp16", input_model_path, output_model_path)
+    _write_converted("convert_fp16_to_bfp16", input_model_path, output_model_path)
 
 
 # From the arguments of a command line ---------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89
 BLOCK_TYPES: Registry[BlockType] = Registry("block type")
 
 
-def _one(name: str, bits: int, low: int, size: int, minimum: bool = False, values: tuple[int, ...] = ()) -> None:
+def _add_type(name: str, bits: int, low: int, size: int, minimum: bool = False, values: tuple[int, ...] = ()) -> None:
     high = low + (1 << bits) - 1
     low, high = (values[0], values[-1]) if values else (low, high)
     BLOCK_TYPES.register(
@@ -85,12 +85,12 @@ def _two(
     BLOCK_TYPES.register(name, row)
 
 
-_one("q4_0", 4, -8, 18)
-_one("q4_1", 4, 0, 20, minimum=True)
-_one("q5_0", 5, -16, 22)
-_one("q5_1", 5, 0, 24, minimum=True)
-_one("q8_0", 8, -128, 34)
-_one("iq4_nl", 4, 0, 18, values=NL_VALUES)
+_add_type("q4_0", 4, -8, 18)
+_add_type("q4_1", 4, 0, 20, minimum=True)
+_add_type("q5_0", 5, -16, 22)
+_add_type("q5_1", 5, 0, 24, minimum=True)
+_add_type("q8_0", 8, -128, 34)
+_add_type("iq4_nl", 4, 0, 18, values=NL_VALUES)
 _two("q2_k", 2, 0, 16, (0, 15), "iq4_nl", 84, minimums=15)
 _two("q3_k", 3, -4, 16, (-32, 31), "iq4_nl", 110)
 _two("q4_k", 4, 0, 32, (0, 63), "q5_0", 144, minimums=63)

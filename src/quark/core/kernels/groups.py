@@ -45,7 +45,7 @@ def fake_quantize_at_once(x: Array, params: QParams | None, spec: TensorSpec, ou
         spec: The element type and the rules.
         plain: Computes the same.
     """
-    if not takes(x, spec) or not _is_taken(out) or any(_needs_grad(part) for part in _parts(params)):
+    if not takes(x, spec) or not _is_taken(out) or any(_needs_grad(part) for part in _arrays_of(params)):
         return False
     device, element = device_of(x), ElementRule.of(spec)
     assert device is not None and element is not None
@@ -116,8 +116,8 @@ def _live(
     return (lambda: kernel_module(MODULE).live(x, out, rule)), key
 
 
-def _parts(params: QParams | None) -> list[Any]:
-    return [] if params is None else [params.scale, params.zero_point, *_parts(params.second)]
+def _arrays_of(params: QParams | None) -> list[Any]:
+    return [] if params is None else [params.scale, params.zero_point, *_arrays_of(params.second)]
 
 
 def _needs_grad(x: Any) -> bool:

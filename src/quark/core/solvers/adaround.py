@@ -118,7 +118,7 @@ class AdaRound:
             # 1.2 times 2 reg beta |2.4 c|^(beta - 1), from the logarithm of c^2: cheaper than a power.
             power = (beta - 1) / 2
             factor = math.log2(2 * _STRETCH * self.reg * beta) + (beta - 1) * math.log2(2 * _STRETCH)
-        for part, (alpha, span, _, c, slope, pull) in zip(_parts(push), self.parts, strict=True):
+        for part, (alpha, span, _, c, slope, pull) in zip(_cache_views(push), self.parts, strict=True):
             xp.sigmoid(alpha, out=c).sub_(0.5)
             xp.mul(c, c, out=slope)
             part.mul_(span)
@@ -128,7 +128,7 @@ class AdaRound:
             part.mul_(xp.threshold_(slope.neg_().add_(0.25), 0.25 - _EDGE**2, 0.0))
         self.adam.step(rate, push)
         value = self.value.view(-1) if self.chosen is None else push
-        for part, (alpha, span, middle, c, _, _) in zip(_parts(value), self.parts, strict=True):
+        for part, (alpha, span, middle, c, _, _) in zip(_cache_views(value), self.parts, strict=True):
             xp.addcmul(middle, span, xp.sigmoid(alpha, out=c).sub_(0.5).clamp_(-_EDGE, _EDGE), out=part)
         if self.chosen is not None:
             self.value.view(-1).index_copy_(0, self.chosen, value)
@@ -149,7 +149,7 @@ class AdaRound:
 
     def _cut(self) -> None:
         """Views that fit the cache: of a, span and middle, and of three buffers."""
-        views = [_parts(x) for x in (self.alpha, self.span, self.middle)]
+        views = [_cache_views(x) for x in (self.alpha, self.span, self.middle)]
         buffers = [namespace(self.alpha).empty_like(views[0][0]) for _ in range(3)]
         self.parts = [(*parts, *(buffer[: len(parts[0])] for buffer in buffers)) for parts in zip(*views, strict=True)]
 
@@ -212,7 +212,7 @@ class AdaQuant:
         """Leave out weights beyond the range; return how far the nearest of the others is from its end."""
         assert self.ends is not None
         room = math.inf
-        for push, weight, low, high in zip(*map(_parts, (gradient, self.weight, *self.ends)), strict=True):
+        for push, weight, low, high in zip(*map(_cache_views, (gradient, self.weight, *self.ends)), strict=True):
             nearest = namespace(weight).minimum(weight - low, high - weight)
             push.masked_fill_(nearest < 0, 0.0)
             room = min(room, float(nearest.min()))
@@ -226,7 +226,7 @@ class AdaQuant:
         return self.value
 
 
-def _parts(x: Array) -> Sequence[Array]:
+def _cache_views(x: Array) -> Sequence[Array]:
     """Views of x that fit the cache."""
     parts: Sequence[Array] = x.view(-1).split(chunk_bytes_for(x) // 4)
     return parts

@@ -255,7 +255,7 @@ class _Candidates:
 
     def losses(self, group: int, gram: Array) -> Array:
         """Of every factor, as if all other groups were exact: (rows, factors)."""
-        weight, scale, zero = self._of(group)
+        weight, scale, zero = self._of_group(group)
         parts = []
         for start in range(0, self.rows, self.step):
             rows = slice(start, min(start + self.step, self.rows))
@@ -268,7 +268,7 @@ class _Candidates:
 
     def dots(self, group: int, other: Array) -> Array:
         """The errors of every factor times other, (rows, columns of the group): (rows, factors)."""
-        return candidate_dots(*self._of(group), self.spec, other)
+        return candidate_dots(*self._of_group(group), self.spec, other)
 
     def errors(self, chosen: Array, group: int) -> Array:
         """Q(W) - W of one group under the factors chosen, (rows,): (rows, columns of the group)."""
@@ -281,7 +281,7 @@ class _Candidates:
         """Of each row of (rows, factors), the entry of the factor chosen."""
         return of_factors[self._row, chosen]
 
-    def _of(self, group: int) -> tuple[Array, Array, Array | None]:
+    def _of_group(self, group: int) -> tuple[Array, Array, Array | None]:
         """Weights, scales and zero points of one group."""
         return self.weight[group], self.scale[group], None if self.zero is None else self.zero[group]
 

@@ -195,7 +195,7 @@ class ModelInputs:
                 raise FileNotFoundError(f"none of {', '.join(sorted(files))} is there")
             return loaded
 
-    def _named(self, values: Any) -> dict[str, torch.Tensor]:
+    def _arguments_of(self, values: Any) -> dict[str, torch.Tensor]:
         """The arguments of the model among what a tokenizer or processor gives, in the dtype of the model."""
         taken = {name: torch.as_tensor(values[name]) for name in values.keys() if name in self.names}  # noqa: SIM118
         return {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in taken.items()}
@@ -228,12 +228,12 @@ class ModelInputs:
         tokenizer = self._processor("AutoTokenizer")
         for document in lines_of(taking.data):
             values = tokenizer(document.text(tokenizer), return_tensors="pt", truncation=True, max_length=taking.length)
-            yield self._named(values) | self._decoder(values["input_ids"])
+            yield self._arguments_of(values) | self._decoder(values["input_ids"])
 
     def _images(self, data: Path) -> Iterator[Batch]:
         processor = self._processor("AutoImageProcessor")
         for _, image in _files(data, _open_image):
-            yield self._named(processor(image, return_tensors="pt"))
+            yield self._arguments_of(processor(image, return_tensors="pt"))
 
     def _pairs(self, taking: _Taking) -> Iterator[Batch]:
         """Images, each with its caption in a text file of the same name."""
@@ -244,7 +244,7 @@ class ModelInputs:
             if not caption.is_file():
                 raise CalibrationError(f"{path}: the model takes image and text; {caption.name} has to hold a caption.")
             text = tokenizer(read_text(caption).strip(), return_tensors="pt", truncation=True, max_length=taking.length)
-            yield self._named(processor(image, return_tensors="pt")) | self._named(text)
+            yield self._arguments_of(processor(image, return_tensors="pt")) | self._arguments_of(text)
 
     def _audio(self, taking: _Taking) -> Iterator[Batch]:
         """Recordings; a decoder gets the transcript in a text file of the same name, else its first token."""
@@ -254,7 +254,7 @@ class ModelInputs:
                 raise CalibrationError(
                     f"{path} has {rate} samples a second; the model takes {extractor.sampling_rate}."
                 )
-            values = self._named(extractor(waveform, sampling_rate=rate, return_tensors="pt"))
+            values = self._arguments_of(extractor(waveform, sampling_rate=rate, return_tensors="pt"))
             transcript, ids = path.with_suffix(".txt"), None
             if self.config.is_encoder_decoder and transcript.is_file():
                 text = read_text(transcript).strip()
@@ -278,7 +278,7 @@ class ModelInputs:
                 f"{data} does not hold equally many samples for arguments ({what}): {self._wanted()}."
             )
         for row in range(next(iter(counts.values()))):
-            sample = self._named({name: x[row : row + 1] for name, x in arrays.items()})
+            sample = self._arguments_of({name: x[row : row + 1] for name, x in arrays.items()})
             for name, x in sample.items():
                 if not torch.isfinite(x).all():
                     raise CalibrationError(

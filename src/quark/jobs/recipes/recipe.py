@@ -71,7 +71,7 @@ class Recipe:
         for name, value in self.options.items():
             if not in_folder or name == "model" or option_of(known[name]).changes_output:
                 section, _, key = (key_of(known[name]) or "" if name in known else name).rpartition(".")
-                (content.setdefault(section, {}) if section else content)[key] = _plain(name, value)
+                (content.setdefault(section, {}) if section else content)[key] = _yaml_value(name, value)
         content["made_with"] = {"quark": __version__, **self.digests}
         first = f"# quark run {RECIPE} -o OUTPUT makes it again.\n" if in_folder else ""
         return first + write_yaml(content)
@@ -189,7 +189,7 @@ def _of_lines(lines: Iterable[str]) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def _plain(name: str, value: Any) -> Any:
+def _yaml_value(name: str, value: Any) -> Any:
     """The value of an option as YAML has it."""
     if name == "algorithm":
         words = [split_algorithm(word) for word in value]
@@ -198,7 +198,7 @@ def _plain(name: str, value: Any) -> Any:
         rules = [item.rpartition("=") for item in value]
         return {pattern: scheme for pattern, _, scheme in rules}
     if isinstance(value, (list, tuple)):
-        return [_plain("", item) for item in value]
+        return [_yaml_value("", item) for item in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

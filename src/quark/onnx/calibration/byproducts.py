@@ -126,14 +126,14 @@ def _form(model: ir.Model) -> object:
     """Nodes and weights of a model, to be compared; a weight is the tensor object, which the caller keeps alive."""
     nodes = []
     for node in model.graph:
-        attributes = sorted((name, _plain(one)) for name, one in node.attributes.items())
+        attributes = sorted((name, _attribute_value(one)) for name, one in node.attributes.items())
         names = [[None if value is None else value.name for value in values] for values in (node.inputs, node.outputs)]
         nodes.append((node.domain, node.op_type, node.overload, names, attributes))
     weights = {name: id(value.const_value) for name, value in model.graph.initializers.items()}
     return nodes, weights, [value.name for value in model.graph.outputs], sorted(map(str, model.functions))
 
 
-def _plain(attribute: ir.Attr) -> str | bytes:
+def _attribute_value(attribute: ir.Attr) -> str | bytes:
     """An attribute by value."""
     objects = (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS, ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
     if attribute.is_ref() or attribute.type in objects:

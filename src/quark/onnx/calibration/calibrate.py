@@ -317,11 +317,11 @@ def collect(prepared: Prepared, observers: Mapping[str, Collector], settings: Se
             # The runtime computes the next slice while the one before is counted. Inputs are looked at now: a reader
             # may use their memory again.
             _update(observers, seen)
-            _update(observers, _at({name: feed[name] for name in observers if name in inputs}, real))
+            _update(observers, _at_real({name: feed[name] for name in observers if name in inputs}, real))
             while running is not None and (made := running.result()) is not None:
                 running = ahead.submit(next, parts, None)
                 _update(observers, seen)
-                seen = _at(made, real)
+                seen = _at_real(made, real)
             count += 1
         _update(observers, seen)
     prepared.byproducts.complete()
@@ -329,7 +329,7 @@ def collect(prepared: Prepared, observers: Mapping[str, Collector], settings: Se
         raise CalibrationError("The calibration reader yields nothing: static quantization needs at least one sample.")
 
 
-def _at(values: dict[str, Any], real: Sequence[Any]) -> dict[str, Any]:
+def _at_real(values: dict[str, Any], real: Sequence[Any]) -> dict[str, Any]:
     """The values at real positions, where a sample that the model takes whole has masked ones."""
     if not real:
         return values

@@ -90,7 +90,9 @@ def _without_mixed(model: ir.Model, ends: Sequence[_JoinedEnd], feeds: Sequence[
 def joined_ends(model: ir.Model, settings: Settings) -> Iterator[_JoinedEnd]:
     """The quantized Concats of a model whose tensor only outputs and takers of parts read."""
     # Placing takes longer than looking where a Concat leads, which in most models computes shapes.
-    if settings.specs.weights_apart or not any(is_op(n, "Concat") and _after(n, frozenset()) for n in model.graph):
+    if settings.specs.weights_apart or not any(
+        is_op(n, "Concat") and _nodes_after(n, frozenset()) for n in model.graph
+    ):
         return
     copied = model.clone()
     try:
@@ -100,13 +102,13 @@ def joined_ends(model: ir.Model, settings: Settings) -> Iterator[_JoinedEnd]:
     named, quantized = {*settings.specs.nodes, *dict(settings.specs.overrides)}, frozenset(placement.nodes)
     for node in placement.nodes:
         if is_op(node, "Concat") and len(live_inputs(node)) > 1 and not {node.name, node.outputs[0].name} & named:
-            after = _after(node, quantized)
+            after = _nodes_after(node, quantized)
             values = placement.quantized(value for node in after for value in node.outputs)
             if values and (spec := placement.activations[values[0]]).needs_calibration:
                 yield _JoinedEnd(node, frozenset(after), 2**spec.dtype.bits)
 
 
-def _after(node: ir.Node, quantized: frozenset[ir.Node]) -> set[ir.Node]:
+def _nodes_after(node: ir.Node, quantized: frozenset[ir.Node]) -> set[ir.Node]:
     """A Concat and what passes its tensor on or takes parts of it; empty where integers compute with the whole."""
     found, waiting = {node}, [node]
     ends = False

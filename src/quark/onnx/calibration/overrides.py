@@ -26,7 +26,7 @@ def override_specs(placement: Placement, settings: Settings) -> None:
     """
     told: dict[ir.Value, Override] = {}
     for name, override in settings.specs.overrides:
-        roots, constants = _named(placement, name, settings.specs.bodies)
+        roots, constants = _classes_named(placement, name, settings.specs.bodies)
         for root in roots:
             if override.axis is not None:
                 raise ConfigError(f"TensorQuantOverrides[{name!r}]: only a weight has one scale for each channel.")
@@ -51,15 +51,15 @@ def override_params(placement: Placement, qparams: ModelQParams, settings: Setti
     for name, override in settings.specs.overrides:
         if override.scale is None and override.low is None:
             continue
-        roots, constants = _named(placement, name, settings.specs.bodies)
+        roots, constants = _classes_named(placement, name, settings.specs.bodies)
         for root in roots:
             found = qparams.activations[root]
-            qparams.activations[root] = _given(override, found, placement.activations[root])
+            qparams.activations[root] = _given_qparams(override, found, placement.activations[root])
         for key in constants:
-            qparams.weights[key] = _given(override, qparams.weights[key], placement.weights[key])
+            qparams.weights[key] = _given_qparams(override, qparams.weights[key], placement.weights[key])
 
 
-def _named(placement: Placement, name: str, elsewhere: bool) -> tuple[set[ir.Value], list[Operand]]:
+def _classes_named(placement: Placement, name: str, elsewhere: bool) -> tuple[set[ir.Value], list[Operand]]:
     """The classes and constants of this name; there may be none where tensors are quantized `elsewhere` too."""
     roots = {placement.root(value) for value in placement.activations if value.name == name}
     constants = [(node, i) for node, i in placement.weights if getattr(node.inputs[i], "name", None) == name]
@@ -81,7 +81,7 @@ def _changed(spec: TensorSpec, override: Override) -> TensorSpec:
     return changed
 
 
-def _given(override: Override, found: QParams, spec: TensorSpec) -> QParams:
+def _given_qparams(override: Override, found: QParams, spec: TensorSpec) -> QParams:
     """The scale or range of an override, one for each channel that has a scale."""
 
     def full(value: float | None) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:

@@ -137,7 +137,9 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
         latency = latency if count else _latency(plain, feed)
         runs = [padding.at_real(feed, run_sample(session, names, feed)) for session in plain]
         arrays = [dict(zip(names, each, strict=True)) for each in runs]
-        _update(outputs.values(), *([_of(part, each) for part in outputs] for each in arrays), unlike=unlike)
+        _update(
+            outputs.values(), *([_part_of_output(part, each) for part in outputs] for each in arrays), unlike=unlike
+        )
         layers.update(feed, padding)
         count += 1
     if not count:
@@ -149,7 +151,7 @@ def compare_models(float_model: Path, quantized: Path, data: Any, limit: int | N
     return Report(count, compared, sorted(seen, key=lambda layer: layer.sqnr), latency, others)
 
 
-def _of(part: OutputPart, arrays: Mapping[str, Any]) -> Any:
+def _part_of_output(part: OutputPart, arrays: Mapping[str, Any]) -> Any:
     """A part of an output; what is no array, or has fewer axes, as it is."""
     array = arrays[part.tensor]
     return part.of(array) if isinstance(array, np.ndarray) and array.ndim > (part.axis or 0) else array

@@ -200,7 +200,7 @@ def kernel_graph(path: Path, fusion: list[Fusion]) -> list[DrawnNode]:
     makers: dict[str, int] = {}  # tensor -> the drawn node that its values come from
     drawn: list[DrawnNode] = []
     for index, node in enumerate(graph.node):
-        sources = tuple(dict.fromkeys(makers[name] for name in _read(node) if name in makers))
+        sources = tuple(dict.fromkeys(makers[name] for name in _names_read(node) if name in makers))
         if node.op_type in ENCODERS | DECODERS:
             makers.update({name: sources[0] for name in node.output if sources})
             continue
@@ -213,10 +213,10 @@ def kernel_graph(path: Path, fusion: list[Fusion]) -> list[DrawnNode]:
     return drawn
 
 
-def _read(node: onnx.NodeProto) -> list[str]:
+def _names_read(node: onnx.NodeProto) -> list[str]:
     """Return what a node reads, what its bodies read from outside included."""
     names = list(node.input)
     for attribute in node.attribute:
         for inner in attribute.g.node if attribute.HasField("g") else ():
-            names += _read(inner)
+            names += _names_read(inner)
     return names

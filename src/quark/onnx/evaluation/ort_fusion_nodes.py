@@ -128,10 +128,10 @@ class QuantizedNode:
     def activation(self) -> str:
         """Op type of the follower whose output is quantized."""
         follower = self.follower
-        quantized = follower is not None and any(n.op_type in ENCODERS for n in self._after(follower))
+        quantized = follower is not None and any(n.op_type in ENCODERS for n in self._readers(follower))
         return follower.op_type if follower is not None and quantized else ""
 
-    def _after(self, node: onnx.NodeProto) -> Iterable[onnx.NodeProto]:
+    def _readers(self, node: onnx.NodeProto) -> Iterable[onnx.NodeProto]:
         return self.graph.consumers.get(node.output[0], [])
 
     @property
@@ -182,11 +182,11 @@ class QuantizedNode:
             source = None if encoder is None else self.graph.producers.get(encoder.input[0])
             decoders += [source] if source is not None and source.op_type in DECODERS else []
         encoders = [self.graph.producers.get(decoder.input[0]) for decoder in decoders]
-        encoders += [n for reader in (self.node, self.follower) if reader for n in self._after(reader)]
+        encoders += [n for reader in (self.node, self.follower) if reader for n in self._readers(reader)]
         for encoder in encoders:
             if encoder is None or encoder.op_type not in ENCODERS or self.graph.kind(encoder) != TensorProto.INT8:
                 continue
-            if sum(len(list(self._after(decoder))) for decoder in self._after(encoder)) > 1:
+            if sum(len(list(self._readers(decoder))) for decoder in self._readers(encoder)) > 1:
                 return str(encoder.input[0])
         return ""
 
@@ -194,7 +194,7 @@ class QuantizedNode:
     def clips_by_itself(self) -> bool:
         """True where quantizing after the Relu or Clip clips at zero, so that the Relu has no effect of its own."""
         encoder = (
-            next((n for n in self._after(self.follower) if n.op_type in ENCODERS), None) if self.follower else None
+            next((n for n in self._readers(self.follower) if n.op_type in ENCODERS), None) if self.follower else None
         )
         zero = None if encoder is None or len(encoder.input) < 3 else self.graph.array(encoder.input[2])
         return encoder is not None and zero is not None and float(zero.min()) == SMALLEST.get(self.graph.kind(encoder))

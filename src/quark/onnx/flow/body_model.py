@@ -76,7 +76,7 @@ def as_model(body: Body, around: ir.Model) -> _BodyModel:
         around: The model, or a body as one: gives opsets and functions.
     """
     graph = body.graph.clone(allow_outer_scope_values=True)
-    names = {value.name for part in _parts(graph) for value in own_values(part)}
+    names = {value.name for part in _with_bodies(graph) for value in own_values(part)}
     own, made, captured, constants = len(graph.inputs), dict[ir.Value, ir.Value](), {}, {}
     for node, index in captured_reads(graph):
         value = node.inputs[index]
@@ -100,7 +100,7 @@ def as_model(body: Body, around: ir.Model) -> _BodyModel:
 
 def captured_reads(graph: ir.Graph) -> Iterator[tuple[ir.Node, int]]:
     """(node, input index) of every read, within a body, of a tensor of a graph around it, in order."""
-    inside = set(_parts(graph))
+    inside = set(_with_bodies(graph))
     reads = [(node, index) for node in graph.all_nodes() for index in range(len(node.inputs))]
     for node, index in reads:
         value = node.inputs[index]
@@ -166,15 +166,15 @@ def _read_instead(graph: ir.Graph, stands: ir.Value, value: ir.Value) -> None:
     stands.replace_all_uses_with(value)
 
 
-def _parts(graph: ir.Graph) -> list[ir.Graph]:
+def _with_bodies(graph: ir.Graph) -> list[ir.Graph]:
     """A graph and the bodies within it."""
     return [graph, *(part for part in graph.subgraphs() if part is not graph)]
 
 
 def _free_names(graph: ir.Graph, model: ir.Model) -> None:
     """Rename what a body has under a name of the model around it: an inner name must hide no other."""
-    inside = _parts(graph)
-    outside = [part for part in _parts(model.graph) if part not in inside]
+    inside = _with_bodies(graph)
+    outside = [part for part in _with_bodies(model.graph) if part not in inside]
     values = list(chain.from_iterable(map(own_values, inside)))
     own, around = _taken(values), _taken(chain.from_iterable(map(own_values, outside)))
     for value in values:

@@ -73,13 +73,13 @@ class FloatBodies:
                 continue  # nothing reads what the node gives
             copied = as_model(original, self._float)
             feeds = None if around.data is None else BodyFeeds(self._float, original, around.data, settings)
-            if _quantized(Prepared(copied.model, feeds, "", around.statistics), original, settings, convert):
+            if _quantize_body(Prepared(copied.model, feeds, "", around.statistics), original, settings, convert):
                 put_back(body, original, copied, around.model)
                 count += 1
         return count
 
 
-def _quantized(prepared: Prepared, body: Body, settings: Settings, convert: Convert) -> bool:
+def _quantize_body(prepared: Prepared, body: Body, settings: Settings, convert: Convert) -> bool:
     """Quantize a body as a model, in place; False where there is nothing to quantize, or no data for it."""
     model, feeds, own = prepared.model, prepared.data, _settings(settings, body)
     first = None if feeds is None else next(iter(feeds), None)
@@ -120,15 +120,15 @@ def _settings(settings: Settings, body: Body) -> Settings:
         settings.calibration,
         samples=None,
         random_data=False,
-        statistics=_beside(settings.calibration.statistics, body),
-        range_file=_beside(settings.calibration.range_file, body),
+        statistics=_file_of_body(settings.calibration.statistics, body),
+        range_file=_file_of_body(settings.calibration.range_file, body),
     )
     specs = replace(settings.specs, bodies=True, is_body=True)
     # Presets and scripts name algorithms for all: not each body has something for them.
     return replace(settings, specs=specs, calibration=calibration, allow_noop=True)
 
 
-def _beside(path: str | None, body: Body) -> str | None:
+def _file_of_body(path: str | None, body: Body) -> str | None:
     """The file of a body beside that of the graph around it: bodies may have tensors of the same names."""
     if path is None:
         return None
@@ -198,7 +198,7 @@ class BodyFeeds:
         condition = np.asarray(True if len(inputs) < 2 or inputs[1] is None else np.ravel(inputs[1])[0])
         states, count = inputs[2:], 0
         while bool(condition) and (trips is None or count < trips):
-            own = self._named([np.asarray(count, np.int64), condition, *states])
+            own = self._own_inputs([np.asarray(count, np.int64), condition, *states])
             yield own
             outputs = step({**captured, **own})
             condition, states, count = np.ravel(outputs[0])[0], outputs[1 : 1 + len(states)], count + 1
@@ -212,11 +212,11 @@ class BodyFeeds:
         sequences = [np.moveaxis(array, axis, 0) for array, axis in zip(sequences, axes, strict=True)]
         sequences = [array[::-1] if back else array for array, back in zip(sequences, backwards, strict=True)]
         for parts in zip(*sequences, strict=True):
-            own = self._named([*states, *map(np.ascontiguousarray, parts)])
+            own = self._own_inputs([*states, *map(np.ascontiguousarray, parts)])
             yield own
             states = step({**captured, **own})[: len(states)]
 
-    def _named(self, arrays: list[Any]) -> Feed:
+    def _own_inputs(self, arrays: list[Any]) -> Feed:
         """Arrays under the names of the body's own inputs, single values in the shape that it says."""
         feed: Feed = {}
         for value, array in zip(self._inputs[: self._copy.own], arrays, strict=True):

@@ -206,7 +206,7 @@ def _all_nodes(nodes: Nodes) -> Iterator[onnx.NodeProto]:
 
 def has_parts(model: onnx.ModelProto) -> bool:
     """Return True where `fill_in` would change the model."""
-    return any(True for _ in _parts(model, Path()))
+    return any(True for _ in _changes(model, Path()))
 
 
 def fill_in(model: onnx.ModelProto, folder: Path) -> None:
@@ -214,11 +214,11 @@ def fill_in(model: onnx.ModelProto, folder: Path) -> None:
 
     Both are things that onnx_ir does not carry through; of what is checked, a few small tensors are meant.
     """
-    for change in list(_parts(model, folder)):
+    for change in list(_changes(model, folder)):
         change()
 
 
-def _parts(model: onnx.ModelProto, folder: Path) -> Iterator[Callable[[], None]]:
+def _changes(model: onnx.ModelProto, folder: Path) -> Iterator[Callable[[], None]]:
     """The changes of `fill_in`."""
     graphs, stack = [model.graph], [model.graph.node, *(function.node for function in model.functions)]
     while stack:

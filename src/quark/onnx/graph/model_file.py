@@ -37,7 +37,7 @@ def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
         FormatError: No ONNX file, truncated, with contradictions, or one that ONNX Runtime refuses.
         ConfigError: The model is quantized already.
     """
-    model = _read(source)
+    model = _read_declared(source)
     refuse_quantized(model)
     refuse_invalid(model, _name(source))
     _correct_shapes(model)
@@ -126,12 +126,12 @@ def read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
             with two things of one name, with a tensor whose data are missing, of another size than its shape, or
             outside the folder of the model, or with functions or bodies without end.
     """
-    model = _read(source)
+    model = _read_declared(source)
     _correct_shapes(model)
     return model
 
 
-def _read(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
+def _read_declared(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
     """Read a model with the shapes that the file declares."""
     if not isinstance(source, (str, os.PathLike, onnx.ModelProto)):
         raise FormatError(f"A model is a path or a ModelProto, got {type(source).__name__}.")

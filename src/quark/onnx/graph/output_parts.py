@@ -71,7 +71,7 @@ def output_parts(model: ir.Model) -> dict[str, tuple[OutputPart, ...]]:
         copied = model.clone()
         infer_shapes(copied)
         outputs = list(copied.graph.outputs)
-    return {value.name or "": tuple(_parts(value)) for value in outputs}
+    return {value.name or "": tuple(_parts_of(value)) for value in outputs}
 
 
 def compared_parts(model: ir.Model) -> list[OutputPart]:
@@ -113,13 +113,13 @@ def _source(node: ir.Node | None) -> ir.Value | None:
     return live[0] if same_rank else None
 
 
-def _parts(value: ir.Value) -> list[OutputPart]:
+def _parts_of(value: ir.Value) -> list[OutputPart]:
     """The parts of a tensor; one where nothing joins it, or it is not known along which axis."""
     node, whole = value.producer(), [OutputPart(value.name or "", bounded=_bounded(value))]
     if node is not None and is_op(node, "Concat"):
         found = _joined(value, node)
     elif node is not None and (source := _source(node)) is not None:
-        found = [_moved(part, node) for part in _parts(source)]
+        found = [_moved(part, node) for part in _parts_of(source)]
     else:
         return whole
     if len(found) < 2 or any(part is None for part in found):
@@ -132,7 +132,7 @@ def _joined(value: ir.Value, node: ir.Node) -> list[OutputPart | None]:
     axis = _axis_of(value, node)
     if axis is None:
         return []
-    inner = [[replace(part, tensor="") for part in _parts(x)] for x in node.inputs if x is not None]
+    inner = [[replace(part, tensor="") for part in _parts_of(x)] for x in node.inputs if x is not None]
     if len(inner[0]) > 1 and inner[0][0].axis != axis and all(parts == inner[0] for parts in inner):
         return list(inner[0])
     sizes = _sizes(node, axis)

@@ -88,9 +88,9 @@ class _Walk:
             value = self.todo.pop()
             if value.is_graph_input() or value.is_graph_output():
                 raise StructureError(f"{value.name} is an input or output of the model.")
-            self._written(value)
+            self._follow_to_writer(value)
             for use in value.uses():
-                self._read(value, use.node, use.idx)
+                self._follow_to_reader(value, use.node, use.idx)
         return self.stream
 
     def _visit(self, *values: ir.Value | None) -> None:
@@ -110,7 +110,7 @@ class _Walk:
                 raise StructureError(f"{part.value.name} of {_name(part.node)} is not of the stream.")
         self.stream.turned |= dict.fromkeys(constants)
 
-    def _written(self, value: ir.Value) -> None:
+    def _follow_to_writer(self, value: ir.Value) -> None:
         """Follow a value back to what writes it."""
         node = value.producer()
         if node is None:
@@ -125,7 +125,7 @@ class _Walk:
         elif not self._passes(node):
             raise StructureError(f"{_name(node)} writes to the residual stream.")
 
-    def _read(self, value: ir.Value, node: ir.Node, index: int) -> None:
+    def _follow_to_reader(self, value: ir.Value, node: ir.Node, index: int) -> None:
         """Follow a value to one of its readers."""
         norm = self.readers.get(node)
         if norm is not None and value in norm.sources:
@@ -155,9 +155,9 @@ class _Walk:
         if norm.added is not None:
             self._turn(norm.added)
         self._visit(*norm.sources, norm.total)
-        self.stream.norms[norm] = tuple(self._after(norm.output))
+        self.stream.norms[norm] = tuple(self._weights_after(norm.output))
 
-    def _after(self, start: ir.Value) -> list[ChannelConstant]:
+    def _weights_after(self, start: ir.Value) -> list[ChannelConstant]:
         """The weights of the linear layers that read what a norm gives, through what moves it."""
         weights, todo = [], [start]
         while todo:

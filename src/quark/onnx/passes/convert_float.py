@@ -94,7 +94,7 @@ def _convert(model: ir.Model, source: ir.DataType, target: ir.DataType, unchange
     for value in _values(model):
         if value.dtype != source or value in unchanged:
             continue
-        value.type = _of(value.type, target)
+        value.type = _type_of(value.type, target)
         if value.const_value is not None:
             value.const_value = _cast(value.const_value, target)
         count += 1
@@ -110,10 +110,10 @@ def _convert(model: ir.Model, source: ir.DataType, target: ir.DataType, unchange
     return count
 
 
-def _of(kind: ir.TypeProtocol | None, target: ir.DataType) -> ir.TypeProtocol:
+def _type_of(kind: ir.TypeProtocol | None, target: ir.DataType) -> ir.TypeProtocol:
     """A type of another element type: a sequence stays one."""
     if isinstance(kind, (ir.SequenceType, ir.OptionalType)):
-        return type(kind)(_of(kind.elem_type, target))
+        return type(kind)(_type_of(kind.elem_type, target))
     return ir.TensorType(target)
 
 

@@ -46,7 +46,7 @@ def remove_qdq_between(model: ir.Model, between_ops: str) -> int:
     """
     pairs, count = _pairs(between_ops), 0
     for node in [node for node in model.graph if node.op_type in DEQUANTIZE]:
-        source = _quantized(node)
+        source = _float_source(node)
         producer = source.producer() if source is not None else None
         if source is None or producer is None:
             continue
@@ -58,14 +58,14 @@ def remove_qdq_between(model: ir.Model, between_ops: str) -> int:
     return count
 
 
-def _quantized(decoder: ir.Node) -> ir.Value | None:
+def _float_source(decoder: ir.Node) -> ir.Value | None:
     """The float tensor that a pair quantizes, given its DequantizeLinear; None where there is no pair."""
     encoder = decoder.inputs[0].producer() if decoder.inputs[0] is not None else None
     return encoder.inputs[0] if encoder is not None and encoder.op_type in QUANTIZE else None
 
 
 def _decode(graph: ir.Graph, node: ir.Node) -> bool:
-    source = _quantized(node)
+    source = _float_source(node)
     if source is not None:
         return _bypass(node, source)
     codes, scale = constant(node.inputs[0]), constant(node.inputs[1])

@@ -145,7 +145,7 @@ class SensitivityTable:
                 choice; says what they are.
         """
         asked = AskedBudget(bits, size)
-        named = self._named(candidates)
+        named = self._require_candidates(candidates)
         options = [[name for name in named if name in group.sizes] for group in self.groups]
         for group, possible in zip(self.groups, options, strict=True):
             if not possible:
@@ -203,7 +203,7 @@ class SensitivityTable:
             layer_quant_config={**base.layer_quant_config, **named},
         )
 
-    def _named(self, candidates: tuple[str, ...] | None) -> tuple[str, ...]:
+    def _require_candidates(self, candidates: tuple[str, ...] | None) -> tuple[str, ...]:
         for name in candidates or ():
             if name not in self.candidates:
                 raise ConfigError(

@@ -147,7 +147,7 @@ def _form_group(timeout: float) -> _Group:
             raise
         raise ProcessLostError(
             f"Rank {own} reached all {size} processes ({', '.join(meeting.names)}), which cannot exchange anything: "
-            f"{_said(error)}. Possible: GLOO_SOCKET_IFNAME, the network between them."
+            f"{_first_sentence(error)}. Possible: GLOO_SOCKET_IFNAME, the network between them."
         ) from error
     return _group
 
@@ -233,13 +233,13 @@ def _merged(observer: Observer, states: Iterable[tuple[Mapping[str, Any], str]])
     total = type(observer)(observer.spec)
     for state, dtype in states:
         other = type(observer)(observer.spec)
-        other.restore({key: _beside(value, observer.low) for key, value in state.items()})
+        other.restore({key: _on_device_of(value, observer.low) for key, value in state.items()})
         other.model_dtype = dtype
         total.merge(other)
     return total
 
 
-def _beside(value: Any, like: Any) -> Any:
+def _on_device_of(value: Any, like: Any) -> Any:
     """A tensor from another rank, on the device of this one's."""
     both = isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor)
     return value.to(like.device) if both else value
@@ -464,9 +464,9 @@ def collective(action: Callable[[], object]) -> None:
                 dist.barrier(_group.before_nccl)
             action()
     except (RuntimeError, ValueError) as error:
-        raise _lost(_said(error), time.monotonic() - begin) from error
+        raise _lost(_first_sentence(error), time.monotonic() - begin) from error
 
 
-def _said(error: Exception) -> str:
+def _first_sentence(error: Exception) -> str:
     """The first sentence of a communication library, without the place in its source."""
     return re.sub(r"^\[[^]]*\] ", "", str(error).strip().splitlines()[0]).split(". ")[0]

@@ -224,8 +224,8 @@ class CalledExperts:
                 yield from (x for _ in chosen)
                 return
             none = dict.fromkeys(chosen, x[:0])
-            places = None if choose is None else choose(lambda: _places(self._own(args, kwargs), x))
-            own = none | (self._own(args, kwargs) if places is None else {e: x[of] for e, of in places.items()})
+            places = None if choose is None else choose(lambda: _places(self._own_tokens(args, kwargs), x))
+            own = none | (self._own_tokens(args, kwargs) if places is None else {e: x[of] for e, of in places.items()})
             every = x.new_ones(len(x), dtype=torch.bool)
             yield from (torch.cat([own[index], x[share_of(every, shares[index])]]) for index in chosen)
 
@@ -246,7 +246,7 @@ class CalledExperts:
         ):
             yield
 
-    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
+    def _own_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
         """Expert -> its tokens, of what the owner is called with: it runs, and what its layers read is passed over."""
         own: dict[int, list[torch.Tensor]] = {}
 
@@ -322,9 +322,9 @@ def _routed(block: nn.Module, calls: Sequence[Call]) -> dict[str, _Routed]:
     A block with one mixture runs up to it. Mixtures that call their experts with more than tokens are left out.
     """
     mixtures: dict[str, UnfusedExperts | CalledExperts] = {
-        name: m for name, m in block.named_modules() if isinstance(m, UnfusedExperts) and _quantized([m])
+        name: m for name, m in block.named_modules() if isinstance(m, UnfusedExperts) and _has_quantized([m])
     }
-    mixtures |= {name: m for name, m in _called_experts(block).items() if _quantized(m.experts)}
+    mixtures |= {name: m for name, m in _called_experts(block).items() if _has_quantized(m.experts)}
     routed = {}
     with ExitStack() as hooks:
         for name, mixture in mixtures.items():
@@ -366,7 +366,7 @@ def _count_called(mixture: CalledExperts, of: _Routed, only: bool, hooks: ExitSt
     hooks.enter_context(mixture.owner.register_forward_hook(after, with_kwargs=True))
 
 
-def _quantized(experts: Sequence[nn.Module]) -> bool:
+def _has_quantized(experts: Sequence[nn.Module]) -> bool:
     return any(isinstance(layer, QuantLayer) for expert in experts for layer in expert.modules())
 
 

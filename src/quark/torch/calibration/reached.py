@@ -61,7 +61,7 @@ def check_reached(model: nn.Module, layers: Mapping[str, QuantLayer], data: Iter
         found = _never_called(model, waiting, data, nullcontext, "meta")
         found = found or _never_called(model, waiting, data, _fake, "cpu")
     if found is not None and found[0]:
-        raise CalibrationError(_said(model, layers, *found))
+        raise CalibrationError(_message(model, layers, *found))
 
 
 def _has_own_code(model: nn.Module) -> bool:
@@ -107,7 +107,7 @@ def _never_called(
     try:
         for batch in data:
             # What its way through the model follows from: structure, and shapes and types of tensors.
-            leaves, structure = tree_flatten(_plain(batch))
+            leaves, structure = tree_flatten(_as_dict(batch))
             form = str(structure), *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
             if form in seen:
                 continue
@@ -117,7 +117,7 @@ def _never_called(
                 stack.enter_context(torch.no_grad())
                 stack.enter_context(mode)
                 without_values = without_values or _without_values(model, waiting, called, device)
-                forward_batch(without_values, _empty(_plain(batch), device), torch.device(device))
+                forward_batch(without_values, _empty(_as_dict(batch), device), torch.device(device))
                 missing = [name for name in missing if any(id(q) not in called for q in waiting[name])]
                 if missing:
                     continue
@@ -127,7 +127,7 @@ def _never_called(
     return (missing, given) if seen else None
 
 
-def _plain(batch: Any) -> Any:
+def _as_dict(batch: Any) -> Any:
     """A batch as a dict where it is a mapping of some other class."""
     return {key: batch[key] for key in batch.keys()} if hasattr(batch, "keys") else batch  # noqa: SIM118
 
@@ -200,7 +200,7 @@ def _enclosed(function: Any) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-def _said(model: nn.Module, layers: Collection[str], missing: list[str], given: set[str]) -> str:
+def _message(model: nn.Module, layers: Collection[str], missing: list[str], given: set[str]) -> str:
     """Return the message about layers that are not reached, and what there is to do."""
     patterns = _patterns(missing, layers)
     parameters = inspect.signature(model.forward).parameters.values() if given else ()

@@ -100,14 +100,14 @@ class SpillFile(Waiting):
         return [spilled for spilled in moved if spilled is not None]
 
     def bring_back(self, spilled: Spilled) -> None:
-        _point(spilled.tensors, self._read(spilled.place))
+        _point(spilled.tensors, self._read_bytes(spilled.place))
         for x in spilled.tensors:
             del self._spilled[id(x)]
         self._free[spilled.place.mapped.size].append(spilled.place)
 
     def load(self, x: torch.Tensor) -> torch.Tensor:
         spilled = self._spilled.get(id(x))
-        return x if spilled is None else _view(x, self._read(spilled.place))
+        return x if spilled is None else _view(x, self._read_bytes(spilled.place))
 
     def _may_move(self, group: list[torch.Tensor]) -> bool:
         storage = group[0].untyped_storage()
@@ -137,7 +137,7 @@ class SpillFile(Waiting):
         self._spilled.update((id(x), spilled) for x in group)
         return spilled
 
-    def _read(self, place: Slot) -> torch.UntypedStorage:
+    def _read_bytes(self, place: Slot) -> torch.UntypedStorage:
         """The bytes of a place, in memory."""
         found = np.empty(place.mapped.size, np.uint8)
         self._file.seek(place.start)

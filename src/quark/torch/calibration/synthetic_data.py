@@ -49,7 +49,13 @@ def synthetic_batches(model: nn.Module, data: Sequence[Any], count: int, seed: i
             "Possible: calibration data without synthetic texts."
         )
     arguments = ModelArguments.of(model)
-    rows = [row for batch in data for part in unpadded(batch, arguments) for row in _rows(part) if len(row) > PROMPT]
+    rows = [
+        row
+        for batch in data
+        for part in unpadded(batch, arguments)
+        for row in _samples_as_ids(part)
+        if len(row) > PROMPT
+    ]
     if not rows:
         raise CalibrationError(
             f"Synthetic texts begin with tokens of the data, and no sample has more than {PROMPT} tokens."
@@ -93,11 +99,11 @@ def _like(batch: Any, ids: torch.Tensor) -> Any:
     return {"input_ids": ids, **mask}
 
 
-def _rows(batch: Any) -> list[torch.Tensor]:
+def _samples_as_ids(batch: Any) -> list[torch.Tensor]:
     """The samples of a batch as token ids."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) or hasattr(batch, "get") else batch
     if isinstance(ids, (tuple, list)) and ids:
-        return _rows(ids[0])
+        return _samples_as_ids(ids[0])
     if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.ndim != 2:
         raise CalibrationError(
             "Synthetic data begin with tokens of the data: each batch a tensor (samples, tokens), or with `input_ids`."

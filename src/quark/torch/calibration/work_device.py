@@ -196,12 +196,12 @@ class Recorded:
 
         def keep(x: torch.Tensor) -> torch.Tensor:
             if id(x) not in kept:
-                kept[id(x)] = x, self._kept(x)
+                kept[id(x)] = x, self._keep_aside(x)
             return kept[id(x)][1]
 
         return call.with_tensors(keep)
 
-    def _kept(self, x: torch.Tensor) -> torch.Tensor:
+    def _keep_aside(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type == "cpu":
             return pinned(x) if self.device is not None and self.device.type == "cuda" else x
         self._bytes += x.nbytes

@@ -126,7 +126,7 @@ def _lower_block(config: QTensorConfig, dtype: Row, observer: str, live: bool) -
     e8m0 = config.dtype is Dtype.mx
     return TensorSpec(
         dtype,
-        PerGroup(_given(config.ch_axis), _given(config.group_size), pad=not isinstance(dtype, BlockType)),
+        PerGroup(_checked(config.ch_axis), _checked(config.group_size), pad=not isinstance(dtype, BlockType)),
         dynamic=live or bool(config.is_dynamic),
         scale_type=ScaleType.float8_e8m0fnu if e8m0 else ScaleType.float32,
         scale_rule=ScaleRule(config.scale_calculation_mode or "even") if e8m0 else ScaleRule.even,
@@ -146,11 +146,11 @@ def _element(config: QTensorConfig) -> Row:
     """The row of the element type; Dtype.mx is its element."""
     if config.dtype is not Dtype.mx:
         return config.dtype.row
-    element = _given(config.mx_element_dtype)
+    element = _checked(config.mx_element_dtype)
     return DTYPES["mxint8"] if element is Dtype.int8 else element.row
 
 
-def _given(value: Any) -> Any:
+def _checked(value: Any) -> Any:
     """A field that the door has made sure of."""
     assert value is not None
     return value
@@ -160,15 +160,15 @@ def _granularity(config: QTensorConfig, scale_type: ScaleType, per_token: bool) 
     axis = config.ch_axis
     if config.qscheme is QSchemeType.per_channel:
         token = per_token and config.is_dynamic and axis != -1
-        return PerToken() if token else PerChannel(_given(axis))
+        return PerToken() if token else PerChannel(_checked(axis))
     if config.qscheme is QSchemeType.per_group:
         # What a runtime finds in live tokens as it goes needs no whole groups either.
         live = bool(config.is_dynamic) and config.dtype.row.is_float and config.dtype.row.bits == 8
         pad = live or scale_type is ScaleType.float8_e8m0fnu
-        return PerGroup(_given(axis), _given(config.group_size), pad=pad)
+        return PerGroup(_checked(axis), _checked(config.group_size), pad=pad)
     if config.qscheme is QSchemeType.per_block:
         # Zeros change no range but that of a float zero point, which is not widened to 0.
-        return PerBlock(_given(config.block_size), pad=config.zero_point_type is not ZeroPointType.float32)
+        return PerBlock(_checked(config.block_size), pad=config.zero_point_type is not ZeroPointType.float32)
     return PerTensor()
 
 

@@ -122,7 +122,7 @@ class CheckpointJob:
             NotSupportedError, ShapeError: The format has no place for it, or its readers would not find all of it.
             FormatError: The folder lacks tensors, or holds some that the class of the model has no place for.
         """
-        writer = self.target.writer(self._quantized())
+        writer = self.target.writer(self._as_quantized())
         if (undecoded := writer.check()) is not None:
             logger.warning("%s", undecoded)
         made, ties, in_folder = list(writer.entries()), tied_names(self.model), self.origins.of(self.model)
@@ -134,7 +134,7 @@ class CheckpointJob:
         copied = {form.members[0]: {file: there[n] for file, n in form.files.items()} for form in writer.forms}
         return Contents(writer, made, sources, ties, copied)
 
-    def _quantized(self) -> Quantized:
+    def _as_quantized(self) -> Quantized:
         """The model for its writer, which stores what is not quantized in its stored type."""
         types = StoredTypes(self.folder, self.model, narrow=not self.config.algo_config)
         published = partial(forms_of, self.model, self.folder)

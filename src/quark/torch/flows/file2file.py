@@ -331,10 +331,10 @@ class Converter:
         release = partial(item.source.release, self.source)
         if rows is None or self.device.type != "cpu":
             return False
-        return rows.write(self._read(item), partial(tensor_qparams, spec=spec), release)
+        return rows.write(self._read_tensor(item), partial(tensor_qparams, spec=spec), release)
 
     def _convert(self, item: TensorJob, spec: TensorSpec, largest: torch.Tensor | None) -> Tensors:
-        x, layout = self._read(item), item.layout
+        x, layout = self._read_tensor(item), item.layout
         assert layout is not None
         with naming(item.name):
             if spec.is_cast:
@@ -346,11 +346,11 @@ class Converter:
     def _second_scale(self, item: TensorJob) -> torch.Tensor:
         assert item.spec is not None
         with naming(item.name):
-            params = tensor_qparams(self._read(item), item.spec)
+            params = tensor_qparams(self._read_tensor(item), item.spec)
         assert params.second is not None
         item.source.release(self.source)
         scale: torch.Tensor = params.second.scale
         return scale
 
-    def _read(self, item: TensorJob) -> torch.Tensor:
+    def _read_tensor(self, item: TensorJob) -> torch.Tensor:
         return item.source.read(self.source, item.dtype, item.shape).to(self.device)

@@ -60,14 +60,14 @@ class Fp8Format(FolderFormat):
 
     def refusal(self, spec: LayerSpec) -> str | None:
         weight, live = spec.weight, spec.input
-        if weight is None or not _plain(weight) or not isinstance(weight.granularity, (PerTensor, PerBlock)):
+        if weight is None or not _is_plain_fp8(weight) or not isinstance(weight.granularity, (PerTensor, PerBlock)):
             return f"other weights than float8_e4m3 with one scale or one for each tile; here {weight}"
         if spec.bias or spec.output:
             return "quantized biases or outputs"
         split = None if live is None else live.granularity
         if isinstance(split, PerGroup):  # whether their size has to divide a row or not
             split = replace(split, pad=True)
-        if live is not None and not (_plain(live) and split == _input_split(weight)):
+        if live is not None and not (_is_plain_fp8(live) and split == _input_split(weight)):
             return f"the input {live} beside the weight {weight}"
         if isinstance(weight.granularity, PerBlock) and not (live and live.dynamic):
             return "tiles whose inputs have no live scales"
@@ -126,7 +126,7 @@ class Fp8Format(FolderFormat):
         return kv_source(stored) or stored, scalar
 
 
-def _plain(spec: TensorSpec) -> bool:
+def _is_plain_fp8(spec: TensorSpec) -> bool:
     """float8_e4m3 under one level of float scales."""
     return spec.dtype == E4M3 and spec.scale_type in FLOAT_SCALES and not spec.scale_spec and not spec.code_spec
 

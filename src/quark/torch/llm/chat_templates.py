@@ -77,7 +77,7 @@ class _Worker:
         )  # fmt: skip
         self._lines: queue.Queue[str] = queue.Queue()
         self._is_ready = False
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read_answers, daemon=True)
         self._reader.start()
         self._send(first)
 
@@ -116,7 +116,7 @@ class _Worker:
         except OSError:
             pass  # it ended; the answer says so
 
-    def _read(self) -> None:
+    def _read_answers(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.put(line)

@@ -92,7 +92,7 @@ def documents(data: Path) -> Iterator[Document]:
         MissingDependencyError: A dataset, and the package datasets is not installed.
     """
     if is_dataset(data):
-        yield from _rows(data)
+        yield from _documents_of_dataset(data)
     elif data.suffix.lower() in LINES:
         for number, line in enumerate(read_text(data).split("\n"), 1):
             if line.strip():
@@ -190,7 +190,7 @@ def _content(row: Any, place: str, column: str | None = None) -> str | Sequence[
     raise CalibrationError(f"{place} {present[0]!r} is neither text nor a list of messages with role and content.")
 
 
-def _rows(data: Path) -> Iterator[Document]:
+def _documents_of_dataset(data: Path) -> Iterator[Document]:
     name, split, column, *more = [*str(data).removeprefix(DATASETS).split(":"), "", ""]
     if not name or any(more):
         raise CalibrationError(

@@ -101,7 +101,7 @@ class _Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = func.__self__.__name__
-        written = _written(name, args, kwargs)
+        written = _changed_tensor(name, args, kwargs)
         # What is like another tensor has its shape, not its values.
         inputs = () if name.endswith("_like") or name.startswith("new_") else self.read((args, kwargs))
         result = func(*args, **kwargs)
@@ -188,7 +188,7 @@ def _is_leaf(module: nn.Module) -> bool:
     return is_linear(module) or isinstance(module, QuantLayer) or not list(module.children())
 
 
-def _written(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
+def _changed_tensor(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
     """The tensor that an operation changes in place."""
     if isinstance(kwargs.get("out"), torch.Tensor):
         return kwargs["out"]

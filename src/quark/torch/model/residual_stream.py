@@ -115,7 +115,7 @@ def _writer(part: nn.Module, node: Node) -> str:
     module = part.get_submodule(node.module) if node.module else None
     if node.module is None or not (is_linear(module) or isinstance(module, nn.Embedding)):  # type: ignore[arg-type]
         raise StructureError(
-            f"{_what(node)} writes to the residual stream; only linear layers and embeddings can be rotated "
+            f"{_node_text(node)} writes to the residual stream; only linear layers and embeddings can be rotated "
             "(a norm there, as in BERT and Gemma 2, multiplies single channels of the stream)."
         )
     return node.module
@@ -125,17 +125,21 @@ def _norm(part: nn.Module, trace: Trace, node: Node) -> StreamNorm:
     module = part.get_submodule(node.module) if node.module else None
     measured = measure_norm(module) if module is not None else None
     if node.module is None or measured is None:
-        raise StructureError(f"{_what(node)} reads the residual stream; only norms and linear layers are understood.")
+        raise StructureError(
+            f"{_node_text(node)} reads the residual stream; only norms and linear layers are understood."
+        )
     (normed,) = node.outputs
     chain = trace.addition_chain(normed)
     if len(chain.writers) > 1:
-        raise StructureError(f"{_what(chain.writers[-1])} is added to the result of {node.module}; nothing may be.")
+        raise StructureError(
+            f"{_node_text(chain.writers[-1])} is added to the result of {node.module}; nothing may be."
+        )
     _refuse_constants(trace, chain, normed)
     readers = []
     for reader in chain.readers:
         inner = part.get_submodule(reader.module) if reader.module else None
         if reader.module is None or not _reads_linearly(inner, trace.values[normed].shape[-1]):
-            raise StructureError(f"{_what(reader)} reads the result of {node.module}; only linear layers may.")
+            raise StructureError(f"{_node_text(reader)} reads the result of {node.module}; only linear layers may.")
         readers.append(reader.module)
     return StreamNorm(node.module, tuple(dict.fromkeys(readers)), *measured)
 
@@ -161,7 +165,7 @@ def _refuse_results(trace: Trace, stream: AdditionChain, norms: list[StreamNorm]
             )
 
 
-def _what(node: Node) -> str:
+def _node_text(node: Node) -> str:
     return f"{node.module} ({node.kind})" if node.module else f"The operation {node.kind!r} in {node.scope or 'it'}"
 
 

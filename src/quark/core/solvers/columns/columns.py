@@ -69,7 +69,7 @@ def compiled_for(rounder: Any, work: Array, least: int | None = None) -> bool:
         least: Columns from which on that is worth it; None: WORTH_COMPILING.
     """
     least = WORTH_COMPILING if least is None else least
-    if not hasattr(rounder, "block") or work.shape[-2] < least or not _plain(work):
+    if not hasattr(rounder, "block") or work.shape[-2] < least or not _is_plain(work):
         return False
     return ElementRule.of(rounder.spec) is not None and _library() is not None
 
@@ -179,7 +179,7 @@ def part_errors(
     arrays = [values, importance, scale, *([] if zero is None else [zero])]
     if values.shape[-1] < WORTH_COMPILING and values.shape[-1] != size:
         return None
-    if rule is None or not fits or not all(_plain(x) and _contiguous(x) for x in arrays) or _library() is None:
+    if rule is None or not fits or not all(_is_plain(x) and _contiguous(x) for x in arrays) or _library() is None:
         return None
     xp, parts, period = namespace(values), scale.reshape(-1).shape[0], importance.reshape(-1).shape[0]
     errors = xp.empty_like(scale)
@@ -207,7 +207,7 @@ def candidate_errors(values: Array, scale: Array, zero: Array | None, spec: Tens
     """
     (runs, count, size), rule = errors.shape, ElementRule.of(spec)
     arrays = [values, scale, errors, *([] if zero is None else [zero])]
-    fits = runs * count * size >= WORTH_CALLING and all(_plain(x) and _contiguous(x) for x in arrays)
+    fits = runs * count * size >= WORTH_CALLING and all(_is_plain(x) and _contiguous(x) for x in arrays)
     if rule is None or not fits or _library() is None:
         zeros = None if zero is None else zero[..., None]
         errors[...] = quantize_elements(values[:, None], scale[..., None], zeros, spec)
@@ -233,7 +233,7 @@ def candidate_dots(values: Array, scale: Array, zero: Array | None, spec: Tensor
     """
     (runs, count), size, rule = scale.shape, values.shape[-1], ElementRule.of(spec)
     arrays = [values, scale, other, *([] if zero is None else [zero])]
-    fits = runs * count * size >= WORTH_CALLING and all(_plain(x) and _contiguous(x) for x in arrays)
+    fits = runs * count * size >= WORTH_CALLING and all(_is_plain(x) and _contiguous(x) for x in arrays)
     if rule is None or not fits or _library() is None:
         return _dots_of_errors(values, scale, zero, spec, other)
     dots = namespace(scale).empty_like(scale)
@@ -263,7 +263,7 @@ def _dots_of_errors(values: Array, scale: Array, zero: Array | None, spec: Tenso
 def row_dots(left: Array, right: Array) -> Array:
     """sum_i x_i y_i along the last axis."""
     rows, size = math.prod(left.shape[:-1]), left.shape[-1]
-    fits = rows * size >= WORTH_CALLING and all(_plain(x) and _contiguous(x) for x in (left, right))
+    fits = rows * size >= WORTH_CALLING and all(_is_plain(x) and _contiguous(x) for x in (left, right))
     if not fits or _library() is None:
         return (left * right).sum(-1)
     dots = namespace(left).empty_like(left[..., 0])
@@ -284,7 +284,7 @@ def _each(arrays: tuple[Array | None, ...], rows: int, part: Callable[[list[Any]
         native.in_threads(rows, _SLICE, lambda start, count, own=own: part(own, start, count))  # type: ignore[misc]
 
 
-def _plain(x: Array) -> bool:
+def _is_plain(x: Array) -> bool:
     return dtype_name(x) == "float32" and on_cpu(x)
 
 

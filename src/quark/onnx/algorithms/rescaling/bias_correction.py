@@ -84,7 +84,11 @@ def correct_where_certain(quantized: QuantizedLayers) -> int:
     """Correct the biases of the layers that see examples enough; return how many there are: none without data."""
     algorithms = quantized.decision.settings.algorithms
     data = quantized.data
-    if data is None or any(isinstance(one, BiasCorrectionConfig) for one in algorithms) or _rows(data) < LEAST:
+    if (
+        data is None
+        or any(isinstance(one, BiasCorrectionConfig) for one in algorithms)
+        or _count_examples(data) < LEAST
+    ):
         return 0
     return _correct(quantized, data, skips=True)
 
@@ -129,10 +133,10 @@ def _examples(node: ir.Node, data: Samples) -> int | None:
     if isinstance(first, int):
         return len(data) * first
     inputs = source.graph.inputs if source.is_graph_input() and source.graph is not None else ()
-    return _rows(data) if source in inputs else None
+    return _count_examples(data) if source in inputs else None
 
 
-def _rows(data: Samples) -> int:
+def _count_examples(data: Samples) -> int:
     """How many examples the samples hold, as far as the first axis of an input counts them."""
     return sum(max((len(array) for array in feed.values() if array.ndim), default=1) for feed in data)
 
@@ -241,13 +245,15 @@ class _Means:
         linear = None if (node := output.producer()) is None else LinearMeans.of(node, run.constant)
         if linear is None:
             outputs = run.peek(output)
-            return np.concatenate([self._of(layer, sample, x, _axis(layer)) for sample, x in enumerate(outputs)])
+            return np.concatenate(
+                [self._real_values(layer, sample, x, _axis(layer)) for sample, x in enumerate(outputs)]
+            )
         inputs = (read(run.value(sample, read.value)) for sample in range(len(self._data)))
         if layer.counterpart.op_type in PRODUCTS:
-            return linear(np.concatenate([self._of(layer, sample, x, -1) for sample, x in enumerate(inputs)]))
+            return linear(np.concatenate([self._real_values(layer, sample, x, -1) for sample, x in enumerate(inputs)]))
         return linear(np.concatenate([linear.inputs(x) for x in inputs]))
 
-    def _of(self, layer: QuantizedLayer, sample: int, array: NumpyArray, axis: int) -> NumpyArray:
+    def _real_values(self, layer: QuantizedLayer, sample: int, array: NumpyArray, axis: int) -> NumpyArray:
         """Those of what a layer gives for a sample, or of the rows that it reads."""
         # The positions of a convolution are not apart.
         apart = layer.counterpart.op_type in PRODUCTS
@@ -266,7 +272,7 @@ class _Means:
             run = run or SlicedSession(self._quantized.reference, list(named), feed, _open)
             for outputs in run.run(feed):
                 for name, output in outputs.items():
-                    found[named[name]].add(self._of(named[name], sample, output, _axis(named[name])))
+                    found[named[name]].add(self._real_values(named[name], sample, output, _axis(named[name])))
         return {layer: rows.array for layer, rows in found.items()}
 
 

@@ -158,13 +158,13 @@ def _constant_input(node: ir.Node, index: int, read: Callable[[ir.Value], NumpyA
 
 def _taps(node: ir.Node, axis: int, size: int, kernel: int) -> tuple[NumpyArray, int]:
     """Which positions of an axis of what is read each tap of the window uses, (taps, positions); how many it gives."""
-    stride, step = _at(node, "strides", axis, 1), _at(node, "dilations", axis, 1)
+    stride, step = _number_at(node, "strides", axis, 1), _number_at(node, "dilations", axis, 1)
     reach, pads = step * (kernel - 1) + 1, node.attributes.get_ints("pads", [])
     before, after = (pads[axis], pads[axis + len(pads) // 2]) if pads else (0, 0)
     place = np.arange(size)[None, :]
     tap = step * np.arange(kernel)[:, None]
     if node.op_type == "ConvTranspose":
-        count = stride * (size - 1) + _at(node, "output_padding", axis, 0) + reach - before - after
+        count = stride * (size - 1) + _number_at(node, "output_padding", axis, 0) + reach - before - after
         given = place * stride + tap - before
         return ((given >= 0) & (given < count)).astype(np.float32), count
     auto = node.attributes.get_string("auto_pad", "NOTSET")
@@ -180,7 +180,7 @@ def _taps(node: ir.Node, axis: int, size: int, kernel: int) -> tuple[NumpyArray,
     return read.astype(np.float32), count
 
 
-def _at(node: ir.Node, name: str, axis: int, default: int) -> int:
+def _number_at(node: ir.Node, name: str, axis: int, default: int) -> int:
     """One number of an attribute with one for each axis."""
     values: Sequence[int] = node.attributes.get_ints(name, [])
     return int(values[axis]) if values else default

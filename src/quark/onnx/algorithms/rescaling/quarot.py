@@ -172,20 +172,20 @@ def _read_streams(path: str, graph: ir.Graph) -> list[ResidualStream]:
     Raises:
         ConfigError: The file cannot be read, names what the graph does not have, or constants of different widths.
     """
-    pairs = _read(path)
+    pairs = _read_pairs(path)
     linear = {node.name or "": node for node in graph if is_linear(node)}
     writers = {**linear, **_tables(graph)}
     norms = {node.name or "": norm for norm in find_norms(graph) for node in norm.nodes}
     stream = ResidualStream(0)
     for pair in pairs:
         for name in pair["prev_nodes"]:
-            stream.turned |= dict.fromkeys(_written(_named(name, writers, "prev_nodes", path)))
-        readers = [_named(name, linear, "next_nodes", path) for name in pair["next_nodes"]]
+            stream.turned |= dict.fromkeys(_constants_of(_require_known(name, writers, "prev_nodes", path)))
+        readers = [_require_known(name, linear, "next_nodes", path) for name in pair["next_nodes"]]
         weights = tuple(weight_by_input(node) for node in readers)
         if pair.get("norm_node") is None:
             stream.turned |= dict.fromkeys(weights)
         else:
-            norm = _named(pair["norm_node"], norms, "norm_node", path)
+            norm = _require_known(pair["norm_node"], norms, "norm_node", path)
             stream.norms[norm] = (*stream.norms.get(norm, ()), *weights)
     widths = {constant.size for constant in stream.constants} - {1}
     if len(widths) != 1:
@@ -194,7 +194,7 @@ def _read_streams(path: str, graph: ir.Graph) -> list[ResidualStream]:
     return [stream]
 
 
-def _read(path: str) -> list[Mapping[str, Any]]:
+def _read_pairs(path: str) -> list[Mapping[str, Any]]:
     """The pairs, each with lists of names."""
     try:
         data = plain_json(Path(path).read_text(encoding="utf-8"))
@@ -212,7 +212,7 @@ def _read(path: str) -> list[Mapping[str, Any]]:
     return pairs
 
 
-def _named(name: str, known: Mapping[str, Any], key: str, path: str) -> Any:
+def _require_known(name: str, known: Mapping[str, Any], key: str, path: str) -> Any:
     if name not in known:
         raise ConfigError(f"{path}: {key} has {name!r}, which is none. {did_you_mean(name, known)}")
     return known[name]
@@ -223,7 +223,7 @@ def _tables(graph: ir.Graph) -> dict[str, ir.Node]:
     return {node.name or "": node for node in graph if is_op(node, "Gather") and is_constant(node.inputs[0])}
 
 
-def _written(node: ir.Node) -> list[ChannelConstant]:
+def _constants_of(node: ir.Node) -> list[ChannelConstant]:
     """The constants of a writer: its table, or its weight and its bias."""
     if not is_linear(node):
         return [ChannelConstant(node, 0)]

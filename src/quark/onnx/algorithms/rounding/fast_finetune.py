@@ -203,7 +203,7 @@ class _Run:
             product.native,
             product.flipped,
             None if bias is None else _tensor(bias, self.device),
-            self._after(layer, activation),
+            self._steps_after(layer, activation),
         )
         params = None if layer.spec.is_block or layer.spec.is_cast else _params(layer.params, self.device)
         learner: AdaRound | AdaQuant
@@ -238,7 +238,7 @@ class _Run:
             decay=not isinstance(config, AdaRoundConfig),
         )  # fmt: skip
 
-    def _after(self, layer: QuantizedLayer, activation: Activation | None) -> tuple[Activation | OutputGrid, ...]:
+    def _steps_after(self, layer: QuantizedLayer, activation: Activation | None) -> tuple[Activation | OutputGrid, ...]:
         steps: list[Activation | OutputGrid] = []
         if activation is not None:
             slope = activation.slope

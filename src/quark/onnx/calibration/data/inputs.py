@@ -56,13 +56,13 @@ def model_inputs(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> 
         model = read_ends(model)
     if isinstance(model, onnx.ModelProto):
         defaults = {tensor.name for tensor in model.graph.initializer}
-        values = [_read(value) for value in model.graph.input]
+        values = [_tensor_of_proto(value) for value in model.graph.input]
     else:
         defaults, values = set(model.graph.initializers), list(model.graph.inputs)
     return {value.name or "": _input(value) for value in values if value.name not in defaults}
 
 
-def _read(value: onnx.ValueInfoProto) -> ir.Value:
+def _tensor_of_proto(value: onnx.ValueInfoProto) -> ir.Value:
     if value.type.WhichOneof("value") != "tensor_type":  # onnx_ir reads no maps
         raise FormatError(f"The input {value.name} is no tensor, or has no element type.")
     return ir.serde.deserialize_value_info_proto(value, None)

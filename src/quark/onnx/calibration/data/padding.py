@@ -122,13 +122,13 @@ class Padding:
         filled = np.all([mask.any(axis=1) for mask in real.values()], axis=0)
         cut = self.can_cut(feed, real)
         if cut and (not filled.any() or _have_one_length(real)):
-            return [self._at(feed, real, 0)] if filled.any() else []
+            return [self._row_at_real(feed, real, 0)] if filled.any() else []
         # Each row is an example, though of one length where none can be cut.
         axes = self._axes_of_rows(feed, len(filled)) if len(filled) > 1 and self._takes_rows(real) else None
         if axes is None:
             return [feed]
         apart = {row: rows_of(feed, axes, row, row + 1) for row in np.flatnonzero(filled).tolist()}
-        return [self._at(part, real, row) if cut else part for row, part in apart.items()]
+        return [self._row_at_real(part, real, row) if cut else part for row, part in apart.items()]
 
     def at_real(self, feed: Feed, arrays: Sequence[Any]) -> list[Any]:
         """Cut the tensors of a sample to its real positions; all are real where nothing is masked. See `rows_at`."""
@@ -164,7 +164,7 @@ class Padding:
         own = [name for name in same if named is None or _name_of_length(self.inputs[name]) in (None, named)]
         return own if len(own) > 1 else []
 
-    def _at(self, feed: Feed, real: Mapping[str, NumpyArray], row: int) -> Feed:
+    def _row_at_real(self, feed: Feed, real: Mapping[str, NumpyArray], row: int) -> Feed:
         cut = dict(feed)
         for mask, places in real.items():
             for name in self._cut_with(mask, feed):

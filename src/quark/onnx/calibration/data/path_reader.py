@@ -93,13 +93,13 @@ class PathDataReader(CalibrationDataReader):
         """True where each file of the folder is a sample, whatever it holds."""
         return self._size is None and not self._path.is_file()
 
-    def _read(self) -> Iterator[Feed]:
+    def _open_feeds(self) -> Iterator[Feed]:
         feeds = map(self._feed, self._sources)
         return feeds if self._as_stored else rebatch(feeds, self._size, self._inputs)
 
     def __len__(self) -> int:
         """How many samples there are; files that hold many are read for it."""
-        return len(self._sources) if self._as_stored else sum(1 for _ in self._read())
+        return len(self._sources) if self._as_stored else sum(1 for _ in self._open_feeds())
 
     def set_range(self, start_index: int, end_index: int) -> None:
         """Read the samples from one position up to another from now on, which it leaves out.
@@ -113,7 +113,7 @@ class PathDataReader(CalibrationDataReader):
 
     def rewind(self) -> None:
         """Start again at the first sample, of all."""
-        self._feeds = self._read()
+        self._feeds = self._open_feeds()
 
     def get_next(self) -> Feed | None:
         try:
@@ -129,12 +129,12 @@ class PathDataReader(CalibrationDataReader):
         feed = {}
         for name, path in source.items():
             if path.suffix.lower() == ".npz":
-                return {n: self._fit(n, a, path) for n, a in self._named(path).items()}
+                return {n: self._fit(n, a, path) for n, a in self._feed_of_file(path).items()}
             image = path.suffix.lower() in IMAGES
             feed[name] = self._fit(name, self._image(path, self._inputs[name]) if image else read_array(path), path)
         return feed
 
-    def _named(self, path: Path) -> Feed:
+    def _feed_of_file(self, path: Path) -> Feed:
         arrays = read_arrays(path)
         if len(arrays) == len(self._inputs) == 1:
             return dict(zip(self._inputs, arrays.values(), strict=True))

@@ -109,7 +109,7 @@ class Samples:
 
     def __iter__(self) -> Iterator[Feed]:
         position = 0
-        while position < len(self._entries) or self._read():
+        while position < len(self._entries) or self._read_next():
             yield self[position]
             position += 1
 
@@ -120,7 +120,7 @@ class Samples:
 
     def __len__(self) -> int:
         """How many samples there are; reads them all."""
-        while self._read():
+        while self._read_next():
             pass
         return len(self._entries)
 
@@ -136,7 +136,7 @@ class Samples:
         if self.clock() > self.until:
             raise TimeUpError
 
-    def _read(self) -> bool:
+    def _read_next(self) -> bool:
         feed = next(self._source, None)
         if feed is None:
             return False

@@ -99,7 +99,7 @@ def expand(options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
     name = options.get("ShapeShifterYaml") or options.get("PreprocessYAML")
     if not name:
         return dict(options), None
-    content = {"passes": TEMPLATES[name]} if name in TEMPLATES else _read(name)
+    content = {"passes": TEMPLATES[name]} if name in TEMPLATES else _read_yaml(name)
     before = _entries(content, "preprocess_passes", name) or _entries(content, "passes", name)
     after = _entries(content, "postprocess_passes", name)
     found = {**_asked(before, BEFORE, name), **_asked(after, AFTER, name)}
@@ -107,7 +107,7 @@ def expand(options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
     return {**options, "SkipPreprocess": True, **found}, None if path is None else str(path)
 
 
-def _read(path: str) -> dict[str, Any]:
+def _read_yaml(path: str) -> dict[str, Any]:
     if not path.endswith((".yaml", ".yml")):
         raise ConfigError(f"ShapeShifterYaml={path!r}: a .yaml file, or one of {', '.join(TEMPLATES)}.")
     require_packages("ShapeShifterYaml", "yaml", "yaml")

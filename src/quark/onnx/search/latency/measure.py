@@ -129,14 +129,16 @@ def measure(model: ir.Model, settings: Settings, data: Samples | None, timer: Ti
         )
     placed = model.clone()
     placement = place(placed, settings)
-    sides, profile = _timed_sides((model, _quantized(model, settings, data)), data[0], settings, timer)
+    sides, profile = _timed_sides((model, _quantized_once(model, settings, data)), data[0], settings, timer)
     found = placement_choice(placed, placement, settings, sides[0], sides[1], profile.conversions)
     chosen = choose_nodes(found.choice)
     stay = frozenset(name for name in found.candidates if found.groups.find(name) not in chosen)
     totals = {found.candidates: sides[0].total(), frozenset[str](): sides[1].total()}
     if stay not in totals:
         give_back_memory()
-        run = ProfiledModel(_quantized(model, _without(settings, stay), data), data[0], settings.measurement.threads)
+        run = ProfiledModel(
+            _quantized_once(model, _without(settings, stay), data), data[0], settings.measurement.threads
+        )
         profile.complete([run], timer)
         totals[stay] = sum(profile.seconds(run).values())
     best = min(totals, key=lambda names: totals[names])
@@ -161,7 +163,7 @@ def _timed_sides(
     return sides, profile
 
 
-def _quantized(model: ir.Model, settings: Settings, data: Samples) -> ir.Model:
+def _quantized_once(model: ir.Model, settings: Settings, data: Samples) -> ir.Model:
     """The model with Q/DQ, of scales from one sample: their form has an effect on time, and their values have none."""
     calibration = replace(settings.calibration, samples=1, statistics=None, range_file=None, figures=False)
     quantized = model.clone()

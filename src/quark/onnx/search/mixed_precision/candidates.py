@@ -116,14 +116,14 @@ def _becomes(settings: Settings) -> tuple[list[LayerSpec], dict[str, LayerSpec],
 def _eligible(model: ir.Model, config: AutoMixprecisionConfig, settings: Settings) -> list[str]:
     """Names of the nodes that take part."""
     quantized = {node.name for node in place(model.clone(), settings).nodes}
-    kept = _kept(model, config, settings)
+    kept = _kept_nodes(model, config, settings)
     names = [node.name or "" for node in model.graph if node.name in quantized and node not in kept]
     included = {node.name or "" for node in nodes_of(config.include_layers or (), model, "include_layers")}
     _require(included, names, "include_layers", model)
     return [name for name in names if name in included] if config.include_layers else names
 
 
-def _kept(model: ir.Model, config: AutoMixprecisionConfig, settings: Settings) -> set[ir.Node]:
+def _kept_nodes(model: ir.Model, config: AutoMixprecisionConfig, settings: Settings) -> set[ir.Node]:
     """The nodes that stay as they are; one that the config gives specs of its own keeps them."""
     kept = nodes_of(config.exclude_layers or (), model, "exclude_layers")
     for scopes, _ in settings.specs.by_name:
@@ -149,7 +149,7 @@ def _require(names: Any, nodes: Any, where: str, model: ir.Model) -> None:
 def _grouped(model: ir.Model, nodes: list[str], path: str) -> list[tuple[str, list[str]]]:
     """(name, members) of each subgraph with candidates, and of what is in none."""
     groups, owner = [], dict[str, str]()
-    for name, scope in _read(path):
+    for name, scope in _read_subgraphs(path):
         inside = {node.name for node in nodes_of([scope], model, f"{path}: {name}")}
         members = [node for node in nodes if node in inside]
         for node in members:
@@ -160,7 +160,7 @@ def _grouped(model: ir.Model, nodes: list[str], path: str) -> list[tuple[str, li
     return [(name, members) for name, members in groups if members]
 
 
-def _read(path: str) -> list[tuple[str, Subgraph]]:
+def _read_subgraphs(path: str) -> list[tuple[str, Subgraph]]:
     """(name, scope) of each subgraph of a file."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -323,7 +323,7 @@ def cache_key(model: ir.Model, settings: Settings, data: Samples, parts: Sequenc
     kept = replace(
         settings, calibration=replace(settings.calibration, statistics=None), algorithms=(), external_data=False
     )
-    digest = hashlib.sha256(repr((fingerprint(model), _plain(kept), _plain(list(parts)))).encode())
+    digest = hashlib.sha256(repr((fingerprint(model), _repeatable(kept), _repeatable(list(parts)))).encode())
     for sample in data:
         for name, array in sorted(sample.items()):
             digest.update(repr((name, str(array.dtype), array.shape)).encode())
@@ -331,16 +331,16 @@ def cache_key(model: ir.Model, settings: Settings, data: Samples, parts: Sequenc
     return digest.hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def _repeatable(value: Any) -> Any:
     """A value whose repr is the same in every process: sets are sorted, functions are their code."""
     if isinstance(value, Enum):
         return value.name
     if is_dataclass(value) and not isinstance(value, type):
-        return {entry.name: _plain(getattr(value, entry.name)) for entry in fields(value)}
+        return {entry.name: _repeatable(getattr(value, entry.name)) for entry in fields(value)}
     if isinstance(value, (set, frozenset)):
-        return sorted(map(repr, map(_plain, value)))
+        return sorted(map(repr, map(_repeatable, value)))
     if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
+        return [_repeatable(entry) for entry in value]
     if callable(value):
         code = getattr(value, "__code__", None)
         return getattr(value, "__qualname__", type(value).__qualname__), code.co_code if code is not None else b""

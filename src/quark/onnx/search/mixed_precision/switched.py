@@ -434,7 +434,7 @@ class SwitchedOutputs:
     def evaluator(self, distance: OutputDistance, count: int | None = None) -> Evaluator:
         """Return what scores settings by a distance, over the first samples; None for all."""
         expected = FloatOutputs(self.prepared.model, [self.output], self.prepared.data, self._open_session, count)
-        return Evaluator(self.prepared, Scorer(expected, one_number(distance)), _quantized, shortcut=self)
+        return Evaluator(self.prepared, Scorer(expected, one_number(distance)), _quantized_model, shortcut=self)
 
     def _decide(self, settings: Settings) -> Decision:
         return decide(self.prepared, settings, fold=False)
@@ -443,6 +443,6 @@ class SwitchedOutputs:
         return nullcontext(open_session(to_proto(model), threads=self.threads, in_float=True))
 
 
-def _quantized(prepared: Prepared, settings: Settings) -> ir.Model:
+def _quantized_model(prepared: Prepared, settings: Settings) -> ir.Model:
     write(decide(prepared, settings))
     return prepared.model

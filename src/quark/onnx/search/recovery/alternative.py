@@ -82,7 +82,7 @@ class Alternative:
         if self._given_up:
             return None
         try:
-            scored = self._made(scorer, data)
+            scored = self._scored_model(scorer, data)
             metric = scorer.metric
             ahead = f"Made without samples: {metric.text(scored.score)}; with: {metric.text(other.score)}"
             if at_last and scorer.silent and metric.better(scored.score, LEAST):
@@ -119,7 +119,7 @@ class Alternative:
         self._compared = other.model, found
         return found
 
-    def _made(self, scorer: PartScorer, data: Samples) -> ScoredModel:
+    def _scored_model(self, scorer: PartScorer, data: Samples) -> ScoredModel:
         if self._scored is None:
             start = own_time()
             with severity(2):

@@ -108,7 +108,7 @@ def learn_rotations(
         for step in progress(range(config.train_steps), "steps", config.train_steps):
             picked = torch.randperm(count, generator=order)[: config.train_batch_size].tolist()
             loss = turned.step([seen[index] for index in picked], config.train_lr * (1 - step / config.train_steps))
-            status(partial(_said, loss))
+            status(partial(_divergence_text, loss))
             losses.append(loss)
         before, after, *seen_losses = torch.stack([first, turned.mean_loss(validation), *losses]).tolist()
     if not all(map(math.isfinite, seen_losses)):
@@ -122,7 +122,7 @@ def learn_rotations(
     return Learned(turned.applied(), before, after) if _is_better(after, before) else None
 
 
-def _said(loss: torch.Tensor) -> str:
+def _divergence_text(loss: torch.Tensor) -> str:
     return f"divergence {float(loss):.4g}"
 
 

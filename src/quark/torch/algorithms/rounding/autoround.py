@@ -108,7 +108,7 @@ class AutoRound(ByScores):
             for step in progress(range(config.iters), "steps", config.iters):
                 picked = torch.randperm(batches, generator=order)[: config.batch_size].tolist()
                 now = loss.learn(picked, learned)
-                status(partial(_said, now, before))
+                status(partial(_loss_text, now, before))
                 fall = 1 - step / config.iters
                 for weight in weights:
                     weight.step(config.lr * fall, config.minmax_lr * fall if config.enable_minmax_tuning else 0.0)
@@ -134,7 +134,7 @@ class Loss:
         return sum(float((error * pull).sum()) for error, pull in self.parts)
 
 
-def _said(now: Loss, before: torch.Tensor) -> str:
+def _loss_text(now: Loss, before: torch.Tensor) -> str:
     """How a step goes."""
     return f"loss {float(now):.4g}, at first {float(before):.4g}"
 

@@ -164,7 +164,7 @@ class Distillation(Algorithm):
                 weight.pull(values[weight.parameter_name])
             optimizer.step()
             losses.append(loss.detach())
-            status(partial(_said, losses[-1]))
+            status(partial(_divergence_text, losses[-1]))
         for step, value in enumerate(torch.stack(losses).tolist()):  # read once, when a device is done
             if not math.isfinite(value):
                 raise NonFiniteError(f"DistillationConfig: the divergence of step {step} is {value}.")
@@ -264,7 +264,7 @@ def _values(learned: Sequence[LearnedCodes]) -> dict[str, torch.Tensor]:
     return {weight.parameter_name: weight.values() for weight in learned}
 
 
-def _said(loss: torch.Tensor) -> str:
+def _divergence_text(loss: torch.Tensor) -> str:
     return f"divergence {float(loss):.4g}"
 
 
@@ -316,7 +316,7 @@ def merged(batches: Sequence[Any], rows: int) -> list[Any]:
     for batch in batches:
         last = groups[-1] if groups else []
         fits = last and _shape(batch) is not None and _shape(last[0]) == _shape(batch)
-        if fits and sum(map(_rows, (*last, batch))) <= rows:
+        if fits and sum(map(_batch_size, (*last, batch))) <= rows:
             last.append(batch)
         else:
             groups.append([batch])
@@ -332,7 +332,7 @@ def _shape(batch: Any) -> Any:
     return {key: (value.shape[1:], value.dtype) for key, value in batch.items()}
 
 
-def _rows(batch: Any) -> int:
+def _batch_size(batch: Any) -> int:
     return len(batch if isinstance(batch, torch.Tensor) else next(iter(batch.values())))
 
 

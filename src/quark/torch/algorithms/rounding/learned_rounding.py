@@ -274,7 +274,7 @@ def _fit(readers: Sequence[Readers], block: Block) -> bool:
     call = block.calls[0].loaded()
     for some in readers:
         forwards = [layer.forward for layer in some.layers]
-        some.take_forwards(partial(_beside, forwards))
+        some.take_forwards(partial(_side_by_side, forwards))
     try:
         with torch.enable_grad():
             call.with_hidden(call.hidden.detach().requires_grad_()).run(block.module)
@@ -286,7 +286,7 @@ def _fit(readers: Sequence[Readers], block: Block) -> bool:
     return True
 
 
-def _beside(forwards: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
+def _side_by_side(forwards: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
     return torch.cat([forward(x) for forward in forwards], -1)
 
 

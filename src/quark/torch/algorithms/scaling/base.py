@@ -148,12 +148,12 @@ class Folding(Algorithm):
                     break
             if reason:
                 logger.info(f"{block.full(item.layers[0])}: its input keeps its scale: {reason}.")
-            elif isinstance(item, Fold) and _quantized(item, block):
+            elif isinstance(item, Fold) and _quantized_layers(item, block):
                 folds.append(item)
         return folds
 
     def _apply(self, fold: Fold, block: Block, statistics: InputStatistics) -> torch.Tensor | None:
-        s = self.scale(fold, _quantized(fold, block), statistics)
+        s = self.scale(fold, _quantized_layers(fold, block), statistics)
         if s is not None:
             fold.apply(block.module, s)
             self.folded += 1
@@ -199,6 +199,6 @@ def relative(name: str, block: Block) -> str:
     return name.removeprefix(f"{block.name}.") if block.name else name
 
 
-def _quantized(fold: Fold, block: Block) -> dict[str, QuantLayer]:
+def _quantized_layers(fold: Fold, block: Block) -> dict[str, QuantLayer]:
     layers = {leaf: block.layer(leaf) for group in block.groups for leaf in group}
     return {leaf: layers[leaf] for leaf in fold.layers if leaf in layers}

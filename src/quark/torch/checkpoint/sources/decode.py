@@ -75,9 +75,9 @@ def decode(codes: StoredCodes, shape: tuple[int, ...], dtype: torch.dtype) -> to
     unpack, bits = _unpacker(codes, shape)
     scale = scales(name, _matrix(codes.scale))
     if codes.divisor is not None:
-        scale = scale / _one(name, codes.divisor)
+        scale = scale / _one_scale(name, codes.divisor)
     if codes.factor is not None:
-        scale = scale * _one(name, codes.factor)
+        scale = scale * _one_scale(name, codes.factor)
     zero = _zero_point(codes.zero, bits, shape[0])
     if codes.order is not None:
         columns = codes.order.long()
@@ -168,7 +168,7 @@ def float_shape(
     return (*stored.shape[:-1], _MX_GROUP * groups if fp6 else 2 * columns)
 
 
-def _one(name: str, x: torch.Tensor) -> torch.Tensor:
+def _one_scale(name: str, x: torch.Tensor) -> torch.Tensor:
     """The one scale of the scales of a tensor, float32 (1, 1)."""
     if x.numel() != 1:
         raise FormatError(f"{name}: a scale of the scales of shape {tuple(x.shape)}; one number is needed.")

@@ -102,7 +102,7 @@ def with_server_rules(rules: Mapping[str, Any], folder: Folder) -> dict[str, Any
         folder: What is quantized.
     """
     wanted = _wanted(rules, folder)
-    missed = {name: rule for name, rule in wanted.items() if rule is not None and _found(name, rules) is not rule}
+    missed = {name: rule for name, rule in wanted.items() if rule is not None and _first_rule(name, rules) is not rule}
     modules = {name: _rule_of(name, rules, folder) for name in folder.specs}
     added = {}
     for name, rule in missed.items():
@@ -144,7 +144,7 @@ def _rule_of(layer: str, rules: Mapping[str, Any], folder: Folder) -> Any:
     return None if typed == folder.written["global_quant_config"] else typed
 
 
-def _found(name: str, rules: Mapping[str, Any]) -> Any:
+def _first_rule(name: str, rules: Mapping[str, Any]) -> Any:
     """The rule that both servers find; None where one of them finds none."""
     for pattern, rule in rules.items():
         if fnmatchcase(name, pattern):

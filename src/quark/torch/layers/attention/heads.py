@@ -66,11 +66,11 @@ def _first(names: tuple[str, ...], *places: Any) -> int | None:
 
 def _numbers(names: tuple[str, ...], *places: Any) -> list[int]:
     """The positive numbers that objects have under some names."""
-    found = [_said(place, name) for name in names for place in places]
+    found = [_attribute_of(place, name) for name in names for place in places]
     return [n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0]
 
 
-def _said(place: Any, name: str) -> Any:
+def _attribute_of(place: Any, name: str) -> Any:
     """Return the attribute of an object under a name; None also where its layers differ, of which configs of
     transformers tell by an error of their own.
     """

@@ -63,7 +63,7 @@ class CallAfterBlocks(Call):
         """Some tokens of the largest tensor that the model returns: the logits of all would fill the memory."""
         hidden = self.loaded().hidden
         for part in module.modules():
-            if given := _given(part):
+            if given := _given_forward(part):
                 given.output = self.around(given.index, hidden)
         result = forward_batch(module, self.batch, hidden.device)
         largest = max((x for _, x in named_outputs(result)), key=torch.Tensor.numel)
@@ -148,7 +148,7 @@ def without_blocks(model: nn.Module, names: Sequence[str]) -> nn.Module:
     return without
 
 
-def _given(module: nn.Module) -> Given | None:
+def _given_forward(module: nn.Module) -> Given | None:
     """The forward of a block that stands aside; None for other modules."""
     forward = module.__dict__.get("forward")
     return forward if isinstance(forward, Given) else None
@@ -159,8 +159,8 @@ def _order(without: nn.Module, call: CallAfterBlocks) -> list[tuple[str, bool]]:
     order: list[tuple[str, bool]] = []
     with ExitStack() as hooks:
         for name, module in without.named_modules():
-            if isinstance(module, nn.Linear) or _given(module):
-                note = partial(_note, order, (name, _given(module) is not None))
+            if isinstance(module, nn.Linear) or _given_forward(module):
+                note = partial(_note, order, (name, _given_forward(module) is not None))
                 hooks.enter_context(module.register_forward_pre_hook(note))
         call.run(without)
     return order

@@ -42,7 +42,7 @@ def joined_texts(model: nn.Module, texts: Sequence[Any], length: int) -> list[An
         does not read each text alone.
     """
     alone = [text for text in texts if _is_text(text)]
-    rows = _rows(alone, length)
+    rows = _packed(alone, length)
     tried = next((row for row in rows if len(row) > 1), None)
     if tried is None or not _reads_alone(model, tried):
         return None
@@ -53,7 +53,7 @@ def _is_text(batch: Any) -> bool:
     return isinstance(batch, torch.Tensor) and batch.ndim == 2 and len(batch) == 1 and not batch.is_floating_point()
 
 
-def _rows(texts: Sequence[torch.Tensor], length: int) -> list[Row]:
+def _packed(texts: Sequence[torch.Tensor], length: int) -> list[Row]:
     """Texts by length, each in the first row that has room for it."""
     rows: list[Row] = []
     room: list[int] = []

@@ -173,7 +173,7 @@ def stored_batches(
     place = Path(path)
     if dtype is None and isinstance(model, nn.Module):
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1), None)
-    found = _found(place, dtype)
+    found = _batches_at(place, dtype)
     if model is not None:
         _refuse_unknown(place, found[0], model)
     if limit is None or limit >= len(found):
@@ -184,7 +184,7 @@ def stored_batches(
     return [found[index] for index in chosen]
 
 
-def _found(place: Path, dtype: torch.dtype | None) -> Sequence[dict[str, Any]]:
+def _batches_at(place: Path, dtype: torch.dtype | None) -> Sequence[dict[str, Any]]:
     """All batches of a folder or a file. Raises CalibrationError where there is none."""
     if place.is_dir():
         files = sorted(place.glob("*.npz"))
@@ -192,11 +192,11 @@ def _found(place: Path, dtype: torch.dtype | None) -> Sequence[dict[str, Any]]:
             raise CalibrationError(f"{place} holds no .npz file. Possible: a folder that record_steps wrote.")
         return StoredBatches(files, dtype)
     if place.suffix == ".npz" and place.is_file():
-        return _rows(_in_dtype(read_batch(place), dtype))
+        return _samples_of(_in_dtype(read_batch(place), dtype))
     raise CalibrationError(f"{place} is no folder of .npz files, and no such file.")
 
 
-def _rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
+def _samples_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
     """A batch as batches of one sample, where each of its arguments has as many rows."""
     counts = {len(x) if isinstance(x, torch.Tensor) and x.ndim else 0 for x in batch.values()}
     if len(counts) != 1 or 0 in counts:

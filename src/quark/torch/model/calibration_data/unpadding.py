@@ -77,7 +77,7 @@ def unpadded(batch: Any, arguments: ModelArguments) -> list[Any]:
     """
     if isinstance(batch, (tuple, list)) and len(batch) == 1 and _is_mapping(batch[0]):
         batch = batch[0]
-    named = _named(batch, arguments.names)
+    named = _by_argument(batch, arguments.names)
     sides = _masked(_sides(named, arguments.has_decoder))
     if not sides:
         return [batch]
@@ -90,7 +90,7 @@ def unpadded(batch: Any, arguments: ModelArguments) -> list[Any]:
 
 def real_positions(batch: Any, arguments: ModelArguments) -> list[torch.Tensor]:
     """Which positions of the samples are real, of each part of a batch that stays whole: (batch, length) bool, CPU."""
-    named = _named(batch, arguments.names) if arguments.fixed else {}
+    named = _by_argument(batch, arguments.names) if arguments.fixed else {}
     sides = _masked([side for side in _sides(named, arguments.has_decoder) if side.is_main])
     return [side.real for side in sides] if sides and _is_fixed(named, sides, arguments) else []
 
@@ -112,7 +112,7 @@ def nothing_masked(batch: Any, arguments: ModelArguments) -> torch.Tensor | None
     """Return True where a batch has no padding: one truth value on the device of its masks; None for a batch without
     masks.
     """
-    whole = [side.real.all() for side in _sides(_named(batch, arguments.names), arguments.has_decoder)]
+    whole = [side.real.all() for side in _sides(_by_argument(batch, arguments.names), arguments.has_decoder)]
     return torch.stack([flag.to(whole[0].device) for flag in whole]).all() if whole else None
 
 
@@ -126,7 +126,7 @@ def _is_mapping(batch: Any) -> bool:
     return isinstance(batch, Mapping) or hasattr(batch, "keys")
 
 
-def _named(batch: Any, names: Sequence[str] | None) -> dict[str, Any]:
+def _by_argument(batch: Any, names: Sequence[str] | None) -> dict[str, Any]:
     """The arguments by name; empty where their names are not known."""
     if _is_mapping(batch):
         return {key: batch[key] for key in batch.keys()}  # noqa: SIM118 (BatchEncoding)
@@ -278,7 +278,7 @@ def _cut(named: Mapping[str, Any], sides: Sequence[PaddedAxis], arguments: Model
     kept = [row for row in range(count) if all(bool(side.real[row].any()) for side in sides if side.is_main)]
     if not kept or _equally_masked(sides):
         return [_sample(named, sides, 0)] if kept else []
-    apart = _rows(named, sides, count, arguments)
+    apart = _rows_by_argument(named, sides, count, arguments)
     return [_sample({name: values[row] for name, values in apart.items()}, sides, row) for row in kept]
 
 
@@ -289,13 +289,13 @@ def _sample(named: Mapping[str, Any], sides: Sequence[PaddedAxis], row: int) -> 
         is_there = bool(side.real[row].any())
         for name in side.axes.keys() & sample.keys():
             if is_there:
-                sample[name] = _at(sample[name], side.real[row], side.axes[name])
+                sample[name] = _at_real(sample[name], side.real[row], side.axes[name])
             else:
                 del sample[name]
     return sample
 
 
-def _at(x: torch.Tensor, real: torch.Tensor, axes: Iterable[int]) -> torch.Tensor:
+def _at_real(x: torch.Tensor, real: torch.Tensor, axes: Iterable[int]) -> torch.Tensor:
     """A tensor at real positions along some axes; a view where they follow each other."""
     places = real.nonzero()[:, 0]
     first, last = int(places[0]), int(places[-1])
@@ -307,7 +307,7 @@ def _at(x: torch.Tensor, real: torch.Tensor, axes: Iterable[int]) -> torch.Tenso
     return x
 
 
-def _rows(
+def _rows_by_argument(
     named: Mapping[str, Any], sides: Sequence[PaddedAxis], count: int, arguments: ModelArguments
 ) -> dict[str, Sequence[Any]]:
     """Name of an argument -> that of each sample.
@@ -381,7 +381,7 @@ def _items_of_rows(
             shares = _shares(kind, tokens, sizes)
         for name, x in tensors.items():
             patches = grid is not None and len(x) != items
-            yield name, _parts(x, _patches(shares, grid) if patches else shares)
+            yield name, _rows_of_texts(x, _patches(shares, grid) if patches else shares)
 
 
 def _shares(kind: str, tokens: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -408,6 +408,6 @@ def _patches(shares: Sequence[int], grid: torch.Tensor | None) -> list[int]:
     return [sum(sizes[first:last]) for first, last in itertools.pairwise(bounds)]
 
 
-def _parts(x: torch.Tensor, shares: Sequence[int]) -> list[torch.Tensor | None]:
+def _rows_of_texts(x: torch.Tensor, shares: Sequence[int]) -> list[torch.Tensor | None]:
     """Rows of a tensor, as many as each text has; None for a text without."""
     return [part if len(part) else None for part in torch.split(x, list(shares))]

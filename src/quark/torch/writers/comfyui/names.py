@@ -116,7 +116,7 @@ def kinds() -> tuple[DenoiserKind, ...]:
 
 
 @cache
-def _rows(table: str) -> tuple[tuple[re.Pattern[str], str, str], ...]:
+def _name_patterns(table: str) -> tuple[tuple[re.Pattern[str], str, str], ...]:
     """Pattern of a name in diffusers, the original name, and what changes."""
     found = [row for row in _table("names.tsv") if row["table"] == table]
     # Numbers in a name, and after it the end that is equal in both: `.weight`, or none.
@@ -196,7 +196,7 @@ def _check_whole(kind: DenoiserKind, parts: Mapping[str, list[tuple[int, str]]])
     """
     if kind.is_unet:
         return
-    rows = _rows(kind.table)
+    rows = _name_patterns(kind.table)
     wanted = Counter(original for _, original, _ in rows)
     for original, found in parts.items():
         order, name = found[0]
@@ -208,7 +208,7 @@ def _check_whole(kind: DenoiserKind, parts: Mapping[str, list[tuple[int, str]]])
 
 def _row_name(kind: DenoiserKind, name: str) -> tuple[str, int, str] | None:
     """The original name, the place among the parts of it, and what changes."""
-    for order, (pattern, original, change) in enumerate(_rows(kind.table)):
+    for order, (pattern, original, change) in enumerate(_name_patterns(kind.table)):
         if match := pattern.fullmatch(name):
             *numbers, end = match.groups()
             return original.format(*numbers) + (end or ""), order, change
@@ -252,7 +252,7 @@ def _unet_name(name: str, layers: int, names: list[str]) -> tuple[str, int, str]
 
 
 def _plain_unet_name(name: str) -> tuple[str, int, str] | None:
-    for pattern, original, change in _rows("unet"):
+    for pattern, original, change in _name_patterns("unet"):
         if match := pattern.fullmatch(name):
             return original + (match.groups()[-1] or ""), 0, change
     return None

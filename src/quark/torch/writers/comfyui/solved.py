@@ -64,16 +64,16 @@ class RowsOfJoined(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The rows of the weight, without a gradient."""
-        return self._of(self.layer.weight.detach(), 0)
+        return self._rows_of(self.layer.weight.detach(), 0)
 
     @property
     def bias(self) -> torch.Tensor | None:
         """The rows of the bias."""
-        return None if self.layer.bias is None else self._of(self.layer.bias.detach(), 0)
+        return None if self.layer.bias is None else self._rows_of(self.layer.bias.detach(), 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of the output: (..., I) to (..., O)."""
-        return self._of(self.first._product(x, self), -1)
+        return self._rows_of(self.first._product(x, self), -1)
 
     def _product(self, x: torch.Tensor, part: RowsOfJoined) -> torch.Tensor:
         """Return the output of the layer for x, which is kept until each part has had it."""
@@ -90,7 +90,7 @@ class RowsOfJoined(nn.Module):
             self._made = None
         return made
 
-    def _of(self, whole: torch.Tensor, axis: int) -> torch.Tensor:
+    def _rows_of(self, whole: torch.Tensor, axis: int) -> torch.Tensor:
         parts = [whole.narrow(axis, rows.start, rows.stop - rows.start) for rows in self.rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 

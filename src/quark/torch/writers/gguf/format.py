@@ -80,7 +80,7 @@ class GgufLayout(CodedLayout):
         return pack_blocks({name: part.reshape(blocks) for name, part in found.items()}, dtype).flatten(1)
 
     def _load_block_type(self, stored: torch.Tensor, dtype: BlockType, shape: tuple[int, ...]) -> torch.Tensor:
-        parts = self._parts(stored, dtype, shape)
+        parts = self._unpacked(stored, dtype, shape)
         scale, minimum = parts["d"], parts.get("e")
         if dtype.scales is not None:
             scale, minimum = scale * parts["c"], None if minimum is None else minimum * parts["k"]
@@ -91,7 +91,7 @@ class GgufLayout(CodedLayout):
 
     def load_codes(self, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         if isinstance(self.spec.dtype, BlockType):
-            return self._parts(stored, self.spec.dtype, shape)["q"].reshape(shape)
+            return self._unpacked(stored, self.spec.dtype, shape)["q"].reshape(shape)
         kind, rest = block_type(self.spec), self._blocks(stored, shape)[1]
         assert kind is not None
         # Under a scale of one, values are codes.
@@ -101,7 +101,7 @@ class GgufLayout(CodedLayout):
 
     def load_params(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> QParams:
         if isinstance(self.spec.dtype, BlockType):
-            parts = self._parts(tensors[""], self.spec.dtype, shape)
+            parts = self._unpacked(tensors[""], self.spec.dtype, shape)
             flat = {name: part.reshape(shape[0], -1) for name, part in parts.items()}
             if self.spec.dtype.scales is None:
                 return QParams(flat["d"], flat.get("e"))
@@ -112,7 +112,7 @@ class GgufLayout(CodedLayout):
         scale = head.view(torch.float16)[..., 0].float()
         return QParams(scale, torch.zeros_like(scale) if self.spec.has_zero_point else None)
 
-    def _parts(self, stored: torch.Tensor, dtype: BlockType, shape: tuple[int, ...]) -> Parts:
+    def _unpacked(self, stored: torch.Tensor, dtype: BlockType, shape: tuple[int, ...]) -> Parts:
         return unpack_blocks(stored.reshape(shape[0], shape[1] // dtype.block, -1), dtype)
 
     def _blocks(self, stored: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

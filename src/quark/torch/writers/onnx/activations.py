@@ -57,7 +57,7 @@ def write_activation(writer: GraphWriter, node: ir.Node, tensor: MarkedTensor, k
     if key not in known:
         name = f"{x.name}_{tensor.name}" if any(id(x) == read[0] for read in known) else x.name or tensor.name
         float_x = writer.cast(x, writer.kind("FLOAT"), f"{name}_Cast")
-        result = _quantized(writer, float_x, name, tensor, params, second, x.shape)
+        result = _quantized_value(writer, float_x, name, tensor, params, second, x.shape)
         known[key] = writer.cast(result, x.dtype, f"{name}_back")
         known[key].shape = x.shape
     writer.replace(node, known[key])
@@ -92,7 +92,7 @@ def _quantized_live(
     return writer.call(live(spec, dims), [x, *others], f"{name}_{spec.dtype}")
 
 
-def _quantized(
+def _quantized_value(
     writer: GraphWriter,
     x: ir.Value,
     name: str,

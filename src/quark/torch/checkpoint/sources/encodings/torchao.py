@@ -63,7 +63,7 @@ def encoded_weights(files: Files, quantization: dict[str, Any]) -> list[EncodedW
         spelled = {role: (f"{parent}._{leaf}_{role}", f"{name}:{role}") for role in _ROLES}
         parts = {role: part for role, known in spelled.items() for part in known if part in files}
         if kind == PLAIN:
-            made += [_plain(files, name, parts[ATTRIBUTES])] if ATTRIBUTES in parts else []
+            made += [_float_tensor(files, name, parts[ATTRIBUTES])] if ATTRIBUTES in parts else []
         elif kind in _CODE_TYPES:
             made.append(_weight(files, name, kind, attributes if isinstance(attributes, dict) else {}, parts))
         else:
@@ -96,7 +96,7 @@ def _json(path: Path, name: str, text: str) -> Any:
         raise FormatError(f"{path}: what its metadata say of {name:.200} is not JSON: {one_line(error)}.") from None
 
 
-def _plain(files: Files, name: str, part: str) -> EncodedWeight:
+def _float_tensor(files: Files, name: str, part: str) -> EncodedWeight:
     """A float tensor under the name that torchao 0.14 gave it."""
     require_part(files, part, (*FLOATS, torch.float64))
     shape = tuple(files[part].meta(part).shape)
