@@ -190,22 +190,21 @@ class Recorded:
             call: As it was recorded.
             kept: id of a tensor of the same batch -> that tensor, and what is kept of it.
         """
-        devices = {call.hidden.device.type, self.device.type if self.device is not None else "cpu"}
-        if "cuda" not in devices:
+        pins = self.device is not None and self.device.type == "cuda"
+        if not pins and call.hidden.device.type != "cuda":
             return call
 
         def keep(x: torch.Tensor) -> torch.Tensor:
             if id(x) not in kept:
-                kept[id(x)] = x, self._keep_aside(x)
+                if x.device.type == "cpu":
+                    kept[id(x)] = x, pinned(x) if pins else x
+                else:
+                    self._bytes += x.nbytes
+                    full = x.device.type == "cuda" and COPIES * self._bytes > ON_DEVICE
+                    kept[id(x)] = x, to_host(x) if full else x
             return kept[id(x)][1]
 
         return call.with_tensors(keep)
-
-    def _keep_aside(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type == "cpu":
-            return pinned(x) if self.device is not None and self.device.type == "cuda" else x
-        self._bytes += x.nbytes
-        return to_host(x) if x.device.type == "cuda" and COPIES * self._bytes > ON_DEVICE else x
 
 
 def settle(device: torch.device | None = None) -> None:

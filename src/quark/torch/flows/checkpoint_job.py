@@ -122,7 +122,12 @@ class CheckpointJob:
             NotSupportedError, ShapeError: The format has no place for it, or its readers would not find all of it.
             FormatError: The folder lacks tensors, or holds some that the class of the model has no place for.
         """
-        writer = self.target.writer(self._as_quantized())
+        types = StoredTypes(self.folder, self.model, narrow=not self.config.algo_config)
+        published, model = partial(forms_of, self.model, self.folder), self.model
+        quantized = Quantized(
+            model, self.config, self.plan, self.folder, types.entry, published, self._carried_as, solved=False
+        )
+        writer = self.target.writer(quantized)
         if (undecoded := writer.check()) is not None:
             logger.warning("%s", undecoded)
         made, ties, in_folder = list(writer.entries()), tied_names(self.model), self.origins.of(self.model)
@@ -133,14 +138,6 @@ class CheckpointJob:
         there = self.folder.names(self.model) if writer.forms else {}
         copied = {form.members[0]: {file: there[n] for file, n in form.files.items()} for form in writer.forms}
         return Contents(writer, made, sources, ties, copied)
-
-    def _as_quantized(self) -> Quantized:
-        """The model for its writer, which stores what is not quantized in its stored type."""
-        types = StoredTypes(self.folder, self.model, narrow=not self.config.algo_config)
-        published = partial(forms_of, self.model, self.folder)
-        return Quantized(
-            self.model, self.config, self.plan, self.folder, types.entry, published, self._carried_as, solved=False
-        )
 
     def _carried_as(self, form: Format, pack_method: str, real: bool) -> Carried:
         """Return the tensors of the old folder that the class of the model has no place for, as a format stores
