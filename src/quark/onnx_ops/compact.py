@@ -49,7 +49,6 @@ def share_constants(model: ir.Model) -> int:
 
 
 def _names(graph: ir.Graph) -> set[str | None]:
-    """The names of the tensors of one graph."""
     made = (value for node in graph for value in node.outputs)
     return {value.name for value in (*graph.inputs, *graph.initializers.values(), *made)}
 

@@ -295,7 +295,6 @@ class ModelQuantizer:
 
 
 def _algorithms(config: QConfig) -> list[Algorithm]:
-    """The algorithms of `algo_config`."""
     if not config.algo_config:
         return []
     # Half a second, which is not spent where no algorithm runs.

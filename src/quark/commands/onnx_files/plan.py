@@ -97,7 +97,6 @@ def _counts_by_operator(path: Path, settings: Settings) -> tuple[dict[str, Count
 
 
 def _float16_bytes(model: ir.Model) -> int:
-    """Bytes of the constants in float16."""
     values = [
         value
         for graph in model.graphs()

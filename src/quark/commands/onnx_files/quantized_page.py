@@ -33,7 +33,6 @@ def page_of_file(request: FileRequest, result: FileResult) -> None:
 
 
 def _recovery(recovery: Recovery) -> Section:
-    """The path of a recovery."""
     from quark.report.figures import search_path  # imports numpy: after --help
 
     steps = [

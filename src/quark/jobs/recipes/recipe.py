@@ -190,7 +190,6 @@ def _of_lines(lines: Iterable[str]) -> str:
 
 
 def _yaml_value(name: str, value: Any) -> Any:
-    """The value of an option as YAML has it."""
     if name == "algorithm":
         words = [split_algorithm(word) for word in value]
         return [{name: parameters} if parameters else name for name, parameters in words]

@@ -229,5 +229,4 @@ class SlicedRun:
 
 
 def _is_fixed(value: ir.Value) -> bool:
-    """Return True where a value is an initializer."""
     return value.producer() is None and value.const_value is not None and not value.is_graph_input()

@@ -134,7 +134,6 @@ def _form(model: ir.Model) -> object:
 
 
 def _attribute_value(attribute: ir.Attr) -> str | bytes:
-    """An attribute by value."""
     objects = (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS, ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
     if attribute.is_ref() or attribute.type in objects:
         return ir.to_proto(attribute).SerializeToString()

@@ -178,7 +178,6 @@ def _mx(element: str) -> Options:
 
 
 def _mixed(row: Row, target: type[QTensorConfig]) -> Row:
-    """The row with mixed precision."""
     return replace(row, fields={**row.fields, "include_auto_mp": True}, target=target)
 
 

@@ -167,7 +167,6 @@ def _read_instead(graph: ir.Graph, stands: ir.Value, value: ir.Value) -> None:
 
 
 def _with_bodies(graph: ir.Graph) -> list[ir.Graph]:
-    """A graph and the bodies within it."""
     return [graph, *(part for part in graph.subgraphs() if part is not graph)]
 
 

@@ -119,7 +119,6 @@ class Sweep(ScorePasses):
         return {"losses": losses, "groups": groups}
 
     def _embeddings(self) -> dict[str, nn.Embedding]:
-        """The layers that are embeddings."""
         modules = {name: self.model.get_submodule(name) for name in self.layers}
         return {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
 

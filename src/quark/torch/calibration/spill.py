@@ -138,7 +138,6 @@ class SpillFile(Waiting):
         return spilled
 
     def _read_bytes(self, place: Slot) -> torch.UntypedStorage:
-        """The bytes of a place, in memory."""
         found = np.empty(place.mapped.size, np.uint8)
         self._file.seek(place.start)
         left = found.data

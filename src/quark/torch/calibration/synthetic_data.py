@@ -100,7 +100,6 @@ def _like(batch: Any, ids: torch.Tensor) -> Any:
 
 
 def _samples_as_ids(batch: Any) -> list[torch.Tensor]:
-    """The samples of a batch as token ids."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) or hasattr(batch, "get") else batch
     if isinstance(ids, (tuple, list)) and ids:
         return _samples_as_ids(ids[0])

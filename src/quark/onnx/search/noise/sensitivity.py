@@ -170,7 +170,6 @@ class Probe:
         return self._power([self._noises[i] for i in group], [1.0] * len(group))
 
     def _power(self, noises: Sequence[Mapping[str, Noise]], factors: Sequence[float] | NumpyArray) -> float:
-        """The power of a sum of noises."""
         self._data.check_time()
         found = self._run.outputs(self._feed, noises, factors)
         joined = zip(self._parts, self._expected, found, strict=True)

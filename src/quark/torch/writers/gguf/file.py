@@ -73,7 +73,6 @@ class GgufWriter(Writer):
 
     @cached_property
     def _header(self) -> bytes:
-        """Return the header of the file."""
         assert self._tokenizer is not None
         header = header_of(self.tensors.model, self.tensors.architecture, self._tokenizer)
         return header_bytes(header, self.tensors.listed())
