@@ -359,9 +359,7 @@ def _module(
 
 
 def _completed(chosen: Any, model: Any, data: Any) -> tuple[Any, Any]:
-    """Return the recipe that an effort makes of the chosen one for a module in memory, and the data with the texts
-    that it writes.
-    """
+    """Return the choice with the further steps of an effort for a module in memory, and the data with its own texts."""
     from quark.jobs.folders.best_effort import completed_for, say_completed
     from quark.jobs.folders.calibration import Calibration
     from quark.torch.model.batches import input_device, longest_in, tokens_in

@@ -111,8 +111,7 @@ def _value(cell: Any) -> Any:
 
 
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
-"""The errors of a system for a path that is none, whoever looks whether it is there; only the user can have given
-it."""
+"""The errors of a system for a path that is none, whoever looks for it; only the user can have given it."""
 
 
 def results() -> Results:
@@ -236,9 +235,7 @@ def _absent(error: ModuleNotFoundError) -> str | None:
 
 
 def _bringing(package: str) -> str:
-    """Return the name that pip installs for a package: the extra of this distribution that brings it, or the
-    package.
-    """
+    """Return the name that pip installs for a package: the extra of this distribution that brings it, or its own."""
     for line in metadata.requires("openquark") or ():
         found = re.fullmatch(r"([\w-]+).*extra == ['\"](\w+)['\"]", line)
         if found and found[1].replace("-", "_") == package and found[2] not in ("all", "dev"):

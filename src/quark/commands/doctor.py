@@ -86,9 +86,7 @@ def usable_cores() -> int:
 
 
 def may_have_accelerator() -> bool:
-    """Return True where torch may find a GPU: not where it is built for none, or the driver of NVIDIA's is not
-    installed.
-    """
+    """Return False where torch can find no GPU: it is built for none, or the driver of NVIDIA's is not installed."""
     if sys.platform == "darwin":
         return True
     spec = find_spec("torch")

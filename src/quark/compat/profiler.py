@@ -78,8 +78,7 @@ class ProfileStep:
 
 @dataclass(frozen=True)
 class MetricContext:
-    """The figures that a metric is computed from. Times are seconds since 1970, sizes bytes; 0 where they are not
-    known.
+    """The figures that a metric is computed from. Times are seconds since 1970, sizes bytes; 0 where unknown.
 
     Attributes:
         start_time, current_time: Of the profile, and of the checkpoint; `end_time` of a summary.

@@ -40,9 +40,7 @@ class _Asked:
 
 @dataclass
 class _Gathered:
-    """The offenders of one `gathered`; the first `outer` names are put before an error by the object that it lies
-    in.
-    """
+    """The offenders of one `gathered`; the first `outer` names are put before an error by what it lies in."""
 
     outer: int
     asked: list[_Asked]

@@ -131,8 +131,8 @@ def scores_of(p: NumpyArray, q: NumpyArray) -> tuple[NumpyArray, NumpyArray]:
 
 
 def _floor(q: NumpyArray) -> float:
-    """Return the least that probabilities are taken for: half a code of those that are rounded to 0. Zeros alone
-    tell no step.
+    """Return the least that probabilities are taken for: half a code of those rounded to 0. Zeros alone tell no
+    step.
     """
     above = q[q > 0]
     return max(_CERTAIN, min(CODE, float(above.min())) / 2) if 0 < above.size < q.size else _CERTAIN
@@ -247,8 +247,7 @@ class ChannelFit:
 
     @property
     def noise_to_signal(self) -> float:
-        """Return the ratio of the fitted noise to the signal, unbiased (a factor and a mean cost each channel two
-        values).
+        """Return the ratio of the fitted noise to the signal, unbiased (a factor and a mean cost a channel two values).
 
         inf where there is no fit.
         """

@@ -170,9 +170,7 @@ def fake_quantize(x: Array, params: QParams | None, spec: TensorSpec, out: Array
 
 
 def _fake_quantize_at_once(x: Array, params: QParams | None, spec: TensorSpec, out: Array) -> bool:
-    """Return True where a kernel of a device has written the result to `out`; its scales are found before where it
-    cannot find them.
-    """
+    """Return True where a kernel wrote the result to `out`; its scales are found before where it cannot find them."""
 
     def plain(x: Array, out: Array) -> None:
         _fake_quantize_in_steps(x, params, spec, out)

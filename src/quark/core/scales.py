@@ -173,8 +173,7 @@ def scale_of_magnitude(amax: Array, spec: TensorSpec, kind: ScaleType, zero: flo
 
 
 def flaw(params: QParams, spec: TensorSpec) -> str | None:
-    """Return the fault of parameters that were read from a file: a few words that name one of them; None where there is
-    none.
+    """Return the fault of parameters that were read from a file: a few words that name one of them; None: no fault.
 
     A scale is a positive finite number of its type; 0 only where the rule gives it for a part that is all zero (FP8
     types, and scales that are themselves quantized). A zero point is a code; of a symmetric type, that of its middle.

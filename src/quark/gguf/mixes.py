@@ -92,9 +92,7 @@ def below(layer: int) -> Rule:
 
 
 def shared(role: WeightRole) -> bool:
-    """Return True where at least four heads read the same keys and values: their tensors are small then, and matter
-    more.
-    """
+    """Return True where four heads or more read the same keys and values: their tensors are small, and matter more."""
     return role.sharing >= 4
 
 

@@ -81,9 +81,7 @@ def _check_tried(request: FileRequest) -> None:
 
 
 def _asks_for_mix(request: FolderRequest) -> bool:
-    """Return True where layers are to have schemes of their own. Raises for words that do not go with --size, or
-    without it.
-    """
+    """Return True where layers are to have schemes of their own. Raises for words that do not go with --size."""
     measured = bool(request.candidates) or request.sensitivity is not None
     if request.size is not None and (request.scheme is not None or request.bits is not None):
         raise ConfigError("--size chooses the scheme of a model folder. Possible: --size, --bits or --scheme.")

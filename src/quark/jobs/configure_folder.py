@@ -145,8 +145,7 @@ def _check_library(job: FolderJob) -> bool:
 
 
 def servers_say(job: FolderJob) -> str | None:
-    """Return the words about a plan that gives parts of one layer of a server different schemes; None for any other
-    plan.
+    """Return the words about a plan that gives parts of one layer of a server different schemes; else None.
 
     Of a job with a goal, or of a file that no server fuses layers of, nothing is said.
     """

@@ -272,9 +272,7 @@ def _pictures(request: EvaluateFolders, measured: Mapping[str, MeasuredFolders])
 
 
 def _shows_pictures(request: EvaluateFolders) -> bool:
-    """Return True where pictures are made, which both pipelines in memory can. Raises ConfigError where that cannot
-    be.
-    """
+    """Return True where pictures are made, which both pipelines in memory can. Raises ConfigError where not."""
     if request.prompt and request.stream:
         raise ConfigError("--prompt with --stream: pictures need both models in memory. Possible: one of them.")
     pictures = bool(request.prompt) or (request.report is not None and not request.stream)

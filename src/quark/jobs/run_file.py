@@ -106,8 +106,8 @@ def recovery_of(effort: str, has_data: bool) -> Recovering | None:
 
 
 def _asked_recovery(request: FileRequest) -> Recovering | None:
-    """Return the search that a request asks for; None without --recover. Raises ConfigError for an option that then
-    says nothing.
+    """Return the search of a request; None without --recover. Raises ConfigError for an option that then says
+    nothing.
     """
     if request.recover:
         budget, metric = request.budget or "10m", request.metric or "sqnr"

@@ -112,8 +112,7 @@ class Plan:
         return f"{_own_weights(module):,} values"
 
     def without_form(self, model: nn.Module) -> str:
-        """Return the part of a model that stays in float for want of a quantized form, with its share of all weights;
-        "" for none.
+        """Return the part of a model that stays in float for want of a quantized form, with its share; "" for none.
 
         Args:
             model: That it was made of.
@@ -175,9 +174,7 @@ class Choice:
 def layer_config(
     config: QConfig, name: str, kind: type[nn.Module] | None, only_when_named: bool
 ) -> QLayerConfig | None:
-    """Return the config of a layer that is not excluded: by name, by class, or the one of all but layers that must
-    be named.
-    """
+    """Return the config of a layer that is not excluded: by name, by class, or that of all but layers to be named."""
     by_name = first_match(name, config.layer_quant_config)
     if by_name is not None:
         return by_name
@@ -324,9 +321,7 @@ def _nothing_to_quantize(model: nn.Module, candidates: int) -> ConfigError:
 
 
 def divides(config: QConfig, model: nn.Module, read_elsewhere: Collection[str] = ()) -> bool:
-    """Return True where the groups and blocks of a config divide the weights of a model, but for a few; see
-    `_unfit`.
-    """
+    """Return True where a config's groups and blocks divide the weights of a model, but for a few; see `_unfit`."""
     try:
         with severity(2):  # what a plan says is said when it is carried out
             make_plan(config, model, read_elsewhere=read_elsewhere)

@@ -64,9 +64,7 @@ def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
 
 
 def errors_section(errors: Sequence[BlockErrors]) -> Section:
-    """Return a section with the errors that each algorithm left in the output of each block, in the order of the
-    model.
-    """
+    """Return a section with the errors of each algorithm in the output of each block, in the order of the model."""
     from quark.report.figures import bars
     from quark.torch.algorithms.base import OUTPUT_ERROR
 

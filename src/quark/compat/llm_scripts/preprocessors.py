@@ -1,6 +1,4 @@
-"""Tokenizers and processors, which turn texts, images and sound into a model's input: saved beside a quantized
-model.
-"""
+"""Tokenizers and processors, which turn texts, images and sound into inputs: saved beside a quantized model."""
 
 from __future__ import annotations
 

@@ -31,9 +31,7 @@ def fits(total: Array, *operands: Array) -> bool:
 
 
 def fits_rounded(total: Array, *operands: Array) -> bool:
-    """Return True where `add_products` takes operands that may be float32, which it rounds, for a matrix that
-    `serves` takes.
-    """
+    """Return True where `add_products` takes operands that may be float32, for a matrix that `serves` takes."""
     large = min(*total.shape, *(min(x.shape) for x in operands)) >= PANEL
     return large and _takes(total, operands, ("bfloat16", "float32"))
 

@@ -25,9 +25,7 @@ names that these stood for in the float model.
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return True where the full name matches the pattern. Raises ConfigError for one that is none, or takes too
-    long.
-    """
+    """Return True where the full name matches the pattern. Raises ConfigError for no pattern, or a slow one."""
     if pattern.startswith("re:"):
         return full_match(pattern[3:], name)
     return fnmatch.fnmatchcase(name, pattern)

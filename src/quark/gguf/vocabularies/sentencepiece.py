@@ -1,6 +1,4 @@
-"""The changes that sentencepiece makes to text before it looks for tokens, read from the steps of a
-`tokenizer.json`.
-"""
+"""The changes of sentencepiece to text before it looks for tokens, read from the steps of a `tokenizer.json`."""
 
 from __future__ import annotations
 

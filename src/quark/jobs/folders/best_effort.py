@@ -1,5 +1,4 @@
-"""The further steps of `--effort best` after its solver: texts that the model writes, and distillation, where these are
-possible.
+"""The further steps of `--effort best` after its solver: texts that the model writes, and distillation.
 
     texts           where the model goes on writing a text and is in memory, as many as fit into MOST_SECONDS
     distillation    after them, where its float copy and what it learns fit into memory, too

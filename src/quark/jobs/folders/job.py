@@ -75,9 +75,7 @@ class FolderJob:
 
     @property
     def lacks(self) -> str | None:
-        """The part of the job that needs data where none are given and the package has none that the model takes;
-        None where nothing does.
-        """
+        """The part of the job that needs data where there are none that the model takes; None where nothing does."""
         return self.why if self.calibration.path is None else None
 
     @property

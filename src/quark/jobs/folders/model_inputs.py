@@ -132,9 +132,7 @@ class ModelInputs:
 
     @property
     def _main_input(self) -> str | None:
-        """The name of the only argument that the model needs; None where it needs several, which only arrays by name
-        give.
-        """
+        """The only argument that the model needs; None where it needs several, which only arrays by name give."""
         names = main_inputs(self.model_class)
         return names[0] if len(names) == 1 else None
 
@@ -201,9 +199,7 @@ class ModelInputs:
         return {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in taken.items()}
 
     def _decoder(self, ids: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Return the input of a decoder while it is taught these tokens: them after the start token, without the
-        last.
-        """
+        """Return the input of a decoder that is taught these tokens: them after the start token, without the last."""
         if not self.config.is_encoder_decoder or "decoder_input_ids" not in self.names:
             return {}
         start = torch.tensor([[self._start_token()]])

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 def is_mix(scheme: str, form: str) -> bool:
-    """Return True where a scheme is a mix of block types. Raises ConfigError for one beside another format than
-    GGUF.
-    """
+    """Return True where a scheme is a mix of block types. Raises ConfigError for one of another format than GGUF."""
     from quark.gguf import MIXES
 
     if scheme in MIXES and form != GGUF:

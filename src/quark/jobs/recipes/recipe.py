@@ -51,9 +51,7 @@ class Recipe:
 
     @classmethod
     def of(cls, request: JobRequest, read: Mapping[str, Path] | None = None) -> Recipe:
-        """Return the recipe of a request: the options that somebody gave, and the paths that were read where nobody
-        gave any.
-        """
+        """Return the recipe of a request: the options that were given, and the paths read where none was given."""
         said = [name for name, each in options_of(type(request)).items() if name in request.said and key_of(each)]
         return cls({"model": request.model, **{name: getattr(request, name) for name in said}}, read or {})
 

@@ -289,9 +289,7 @@ class _BatchRun(greenlet):  # type: ignore[misc]
         yield from (kept.x for kept in self.kept.values())
 
     def read_input(self, group: int, size: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the input of a layer of a group of `size` layers for x: it halts at the first, and keeps x for the
-        rest.
-        """
+        """Return the input of a layer of a group of `size`: the run halts at the first, and keeps x for the rest."""
         if group not in self.kept:
             self.halt({group: x})
         kept = self.kept[group]

@@ -142,9 +142,7 @@ def mixed_format(name: str, alike: bool | Sequence[str] = True) -> BudgetRules:
 
 
 def settings_of_folder(folder: Path, config: QConfig, rules: BudgetRules) -> str:
-    """Return the settings of a table of sensitivities: the folder, layers that are excluded or have schemes of their
-    own, the rules.
-    """
+    """Return the settings of a table of sensitivities: the folder, layers left out or with schemes, the rules."""
     stored = config.to_dict()
     kept = [stored[name] for name in ("exclude", "layer_quant_config")]
     files = fingerprint_of_files([folder / "config.json", *shard_files(folder)])

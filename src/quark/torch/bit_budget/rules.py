@@ -1,5 +1,4 @@
-"""The rules of a format for a budget: which layers there are to choose for, which share a choice, and the bytes of
-each.
+"""The rules of a format for a budget: layers that there are to choose for, which share a choice, and their bytes.
 
 In GGUF files each tensor has a block type of its own, embeddings and head too.
 """

@@ -72,9 +72,7 @@ class AskedBudget:
             raise ConfigError(f"A budget in bits is a number, as in 4.25; got {self.bits}.")
 
     def bytes(self, weights: int, rest: int) -> int:
-        """Return the bytes that the layers that are chosen for may have: they have `weights` elements, all else
-        `rest` bytes.
-        """
+        """Return the bytes for the layers that are chosen for: they have `weights` elements, all else `rest` bytes."""
         return math.floor(self.bits * weights / 8) if self.bits is not None else (self.size or 0) - rest
 
     def check(self, least: int, most: int, weights: int, rest: int) -> None:

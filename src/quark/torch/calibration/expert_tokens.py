@@ -156,9 +156,7 @@ _SHOWN: ContextVar[frozenset[nn.Module]] = ContextVar("shown", default=frozenset
 
 
 def is_shown(layer: nn.Module) -> bool:
-    """Return True where the present input of a layer is passed over: its mixture has shown it the tokens it is to
-    read, or will.
-    """
+    """Return True where the input of a layer is passed over: its mixture has shown it the tokens to read, or will."""
     return layer in _SHOWN.get()
 
 

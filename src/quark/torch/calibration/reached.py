@@ -65,9 +65,7 @@ def check_reached(model: nn.Module, layers: Mapping[str, QuantLayer], data: Iter
 
 
 def _has_own_code(model: nn.Module) -> bool:
-    """Return True where something stands around the forward of a module that would run with the copy: accelerate's,
-    a user's.
-    """
+    """Return True where something of others around the forward of a module would run with the copy."""
     hooks = (hook for m in model.modules() for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values()))
     return any("forward" in m.__dict__ for m in model.modules()) or any(
         not (getattr(hook, "__module__", None) or "").startswith("quark.") for hook in hooks

@@ -119,9 +119,7 @@ def load_whole(
 
 
 def _load_component(folder: OpenedFolder, options: Mapping[str, Any]) -> Any:
-    """Return the network of diffusers that `from_pretrained` gives, in the type of its folder unless another is
-    asked for.
-    """
+    """Return the network of diffusers that `from_pretrained` gives, in the type of its folder or the one asked for."""
     kind, dtype = network_class(folder.path / "config.json", folder.config[CLASS]), options.get("dtype", "auto")
     dtype = folder.dtype if dtype == "auto" else dtype
     variant = re.fullmatch(rf"{STEM}\.(\w+)(-\d+-of-\d+)?\.safetensors", folder.files[0].path.name)

@@ -96,9 +96,7 @@ class OpenedFolder:
 
     @property
     def computes_in_float(self) -> bool:
-        """True where no layer of it computes with codes: it is float, or quantized in a way that is decoded when
-        read.
-        """
+        """True where no layer computes with codes: it is float, or quantized in a way that is decoded when read."""
         return self.method is None or self.method in AS_FLOAT
 
     @cached_property

@@ -160,8 +160,7 @@ def _check_tensor(name: str, stored: torch.Tensor, wanted: torch.Tensor, dtype: 
 
 
 def _fits(stored: torch.dtype, wanted: torch.dtype, dtype: torch.dtype | None) -> bool:
-    """Return True where a tensor of a file fits a model: of the type it has there, or a float as wide as, or wider
-    than, the model's.
+    """Return True where a tensor of a file fits a model: in the type it has there, or a float at least as wide.
 
     Of the two half types only that which the model was saved in: bits of one read as the other are other numbers.
     """

@@ -76,8 +76,7 @@ def stored_plain(model: Any, folder: OpenedFolder | None, narrow: bool) -> Plain
 
 
 def forms_of(model: Any, folder: OpenedFolder | None, coded: Iterable[str] = ()) -> list[OtherForm]:
-    """Return the forms in which a checkpoint of a model has other tensors than the model: as in the folder that it came
-    from.
+    """Return the forms in which a checkpoint has other tensors than its model: as in the folder that it came from.
 
     Args:
         model: With weights or without.

@@ -280,9 +280,7 @@ class LLMTemplate:
 
 
 def default_exclusions(model_type: str) -> list[str]:
-    """Return the layers that stay in float where nothing else is said: the roles, or those of a registered template
-    of the type.
-    """
+    """Return the layers that stay in float by default: the roles, or those of a registered template of the type."""
     registered = LLMTemplate._registered.get(model_type)
     return list(registered.exclude_layers_name if registered is not None else SELECTORS)
 

@@ -23,9 +23,7 @@ from quark.torch.diffusion.component import TIMESTEPS
 
 
 def is_denoiser(kind: type) -> bool:
-    """Return True where a class is called once a step: its forward takes a time step, which a VAE's or an encoder's
-    does not.
-    """
+    """Return True where a class is called once a step: its forward takes a time step, which an encoder's does not."""
     return not {*TIMESTEPS}.isdisjoint(inspect.signature(kind.forward).parameters)  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,4 @@
-"""Parts of a plan that a format or its readers cannot hold: told before the first forward, from a model without
-weights.
-"""
+"""Parts of a plan that a format or its readers cannot hold: told before the first forward, without weights."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ from quark.torch.writers.writer import OutputTarget
 def check_plan(
     meta: Any, config: QConfig, made: Plan, form: str, reader: str = TRANSFORMERS, folder: OpenedFolder | None = None
 ) -> str | None:
-    """Check a plan, and return a sentence about what transformers would decode wrongly of a folder that others read, or
-    None.
+    """Check a plan, and return a sentence about what transformers would decode wrongly of a folder, or None.
 
     Raise NotSupportedError or ShapeError for a plan whose result the format could not hold, or nobody would find.
 
@@ -114,8 +111,7 @@ def check_goal(model: nn.Module, made: Plan, goal: RuntimeGoal, form: str) -> No
 
 
 def _lost_experts(model: nn.Module, made: Plan, form: str, program: str) -> str | None:
-    """Return a sentence about experts of a plan that a server would not find in the folder; None where it finds all of
-    them.
+    """Return a sentence about experts of a plan that a server would not find in the folder; None: it finds all.
 
     Args:
         model, made: As `split_said` takes them.
@@ -142,8 +138,7 @@ def _lost_experts(model: nn.Module, made: Plan, form: str, program: str) -> str 
 
 
 def split_said(model: nn.Module, made: Plan, program: str) -> str | None:
-    """Return a sentence about a plan that gives parts of one layer of a server different schemes; None for any other
-    plan.
+    """Return a sentence about a plan that gives parts of one layer of a server different schemes; else None.
 
     Args:
         model: As the plan was made of it.

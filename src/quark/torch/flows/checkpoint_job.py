@@ -140,9 +140,7 @@ class CheckpointJob:
         return Contents(writer, made, sources, ties, copied)
 
     def _carried_as(self, form: Format, pack_method: str, real: bool) -> Carried:
-        """Return the tensors of the old folder that the class of the model has no place for, as a format stores
-        them.
-        """
+        """Return the tensors of the old folder that have no place in the class of the model, as a format has them."""
         specs = self.plan.beside
         modules = as_modules({name: self._carried[name] for name in specs}, self.model.dtype)
         refuse_carried(form, modules, specs)

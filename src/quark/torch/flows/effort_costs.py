@@ -1,5 +1,4 @@
-"""The costs of the steps of an effort on this machine, before they begin: counted memory, and time from a measured
-speed.
+"""The costs of the steps of an effort on this machine, before they begin: counted memory, time by measured speed.
 
     seconds = (forwards * 2 * weights * tokens + columns * sum over layers of m n^2) / speed
 

@@ -245,8 +245,7 @@ def _families(items: list[TensorJob], groups: Sequence[Sequence[str]]) -> list[F
 
 
 def _share(families: list[Family], source: Source, own: int, size: int) -> list[Family]:
-    """Return the families that process `own` of `size` converts: they lie beside each other in the source, a like share
-    of bytes.
+    """Return the families that process `own` of `size` converts: neighbours in the source, a like share of bytes.
 
     So each process reads a part of the files in their order, and few files are read by two.
     """

@@ -248,9 +248,7 @@ class FolderFormat(Format):
             )
 
     def undecoded(self, folder: Folder) -> str | None:
-        """Return a sentence about what transformers would decode wrongly, or not, of a folder that others read; None
-        if nothing.
-        """
+        """Return a sentence about what transformers would decode wrongly of a folder that others read, or None."""
         return None
 
     def unread(self, folder: Folder) -> str | None:
@@ -346,9 +344,7 @@ _PLACE_OF_SCALES = (
 
 
 def _unnamed(layers: Mapping[str, nn.Module], name: str, config: QConfig) -> str | None:
-    """Return the part of the cache of a layer that has no name in the formats of other programs; None where it has
-    one.
-    """
+    """Return the part of the cache of a layer that other programs' formats have no name for; None: they have."""
     parent, _, leaf = name.rpartition(".")
     if leaf in _KV_SCALES:
         return None

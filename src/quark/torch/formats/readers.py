@@ -119,9 +119,7 @@ def _float_names(model: nn.Module, tensors: Iterable[str], forms: Sequence[Other
 def _undecoded(
     model: nn.Module, form: FolderFormat, folder: Folder, forms: Sequence[OtherForm], reader: str
 ) -> str | None:
-    """Return the sentence that `check_readers` gives. Raises NotSupportedError for a folder that the server it is
-    made for does not read.
-    """
+    """Return what `check_readers` does. Raises NotSupportedError for a folder that its own server does not read."""
     unread = form.unread(folder)
     if reader not in _SERVERS:
         joined = _joined_said(forms, read_forms(forms, form, reader), form)
@@ -134,8 +132,7 @@ def _undecoded(
 
 
 def _scales_in_float32(model: Any, folder: Folder) -> str | None:
-    """Return a sentence about scales that transformers loads in float32, since a pattern of the class is for their
-    names.
+    """Return a sentence about scales that transformers loads in float32, as a pattern of the class is for their names.
 
     Its loader decodes such weights to float32, beside inputs in the type of the model.
     """

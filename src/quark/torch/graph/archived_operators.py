@@ -116,9 +116,7 @@ PYTHON = _names(
 
 
 def is_allowed(target: str) -> bool:
-    """Return True where a node of a file may have this target, as torch.export writes it:
-    "torch.ops.aten.add.Tensor".
-    """
+    """Return True where a node of a file may have this target, as torch.export has it: "torch.ops.aten.add.Tensor"."""
     if target in PYTHON:
         return True
     if not target.startswith("torch.ops."):

@@ -142,8 +142,7 @@ class OneDnnInt8(_Int8Int8):
 
 @cache
 def onednn_sums_are_exact() -> bool:
-    """Return True where the sums of `OneDnnInt8` are exact on this processor, for one row and for many; found once in a
-    process.
+    """Return True where the sums of `OneDnnInt8` are exact here, for one row and for many; found once in a process.
 
     The largest codes and the smallest ones show it: no others saturate where these do not.
     """

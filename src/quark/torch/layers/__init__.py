@@ -44,9 +44,7 @@ def layer_class(module: nn.Module) -> type[QuantLayer] | None:
 
 
 def _computes_linear(module: nn.Module) -> bool:
-    """Return True where a subclass of Linear computes x W^T + b: tried on a small copy, so that weights may be on
-    meta.
-    """
+    """Return True where a subclass of Linear computes x W^T + b: tried on a small copy, as weights may be on meta."""
     names = {name for name, parameter in module.named_parameters() if parameter is not None}
     if not isinstance(module, nn.Linear) or not names <= {"weight", "bias"} or any(True for _ in module.buffers()):
         return False

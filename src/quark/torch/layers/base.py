@@ -121,9 +121,7 @@ def take_over_forward(layer: nn.Module, module: nn.Module) -> None:
 
 
 def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the argument of a layer's call: the first, by position or by name (`layer(input=x)`); None where there
-    is none.
-    """
+    """Return the first argument of a layer's call, by position or by name (`layer(input=x)`); None without any."""
     return args[0] if args else kwargs["input"] if "input" in kwargs else next(iter(kwargs.values()), None)
 
 

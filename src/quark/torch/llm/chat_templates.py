@@ -82,9 +82,7 @@ class _Worker:
         self._send(first)
 
     def ask(self, messages: Any, add_generation_prompt: bool) -> dict[str, str]:
-        """Return the answer of the worker for a conversation. Raises FormatError where none comes in time, and ends
-        it.
-        """
+        """Return the worker's answer for a conversation. Raises FormatError where none comes in time, and ends it."""
         if not self._is_ready:
             self._line(STARTING)
             self._is_ready = True

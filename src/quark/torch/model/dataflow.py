@@ -240,9 +240,7 @@ class Trace:
         )
 
     def _carried(self, node: Node) -> list[tuple[int, int]]:
-        """Return the streams that a node passes on, as (input, output): sums, copies, joined rows, products with a
-        factor per token.
-        """
+        """Return the streams that a node passes on, as (input, output): of sums, copies, joined rows, token factors."""
         if node.module is not None or not node.outputs:
             return []
         if node.kind in SUMS | PRODUCTS | JOINS:

@@ -142,9 +142,7 @@ def check_sizes(folder: Path, stored: Mapping[str, Any], shapes: Shapes) -> None
 
 
 def _usual(stored: Mapping[str, Any], field: str) -> Any:
-    """Return the default of a field that a config does not set: the -1 of ViLT's num_images means that it is of no
-    interest.
-    """
+    """Return the default of a field that a config does not set: the -1 of ViLT's num_images is of no interest."""
     mapping = import_transformers().CONFIG_MAPPING
     kind = stored.get("model_type")
     return getattr(mapping[kind](), field, None) if kind in mapping else None

@@ -149,9 +149,7 @@ class FolderWriter(Writer):
         return " ".join(filter(None, (undecoded, self._unrun()))) or None
 
     def _unrun(self) -> str | None:
-        """Return a sentence about modules of an encoder that sentence-transformers would not run; None if it runs
-        all.
-        """
+        """Return a sentence about modules of an encoder that sentence-transformers would not run; None: it runs all."""
         source = self.quantized.source
         places = () if source is None else (source.path, source.path.parent)
         listed = any((place / "modules.json").is_file() for place in places)

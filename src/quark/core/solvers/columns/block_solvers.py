@@ -82,9 +82,7 @@ def block_solver(rounder: Any, work: Array) -> BlockSolver:
 
 
 def grid_of_block(rounder: Any, start: int, stop: int, work: Array) -> Any:
-    """Return the rounder of the columns of a block: (column of the block, columns of the block) -> values of that
-    column.
-    """
+    """Return the rounder of a block's columns: (column of the block, columns of the block) -> values of that column."""
     if hasattr(rounder, "block"):
         return rounder.block(start, stop, work)
     return lambda index, _: rounder(start + index, work)

@@ -36,8 +36,7 @@ def open_pair(
 
 
 def reads_in_parts(folder: OpenedFolder, loading: Loading, stream: bool | None) -> bool:
-    """Return True where a model and its quantized copy are read block by block: as it is asked for, or as memory needs
-    it.
+    """Return True where a model and its quantized copy are read block by block, as is asked for or memory needs.
 
     Raises ConfigError for another type than that of the folder, in which blocks compute.
     """

@@ -54,9 +54,7 @@ def _shared(spec: TensorSpec, length: int, ordered: bool) -> int:
 
 
 def can_be_spread(spec: TensorSpec) -> bool:
-    """Return True where the scales of a weight are a matrix, (rows, groups), of scales that are not quantized
-    themselves.
-    """
+    """Return True where the scales of a weight are a matrix, (rows, groups), and are not quantized themselves."""
     return by_row(spec) and spec.scale_spec is None and spec.code_spec is None and spec.split == spec.granularity
 
 

@@ -303,9 +303,7 @@ def _join(names: Sequence[str], layers: Mapping[str, QuantLayer]) -> bool:
 
 
 def _kind(layer: QuantLayer) -> tuple[Any, ...]:
-    """Return the common properties of layers whose weights may be in one matrix; the second is None where none may
-    be.
-    """
+    """Return the common properties of layers that may share a matrix; the second is None where none may."""
     spec, weight = weight_quantizer(layer).spec, cast(torch.Tensor, layer.weight)
     return spec, row_of(weight, spec), weight.dtype, weight.device
 

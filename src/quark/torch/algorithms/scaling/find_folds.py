@@ -161,9 +161,7 @@ class _Search:
         return [(torch.tensor(rows), values) for rows, values in reversed(parts.items())]
 
     def _other_readers(self, layers: tuple[str, ...], values: list[int]) -> tuple[tuple[str, ...], list[str]]:
-        """Return the readers of values beside `layers`, and those among them that take no factors, or are linear
-        layers.
-        """
+        """Return the readers of values beside `layers`, and those that take no factors, or are linear layers."""
         readers = {reader.module or reader.kind: reader for value in values for reader in self.graph.targets(value)}
         others = tuple(reader for reader in readers if reader not in (*layers, *self.graph.uncalled))
         return others, [r for r in others if not self.has_columns(readers[r].module) or self.is_linear(r)]
@@ -240,9 +238,7 @@ class _Search:
 
 
 def answers(searches: Sequence[_Asking[Answer]]) -> list[Answer]:
-    """Return the results of searches that go side by side; figures that they ask for in one round are read from the
-    device at once.
-    """
+    """Return the results of searches side by side; figures of one round are read from the device at once."""
     found: dict[int, Answer] = {}
     replies: dict[int, torch.Tensor | None] = dict.fromkeys(range(len(searches)))
     while replies:

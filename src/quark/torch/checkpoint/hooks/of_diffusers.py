@@ -119,9 +119,7 @@ class QuarkNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def check_if_quantized_param(
         self, model: Any, param_value: Any, param_name: str, state_dict: Any, **options: Any
     ) -> bool:
-        """Return True where a tensor is of a quantized layer: diffusers would cast its scale to the type of the
-        model.
-        """
+        """Return True where a tensor is of a quantized layer: diffusers would cast its scale to the model's type."""
         return param_name in self._coded
 
     def create_quantized_param(

@@ -55,9 +55,7 @@ def undecoded_experts(folder: Folder) -> str | None:
 
 
 def _undecoded(spec: LayerSpec) -> str | None:
-    """Return the part of a scheme that CompressedTensorsDequantize does not know in experts; None where it decodes
-    them.
-    """
+    """Return the part of a scheme that CompressedTensorsDequantize does not know in experts; None: it knows all."""
     weight = spec.weight
     assert weight is not None
     if not weight.dtype.is_float:
@@ -100,9 +98,7 @@ def _pattern(names: set[str]) -> str | None:
 
 
 def ignored_experts(folder: Folder) -> list[str]:
-    """Return the entries of `ignore` for experts that stay in float, each by itself for readers, and here in one
-    tensor.
-    """
+    """Return the entries of `ignore` for experts in float, each by itself for readers, and here in one tensor."""
     if any(layer in folder.specs for layers in folder.experts.values() for layer in layers):
         return list(folder.float_experts)
     pattern = _pattern(set(folder.float_experts)) if folder.float_experts else None

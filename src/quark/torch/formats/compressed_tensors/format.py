@@ -71,9 +71,7 @@ PACKED = ("pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "nvf
 
 
 def young_kind(spec: LayerSpec) -> str | None:
-    """Return the key of `SINCE` for a layer that only newer releases of compressed-tensors decode; None where all
-    do.
-    """
+    """Return the key of `SINCE` for a layer that only newer compressed-tensors decode; None where all do."""
     assert spec.weight is not None
     if spec.weight.dtype.name == "int3":
         return THREE_BITS

@@ -89,9 +89,7 @@ def read_transforms(stored: Mapping[str, Any], layers: Mapping[str, nn.Module]) 
 
 
 def _transforms(stored: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield the transforms that a `quantization_config` asks for, with the group of each and its name; none that is
-    folded.
-    """
+    """Yield the transforms that a `quantization_config` asks for, after their group and its name; no folded ones."""
     groups = (stored.get("transform_config") or {}).get("config_groups") or {}
     for key, group in groups.items():
         yield from ((key, group, applied) for applied in group.get("apply") or [] if applied["location"] not in FOLDED)

@@ -24,8 +24,7 @@ Inside = Callable[[fx.Node], bool]
 
 
 def latent_reads(layer: Sequence[fx.Node], reads: Iterable[Read], inside: Inside) -> list[Read]:
-    """Return the tensors in a cache from which a layer makes keys and values; none where the layer reads the hidden
-    states.
+    """Return the tensors in a cache from which a layer makes keys and values; none where it reads the hidden states.
 
     Args:
         layer: The calls of the layer.

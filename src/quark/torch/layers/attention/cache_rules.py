@@ -108,9 +108,7 @@ def named_layers(config: QConfig, names: Iterable[str]) -> list[str]:
 
 
 def _only_ends_so(name: str, pattern: str, matched: Container[str]) -> bool:
-    """Return True where a name ends in the middle of a part as a pattern does, and a layer of just that name stands
-    beside it.
-    """
+    """Return True where a name ends in the middle of a part as a pattern does, beside a layer of just that name."""
     called = pattern.removeprefix("*")
     if called == pattern or f".{name}".endswith(f".{called.lstrip('.')}"):
         return False

@@ -57,9 +57,7 @@ class CacheQuantize(FakeQuantize):
         return x
 
     def cached(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that the cache gives back for x. Raises NotSupportedError where x has other heads than
-        its scales.
-        """
+        """Return the tensor that the cache gives back for x. Raises NotSupportedError for other heads than it has."""
         if self.heads is not None and (x.ndim != 4 or x.shape[1] != self.heads):
             raise NotSupportedError(
                 f"A cache stores {tuple(x.shape)}, and no {self.heads} heads in (batch, heads, tokens, size): they "
@@ -97,9 +95,7 @@ def cache_owner(modules: Mapping[str, nn.Module], layer: str) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _calls_update(kind: Any) -> bool:
-    """Return True where any method of a class of modules calls `update`: linear attention keeps its state by other
-    ones.
-    """
+    """Return True where a method of a class of modules calls `update`: linear attention keeps its state otherwise."""
     own = (member for base in kind.__mro__ if base not in nn.Module.__mro__ for member in vars(base).values())
     return any("update" in inspect.unwrap(f).__code__.co_names for f in own if inspect.isfunction(inspect.unwrap(f)))
 

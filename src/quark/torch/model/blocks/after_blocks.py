@@ -1,5 +1,4 @@
-"""The modules after the blocks of a model (the last norm, heads), run as one more block on the outputs of the last of
-them.
+"""The modules after the blocks of a model (the last norm, heads), run as one more block on the last outputs.
 
     a copy of the model's containers around its own modules and tensors; blocks in it stand aside:  x -> what is given
 

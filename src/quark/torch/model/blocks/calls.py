@@ -259,9 +259,7 @@ def joined_call(calls: Sequence[Call]) -> Call | None:
 
 
 def takes_joined(module: nn.Module, calls: JoinedCalls) -> bool:
-    """Return True where a block gives for two calls in one the outputs that it gives for one after the other, to
-    rounding; it is run.
-    """
+    """Return True where a block gives for two calls in one, to rounding, what it gives for each alone; it is run."""
     if len(calls.calls) < 2 or (joined := calls.of([0, 1])) is None:
         return False
     with torch.no_grad():

@@ -326,9 +326,7 @@ def _hand_over(module: nn.Module, hook: Any, part: OffloadedPart) -> None:
 
 
 def _host_value(weights: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, Path | None]:
-    """Return a tensor of a map of accelerate, on the CPU, and the folder for its successor: None where it is in
-    memory.
-    """
+    """Return a tensor of a map of accelerate, on the CPU, and the folder for its successor; None: it is in memory."""
     if isinstance(weights, HostWeights):
         return weights[name], weights.folder
     while type(weights).__name__ == "PrefixedDataset":

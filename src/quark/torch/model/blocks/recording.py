@@ -316,8 +316,7 @@ class _LastBlockReachedError(Exception):
 
 
 class BlockOutput:
-    """The form of the outputs of the blocks of a model: a hidden state alone, or first in a tuple or list before other
-    values.
+    """The form of the outputs of a model's blocks: a hidden state alone, or first in a tuple or list.
 
     Known when one block has really run. Some models compute a value in their first block and hand it from block to
     block (the position bias of T5): it is seen in what the first block returns for a batch, so that one then runs for

@@ -318,9 +318,7 @@ class _Recorder:
         return reached
 
     def likes(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the output of a block as a tree with a `Like` for each tensor: seen on the meta device, else by
-        running it.
-        """
+        """Return the output of a block, a tree of a `Like` for each tensor: seen on the meta device, or by a run."""
         leaves, structure = tree_flatten((args, dict(kwargs)))
         key = (index, str(structure), tuple(repr(_like(x)) for x in leaves))
         if key not in self._given:
@@ -434,9 +432,7 @@ class _Routes:
 
 
 def _first_streams(seen: _Forward) -> tuple[Stream | None, ...]:
-    """Return the streams that the first block reads and no other one: its floating-point arguments, else the first
-    of them.
-    """
+    """Return the streams that the first block alone reads: its floating-point arguments, else the first of them."""
     leaves = seen.arguments[0][0]
     floats = [place for place, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     others = {id(x) for arguments, _ in seen.arguments[1:] for x in arguments}
@@ -474,9 +470,7 @@ def _equal(x: Any, y: Any) -> bool:
 
 
 def _given_by(index: int, state: torch.Tensor, trees: Sequence[Any], layout: StateLayout) -> Any:
-    """Return the output of a block, of the state after the last one: stand-ins for tensors that nothing reads any
-    longer.
-    """
+    """Return the output of a block, of the state after the last one: stand-ins for tensors that nothing reads."""
     return _filled(trees[index], index, layout.unpack(state), state.device)
 
 

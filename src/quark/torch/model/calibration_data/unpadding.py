@@ -109,9 +109,7 @@ def _equally_masked(sides: Sequence[PaddedAxis]) -> bool:
 
 
 def nothing_masked(batch: Any, arguments: ModelArguments) -> torch.Tensor | None:
-    """Return True where a batch has no padding: one truth value on the device of its masks; None for a batch without
-    masks.
-    """
+    """Return True where a batch has no padding: one truth value on the device of its masks; None without masks."""
     whole = [side.real.all() for side in _sides(_by_argument(batch, arguments.names), arguments.has_decoder)]
     return torch.stack([flag.to(whole[0].device) for flag in whole]).all() if whole else None
 

@@ -21,8 +21,7 @@ def source_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
 
 
 def _renamed(stored: str, renamed: str, own: Mapping[str, Any]) -> str:
-    """Return the name under which the loader of transformers looks: one that the model has stays where its renaming
-    misses.
+    """Return the name that the loader of transformers looks for: one of the model stays where its renaming misses.
 
     DeepSeek V4 is such a case: its renaming of `.norm.` inside attention is also one of `model.norm.weight`.
     """

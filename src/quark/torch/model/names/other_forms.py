@@ -1,5 +1,4 @@
-"""Tensors that a checkpoint holds in another form than the model: experts one by one, query, key and value in one,
-transposed.
+"""Tensors that a checkpoint holds in another form than the model: experts one by one, queries with keys, transposed.
 
     tensors of the model  --(a conversion of transformers, the other way round)-->  tensors of the file
 

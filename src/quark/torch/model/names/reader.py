@@ -1,5 +1,4 @@
-"""The tensors that a reader finds in a folder: the loader of transformers, of some class, known from the names in the
-files alone.
+"""The tensors that a reader finds in a folder: transformers' loader, of some class, by names in the files alone.
 
 name in the file  --(renamings, then mergers of transformers)-->  tensor of the class
 """

@@ -97,9 +97,7 @@ def _weight_format(weight: TensorSpec) -> str | None:
 
 
 def _takes_input(form: str, tensor: TensorSpec) -> bool:
-    """Return True where inputs of this spec are those that ComfyUI computes with: in the type of the weight, static
-    for FP8 alone.
-    """
+    """Return True where ComfyUI computes with inputs of this spec: in the type of the weight, static for FP8 alone."""
     from quark.core.schemes import SCHEMES
 
     other = SCHEMES[INPUTS[form]].input if form in INPUTS else None

@@ -221,9 +221,7 @@ def _on_cpu(params: QParams) -> QParams:
 
 
 def input_scale(layer: QuantLayer) -> torch.Tensor | None:
-    """Return the scale of the input of a layer that calibration found, or of live scales theirs; None where there is
-    none.
-    """
+    """Return the scale of the input of a layer that calibration found, or of live scales theirs; None: none."""
     quantizer = layer.quantizer("input")
     if not isinstance(quantizer, FakeQuantize):
         return None

@@ -88,9 +88,7 @@ def _blocks(names: Iterable[str | None]) -> set[int]:
 
 
 def _have_places(model: Any, architecture: Architecture, names: Iterable[str | None], blocks: set[int]) -> bool:
-    """Return True where all these tensors have names in a file, and are whole blocks that go on after those of the
-    model.
-    """
+    """Return True where all tensors have names in a file, and are whole blocks that follow those of the model."""
     layers = model.config.num_hidden_layers
     name_of = tensor_names(model, architecture, len(blocks))
     in_file = {name_of(name) if name else None for name in names}

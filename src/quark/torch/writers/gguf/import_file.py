@@ -300,9 +300,7 @@ def decoded_rows(stored: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.T
 
 
 def _is_finite(value: torch.Tensor, kind: str) -> bool:
-    """Return True where the values of a tensor are numbers, as far as its bytes alone can say it: scales of blocks
-    are.
-    """
+    """Return True where a tensor's values are numbers, as far as its bytes alone tell: scales of blocks are."""
     if kind in DTYPES:
         return bool(torch.isfinite(value).all())
     size = int(import_gguf().GGML_QUANT_SIZES[import_gguf().GGMLQuantizationType[kind]][1])
