@@ -56,11 +56,30 @@ class QuarkNetworkConfig:
         return copy.deepcopy(self.stored)
 
 
-class QuarkNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
-    """Turns an empty network into one with the layers of a quantized folder, and gives each tensor its place there."""
+class CodedNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
+    """The common rules for networks that are loaded with codes, whether these are read or made on the way."""
 
     use_keep_in_fp32_modules = True
     supports_parallel_loading = False
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
+        """Refuse a part on the disk: what diffusers writes there has lost the types of scales and codes."""
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise NotSupportedError("A quantized network has no part on the disk. Possible: a device_map with 'cpu'.")
+
+    @property
+    def is_serializable(self) -> bool:
+        """`save_pretrained` of such a model is quark's own; see `mark_loaded`."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Codes have no gradients."""
+        return False
+
+
+class QuarkNetworkQuantizer(CodedNetworkQuantizer):
+    """Turns an empty network into one with the layers of a quantized folder, and gives each tensor its place there."""
 
     def __init__(self, quantization_config: QuarkNetworkConfig, **options: Any) -> None:
         if not options.get("pre_quantized", True):
@@ -71,11 +90,6 @@ class QuarkNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         self._names: list[str] = []
         self._places: dict[str, str] = {}
         self._coded: set[str] = set()
-
-    def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
-        """Refuse a part on the disk: what diffusers writes there has lost the types of scales and codes."""
-        if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise NotSupportedError("A quantized network has no part on the disk. Possible: a device_map with 'cpu'.")
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
         """Return the type that is asked for, else the one that the network was quantized in."""
@@ -146,16 +160,6 @@ class QuarkNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         align_tensors(model)
         return model
-
-    @property
-    def is_serializable(self) -> bool:
-        """`save_pretrained` of such a model is quark's own; see `mark_loaded`."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """Codes have no gradients."""
-        return False
 
 
 def align_tensors(model: nn.Module) -> None:

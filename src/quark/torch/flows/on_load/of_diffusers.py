@@ -11,22 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.quantizers.base import DiffusersQuantizer
 
-from quark.errors import NotSupportedError
 from quark.torch.checkpoint.float_model import check_network
-from quark.torch.checkpoint.hooks.of_diffusers import QuantizationMethod, align_tensors, keep_codes_apart
+from quark.torch.checkpoint.hooks.of_diffusers import (
+    CodedNetworkQuantizer,
+    QuantizationMethod,
+    align_tensors,
+    keep_codes_apart,
+)
 from quark.torch.checkpoint.quantization_config import quantization_config
 from quark.torch.diffusion.network import common_dtype, set_types
 from quark.torch.flows.on_load.arrivals import Arrivals, float_metas
 from quark.torch.flows.on_load.mapped_files import MappedFiles
 
 
-class QuarkOnLoadNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
+class QuarkOnLoadNetworkQuantizer(CodedNetworkQuantizer):
     """Gives each layer of the plan its codes; all other tensors are loaded as ever."""
 
-    use_keep_in_fp32_modules = True
-    supports_parallel_loading = False
     _arrivals: Arrivals
     _files: list[Path]
     _dtype: torch.dtype | None
@@ -34,13 +35,6 @@ class QuarkOnLoadNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: Any, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self._mapped = MappedFiles()
-
-    def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
-        """Refuse a part on the disk: what diffusers writes there has lost the types of scales and codes."""
-        if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise NotSupportedError(
-                "A network that is quantized while it loads has no part on the disk. Possible: a device_map with 'cpu'."
-            )
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype | None:
         """The type that is asked for; else diffusers keeps the types of the network that is made."""
@@ -88,13 +82,3 @@ class QuarkOnLoadNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         model.register_to_config(quantization_config={**stored, "torch_dtype": dtype})
         model.quantization_method = QuantizationMethod.QUARK
         return model
-
-    @property
-    def is_serializable(self) -> bool:
-        """`save_pretrained` of such a model is quark's own; see `mark_loaded`."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """Codes have no gradients."""
-        return False
