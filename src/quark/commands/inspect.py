@@ -20,6 +20,7 @@ from quark.jobs.request import is_onnx
 if TYPE_CHECKING:
     import onnx
 
+    from quark.commands.folders.stored_layers import StoredFolder
     from quark.onnx.evaluation.ort_fusion import Fusion
     from quark.onnx.evaluation.ort_fusion_nodes import QuantizedGraph
 
@@ -174,8 +175,11 @@ def _inspect_folder(folder: Path) -> None:
     for key, value in _flat(quantization):
         table.add_row(key, value)
     console.print(table)
-    if stored is None:
-        return
+    if stored is not None:
+        _print_layers(stored, console)
+
+
+def _print_layers(stored: StoredFolder, console: Results) -> None:
     table = new_table("layers", "", "stored as", "bits", "MB", title="Matrices, bits for a weight with its scales")
     for row in stored.layers:
         bits = "" if row.bits is None else f"{row.bits:.2f}"

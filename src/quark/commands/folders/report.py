@@ -79,18 +79,18 @@ def _costs(measured: MeasuredFolders) -> Section:
         if perplexity:
             cells += [f"{perplexity[i]:.3f}", f"{perplexity[1] / perplexity[0] - 1:+.2%}" if i else ""]
         rows.append([name, *cells, *(f"{seconds * 1e3:.1f}" for seconds in measured.seconds[i : i + 1])])
-    outputs = [
+    words = WHY_SLOW if measured.seconds else IN_BLOCKS
+    return Section("Size, latency, outputs", words, [PageTable(headers, rows), _outputs(measured)])
+
+
+def _outputs(measured: MeasuredFolders) -> PageTable:
+    rows = [
         (name, f"{output.comparison.sqnr:.2f}", f"{output.comparison.cosine:.6f}",
          f"{output.agreed / output.rows:.2%}" if output.rows else "")
         for name, output in measured.comparison.outputs.items()
     ]  # fmt: skip
-    of_outputs = PageTable(
-        ("output", "SQNR dB", "cosine", "same top-1"),
-        outputs,
-        f"Outputs over {counted(len(measured.batches), 'sample')}",
-    )
-    words = WHY_SLOW if measured.seconds else IN_BLOCKS
-    return Section("Size, latency, outputs", words, [PageTable(headers, rows), of_outputs])
+    title = f"Outputs over {counted(len(measured.batches), 'sample')}"
+    return PageTable(("output", "SQNR dB", "cosine", "same top-1"), rows, title)
 
 
 def _tokens(measured: MeasuredFolders) -> Section:

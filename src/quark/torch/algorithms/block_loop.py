@@ -77,7 +77,7 @@ def record_inputs(
     embeddings = {
         name: layer
         for name, layer in layers.items()
-        if isinstance(layer, nn.Embedding) and layer.spec.weight and not any(is_inside(name, block) for block in names)
+        if isinstance(layer, nn.Embedding) and layer.spec.weight and is_outside(name, names)
     }
     state = LoopState()
 
@@ -102,9 +102,7 @@ def between_blocks(
         yield
         return
     outside = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, QuantLayer) and not any(is_inside(name, block) for block in names)
+        module for name, module in model.named_modules() if isinstance(module, QuantLayer) and is_outside(name, names)
     ]
     with weights.around(names), quantizers_off(outside):
         weights.take(names[0])  # it is brought when its turn comes
@@ -192,6 +190,11 @@ def _block(
 def is_inside(name: str, block: str) -> bool:
     """Return True where a tensor or layer belongs to a block."""
     return not block or name.startswith(f"{block}.")
+
+
+def is_outside(name: str, blocks: Iterable[str]) -> bool:
+    """Return True where a tensor or layer belongs to none of the blocks."""
+    return not any(is_inside(name, block) for block in blocks)
 
 
 def layers_inside(layers: Mapping[str, QuantLayer], block: str) -> dict[str, QuantLayer]:

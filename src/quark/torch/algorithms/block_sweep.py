@@ -30,7 +30,7 @@ from quark.base.steps import step
 from quark.core.checks import naming
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError, StructureError, one_line
 from quark.torch.algorithms.base import Algorithm, Block
-from quark.torch.algorithms.block_loop import Hidden, is_inside, layers_inside, loop_over_blocks, record_inputs
+from quark.torch.algorithms.block_loop import Hidden, is_outside, layers_inside, loop_over_blocks, record_inputs
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.algorithms.input_group import no_tokens
 from quark.torch.algorithms.keep_better import BlockErrorCheck, prepare_where_better, validation_batches
@@ -122,7 +122,7 @@ class SweepAfterBlocks:
     ) -> None:
         self.model, self.names = model, names
         self.stages = [stage for stage in stages if stage.solves_after_blocks]
-        outside = {n: layer for n, layer in layers.items() if not any(is_inside(n, block) for block in names)}
+        outside = {n: layer for n, layer in layers.items() if is_outside(n, names)}
         linear = {n: layer for n, layer in outside.items() if isinstance(layer, nn.Linear) and layer.spec.weight}
         self.candidates = linear if self.stages else {}
 

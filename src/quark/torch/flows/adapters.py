@@ -38,14 +38,7 @@ def base_of(folder: Path) -> OpenedFolder:
         FormatError: The config or the weights are none, or no model is there.
         NotSupportedError: The base is quantized: its weights, which the adapter would be added to, are codes.
     """
-    path = folder / CONFIG
-    try:
-        said = plain_json(file_of(folder, CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise FormatError(f"{path} is not JSON: {error}.") from None
-    name = said.get("base_model_name_or_path") if isinstance(said, dict) else None
-    if not isinstance(name, str) or not name:
-        raise FormatError(f"{path} names no base model: base_model_name_or_path is {name!r}.")
+    path, name = folder / CONFIG, _base_name(folder)
     places = () if "\0" in name else (Path(name), Path(os.path.realpath(folder / name)))
     found = next((base for base in places if (base / "config.json").is_file()), None)
     if found is None:
@@ -62,6 +55,19 @@ def base_of(folder: Path) -> OpenedFolder:
     base.check()
     TensorFile(file_of(folder, WEIGHTS))
     return base
+
+
+def _base_name(folder: Path) -> str:
+    """The name or path of the base model in the config of an adapter."""
+    path = folder / CONFIG
+    try:
+        said = plain_json(file_of(folder, CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path} is not JSON: {error}.") from None
+    name = said.get("base_model_name_or_path") if isinstance(said, dict) else None
+    if not isinstance(name, str) or not name:
+        raise FormatError(f"{path} names no base model: base_model_name_or_path is {name!r}.")
+    return name
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from quark.core.scales import QParams
 from quark.errors import FormatError
 from quark.torch.algorithms import algorithms_of
 from quark.torch.algorithms.base import Algorithm
-from quark.torch.algorithms.block_loop import LoopState, is_inside
+from quark.torch.algorithms.block_loop import LoopState, is_inside, is_outside
 from quark.torch.algorithms.layer_weights import weight_quantizer
 from quark.torch.calibration.calibrate import calibrate_tensor, calibrate_weights, not_finite_error
 from quark.torch.calibration.device_memory import filled_a_device, halves_of, with_smaller_batches
@@ -201,7 +201,7 @@ class _Run:
         )
         if rank() > 0:
             return
-        outside = [name for name in self.planned if not any(is_inside(name, block) for block in names)]
+        outside = [name for name in self.planned if is_outside(name, names)]
         self._write_outside(outside, algorithms)
 
     def _write_outside(self, names: Sequence[str], algorithms: Sequence[Algorithm]) -> None:

@@ -27,6 +27,7 @@ from quark.torch.algorithms.block_loop import (
     Hidden,
     LoopState,
     is_inside,
+    is_outside,
     layers_inside,
     loop_over_blocks,
     record_inputs,
@@ -254,7 +255,7 @@ def _name_of(algorithm: Algorithm) -> str:
 
 
 def _refuse_outside(waiting: Iterable[str], names: Sequence[str]) -> None:
-    outside = [tensor for tensor in waiting if not any(is_inside(tensor, name) for name in names)]
+    outside = [tensor for tensor in waiting if is_outside(tensor, names)]
     if outside:
         raise NotSupportedError(
             f"{outside[0]} has a static scale and lies outside the blocks, which run alone. Possible: exclude that "

@@ -182,13 +182,9 @@ def _linears(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in apart]
 
 
-def _by_dataflow(model: Any, modules: Collection[Siblings]) -> list[FusedGroup]:
-    """The layers of each module that read one tensor; of a module that no forward reaches, as in others of its class.
-
-    The forward runs on a model without weights, so that every flow, whatever holds its weights, gets the same.
-    """
-    meta, traces = None, []
-    with suppress(Exception):  # of a model that a dummy input does not suit, nothing is known
+def _trace(model: Any) -> Trace | None:
+    """A forward on the meta device; None for a model that a dummy input does not suit."""
+    with suppress(Exception):
         meta = meta_copy(model)
         batch = example(meta)
 
@@ -197,8 +193,17 @@ def _by_dataflow(model: Any, modules: Collection[Siblings]) -> list[FusedGroup]:
                 forward_batch(meta, batch, torch.device("meta"))
 
         with evaluating(meta):
-            traces.append(record(meta, run))
-    found = {siblings: _reading_one(traces[0], siblings) for siblings in modules} if traces else {}
+            return record(meta, run)
+    return None
+
+
+def _by_dataflow(model: Any, modules: Collection[Siblings]) -> list[FusedGroup]:
+    """The layers of each module that read one tensor; of a module that no forward reaches, as in others of its class.
+
+    The forward runs on a model without weights, so that every flow, whatever holds its weights, gets the same.
+    """
+    trace = _trace(model)
+    found = {} if trace is None else {siblings: _reading_one(trace, siblings) for siblings in modules}
     kinds = {siblings: (type(model.get_submodule(siblings[0])), siblings[1]) for siblings in found}
     forms: dict[Any, set[Any]] = defaultdict(set)
     for siblings, parts in found.items():

@@ -80,9 +80,7 @@ def decode(codes: StoredCodes, shape: tuple[int, ...], dtype: torch.dtype) -> to
         scale = scale * _one_scale(name, codes.factor)
     zero = _zero_point(codes.zero, bits, shape[0])
     if codes.order is not None:
-        columns = codes.order.long()
-        if tuple(columns.shape) != shape[1:] or not bool(((columns >= 0) & (columns < scale.shape[1])).all()):
-            raise FormatError(f"{name}: the groups of its columns (weight_g_idx) are not those of its scales.")
+        columns = _groups_of_columns(name, codes.order, scale.shape[1], shape)
         scale, zero = scale[:, columns], None if zero is None else zero[:, columns]
     if zero is not None and zero.shape != scale.shape:
         raise FormatError(f"{name}: zero points of shape {tuple(zero.shape)} beside scales of {tuple(scale.shape)}.")
@@ -96,6 +94,13 @@ def decode(codes: StoredCodes, shape: tuple[int, ...], dtype: torch.dtype) -> to
     return out
 
 
+def _groups_of_columns(name: str, order: torch.Tensor, groups: int, shape: tuple[int, ...]) -> torch.Tensor:
+    columns = order.long()
+    if tuple(columns.shape) != shape[1:] or not bool(((columns >= 0) & (columns < groups)).all()):
+        raise FormatError(f"{name}: the groups of its columns (weight_g_idx) are not those of its scales.")
+    return columns
+
+
 def _unpacker(codes: StoredCodes, shape: tuple[int, ...]) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
     """The function from some stored rows to their values before scaling, and bits of a code."""
     name, stored = codes.name, codes.stored
@@ -104,13 +109,7 @@ def _unpacker(codes: StoredCodes, shape: tuple[int, ...]) -> tuple[Callable[[tor
             raise FormatError(f"{name}.weight has shape {tuple(stored.shape)}; the model needs {shape}.")
         return torch.Tensor.float, 8
     if stored.dtype in (torch.uint8, torch.int8):
-        stored = stored.view(torch.uint8)
-        known = {2 * stored.shape[1]: (unpack_fp4, 4), 4 * stored.shape[1] // 3: (unpack_fp6, 6)}
-        if shape[1] not in known or stored.shape[0] != shape[0]:
-            raise FormatError(f"{name}: packed bytes of shape {tuple(stored.shape)} do not hold a weight of {shape}.")
-        if codes.zero is not None:
-            raise NotSupportedError(f"{name}: packed floats with zero points are not read; possible: without.")
-        return known[shape[1]]
+        return _unpacker_of_bytes(codes, shape)
     if stored.dtype != torch.int32:
         raise NotSupportedError(f"{name}: weights packed into {stored.dtype} are not read; possible: int32, uint8.")
     # As many bits as the words that hold a row say.
@@ -119,6 +118,19 @@ def _unpacker(codes: StoredCodes, shape: tuple[int, ...]) -> tuple[Callable[[tor
         raise FormatError(f"{name}: packed words of shape {tuple(stored.shape)} do not hold a weight of {shape}.")
     bits = widths[0]
     return lambda words: _integers(words, bits, shape[1]), bits
+
+
+def _unpacker_of_bytes(
+    codes: StoredCodes, shape: tuple[int, ...]
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
+    """The unpacker of floats of 4 or 6 bits in bytes."""
+    name, rows, width = codes.name, *codes.stored.shape
+    known = {2 * width: (unpack_fp4, 4), 4 * width // 3: (unpack_fp6, 6)}
+    if shape[1] not in known or rows != shape[0]:
+        raise FormatError(f"{name}: packed bytes of shape {(rows, width)} do not hold a weight of {shape}.")
+    if codes.zero is not None:
+        raise NotSupportedError(f"{name}: packed floats with zero points are not read; possible: without.")
+    return known[shape[1]]
 
 
 def scales(name: str, stored: torch.Tensor) -> torch.Tensor:

@@ -214,10 +214,11 @@ def _check_observer(config: QTensorConfig, kind: str) -> None:
 
 def _check_training(config: QTensorConfig) -> None:
     learning = config.observer_cls.learning if config.observer_cls else None
-    if config.qat_spec is not None and not hasattr(config.qat_spec, "threshold_init_meth"):
-        raise ConfigError(f"QTensorConfig.qat_spec: expected a TQTSpec, got {type(config.qat_spec).__name__}.")
-    if config.qat_spec is not None and learning is not Learning.tqt:
-        raise ConfigError("QTensorConfig.qat_spec=TQTSpec(...) goes with observer_cls=TQTObserver, which trains.")
+    if config.qat_spec is not None:
+        if not hasattr(config.qat_spec, "threshold_init_meth"):
+            raise ConfigError(f"QTensorConfig.qat_spec: expected a TQTSpec, got {type(config.qat_spec).__name__}.")
+        if learning is not Learning.tqt:
+            raise ConfigError("QTensorConfig.qat_spec=TQTSpec(...) goes with observer_cls=TQTObserver, which trains.")
     if learning is None:
         return
     name = config.observer_cls.__name__  # type: ignore[union-attr]
