@@ -64,6 +64,17 @@ class Fusion:
     advice: str = ""
 
 
+def _why_in_float(node: onnx.NodeProto) -> tuple[str, str]:
+    """Why a MatMulNBits multiplies in float, and what to do; two empty texts where it multiplies in integers."""
+    level = next((attribute.i for attribute in node.attribute if attribute.name == "accuracy_level"), 0)
+    if level == _INT8_LEVEL:
+        return "", ""
+    return (
+        f"Its accuracy_level is {level}: the weights are decoded, and the product is one of floats.",
+        f"AccuracyLevel {_INT8_LEVEL} multiplies in int8, which costs accuracy.",
+    )
+
+
 def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
     """The nodes that read a DequantizeLinear or are integer operators by themselves, in their order in the file.
 
@@ -85,15 +96,10 @@ def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
         node = model.graph.node[index]
         kernel, integer = fates.of(index)
         if node.op_type == "MatMulNBits":
-            level = next((attribute.i for attribute in node.attribute if attribute.name == "accuracy_level"), 0)
-            kernel, integer, why = node.op_type, level == _INT8_LEVEL, ["", ""]
-            if not integer:
-                why = [
-                    f"Its accuracy_level is {level}: the weights are decoded, and the product is one of floats.",
-                    f"AccuracyLevel {_INT8_LEVEL} multiplies in int8, which costs accuracy.",
-                ]
+            kernel, why = node.op_type, _why_in_float(node)
+            integer = why == ("", "")
         else:
-            why = ["", ""] if integer else list(explain(QuantizedNode(node, graph)))
+            why = ("", "") if integer else explain(QuantizedNode(node, graph))
         found.append(Fusion(node.name or f"{node.op_type}_{index}", node.op_type, kernel, integer, *why))
     return found
 
