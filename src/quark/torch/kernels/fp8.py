@@ -16,7 +16,7 @@ from quark.torch.kernels.kernel import CodedWeight, Kernel, Multiply, Packed, in
 from quark.torch.layers.fake_quant import FakeQuantize
 
 _ON_HOST = Fp8Product(torch.float8_e4m3fn, by_rows=True)
-"""What the CPU computes, on which tests run."""
+"""The product that the CPU computes, on which tests run."""
 
 
 class ScaledMm(Kernel):

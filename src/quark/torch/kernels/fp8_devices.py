@@ -119,7 +119,7 @@ def _asked(device: torch.device, name: str, expected: torch.dtype | None) -> Fp8
 
 
 def _is_right(kind: Fp8Product, device: torch.device) -> bool:
-    """Whether a device gives every code its value, in either factor, and sums products of them.
+    """Return True where a device gives every code its value, in either factor, and sums products of them.
 
     With C the matrix of all codes, in which zeros stand for NaN, and I the identity:
 
