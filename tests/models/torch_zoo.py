@@ -114,4 +114,5 @@ def text_windows(name: str, length: int, count: int) -> list[torch.Tensor]:
     """Windows of tokens of "calibration" or "heldout", the texts beside the example model."""
     from transformers import AutoTokenizer
 
-    return token_windows(AutoTokenizer.from_pretrained(LANGUAGE_MODEL), TEXT / f"{name}.txt", length, count)
+    tokenizer = AutoTokenizer.from_pretrained(LANGUAGE_MODEL)
+    return token_windows(tokenizer, TEXT / f"{name}.txt", length, count, special=False)  # as the model was trained

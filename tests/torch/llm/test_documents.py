@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quark.errors import CalibrationError, FormatError, MissingDependencyError
 from quark.torch.llm import chat_templates
 from quark.torch.llm.documents import documents, samples_of
+from quark.torch.llm.text import token_windows
 from tests.models.torch_zoo import LANGUAGE_MODEL
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
@@ -42,8 +44,12 @@ def test_json_lines_are_packed_with_the_special_tokens_of_each(tokenizer: Any, t
     texts = ["The first document.", "A second\u2028 one, größer.", "And the third of them."]
     file = lines(tmp_path / "data.jsonl", *({"text": text, "id": 3} for text in texts))
     everything = [token for text in texts for token in tokenizer(text)["input_ids"]]
-    windows = samples_of(tokenizer, file, 4, packing=True)
-    assert torch.cat(windows).flatten().tolist() == everything[: len(everything) // 4 * 4]
+    windows = [window[0].tolist() for window in samples_of(tokenizer, file, 4, packing=True)]
+    assert all(window[0] == tokenizer.bos_token_id for window in windows)
+    begin = tokenizer.bos_token_id
+    plain = [token for token in everything if token != begin]
+    read = [token for window in windows for token in window if token != begin]
+    assert read == plain[: len(read)] and len(plain) - len(read) < 4
     assert len(samples_of(tokenizer, file, 4, packing=True, limit=2)) == 2
     alone = samples_of(tokenizer, file, 6, packing=False)
     assert [sample[0].tolist() for sample in alone] == [tokenizer(text)["input_ids"][:6] for text in texts]
@@ -56,6 +62,88 @@ def test_a_conversation_is_what_the_chat_template_of_transformers_makes(chat_tok
     assert sample[0].tolist() == wanted
     (window,) = samples_of(chat_tokenizer, file, len(wanted), packing=True)
     assert window[0].tolist() == wanted
+
+
+TOOLS = [{"type": "function", "function": {"name": "time", "description": "The time.", "parameters": {}}}]
+WITH_TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{{ begin | default('') }}" + TEMPLATE
+GIVEN: dict[str, tuple[dict[str, Any], list[dict[str, str]], dict[str, Any]]] = {
+    "tools": ({"messages": CHAT, "tools": TOOLS}, CHAT, {"tools": TOOLS}),
+    "options": ({"messages": CHAT, "chat_template_kwargs": {"begin": "X"}}, CHAT, {"begin": "X"}),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "Which module?"}, {"from": "gpt", "value": "The json module."}]},
+        CHAT,
+        {},
+    ),
+    "question": ({"prompt": "Which module?", "answer": "The json module."}, CHAT, {}),
+    "conversational completion": ({"prompt": CHAT[:1], "completion": CHAT[1:]}, CHAT, {}),
+}
+"""A line -> the messages and options that `apply_chat_template` is given for it."""
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_the_forms_of_conversations_are_read_as_the_template_writes_them(
+    name: str, chat_tokenizer: Any, tmp_path: Path
+) -> None:
+    chat_tokenizer.chat_template = WITH_TOOLS
+    row, messages, options = GIVEN[name]
+    file = lines(tmp_path / "chat.jsonl", row)
+    (sample,) = samples_of(chat_tokenizer, file, 512, packing=False)
+    wanted = chat_tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)["input_ids"]
+    assert sample[0].tolist() == wanted
+    (document,) = documents(file)
+    if document.answer is not None:
+        start = document.answer_start(chat_tokenizer)
+        asked = chat_tokenizer.apply_chat_template(messages[:1], tokenize=True, return_dict=True)["input_ids"]
+        assert start > 0 and wanted[:start] == asked[:start] and "json" in chat_tokenizer.decode(wanted[start:])
+
+
+def test_a_prompt_and_its_completion_are_one_text(tokenizer: Any, tmp_path: Path) -> None:
+    file = lines(tmp_path / "data.jsonl", {"prompt": "def f(x):", "completion": " return x"})
+    (document,) = documents(file)
+    whole = tokenizer("def f(x): return x")["input_ids"]
+    assert document.token_ids(tokenizer) == whole
+    assert tokenizer.decode(whole[document.answer_start(tokenizer) :]).strip() == "return x"
+
+
+BEGIN, END = ("[B]", 1), ("[E]", 2)
+PROCESSORS: dict[str, Any] = {
+    "none": None,
+    "begin": processors.TemplateProcessing("[B] $A", None, [BEGIN]),
+    "both": processors.TemplateProcessing("[B] $A [E]", None, [BEGIN, END]),
+    "end": processors.TemplateProcessing("$A [E]", None, [END]),
+    "two": processors.TemplateProcessing("[B] [E] $A", None, [BEGIN, END]),
+    "bert": processors.BertProcessing(END, BEGIN),
+    "roberta": processors.RobertaProcessing(END, BEGIN),
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "bytes": lambda: (models.BPE(), trainers.BpeTrainer, pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "words": lambda: (models.WordPiece(unk_token="[U]"), trainers.WordPieceTrainer, pre_tokenizers.BertPreTokenizer()),
+    "unigram": lambda: (models.Unigram(), trainers.UnigramTrainer, pre_tokenizers.Metaspace()),
+}
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_window_begins_as_the_tokenizer_begins_a_text(model: str, processor: str, tmp_path: Path) -> None:
+    """A window that holds all of a text has the ids of the tokenizer's own call, up to what it puts at the end."""
+    text = "The river was high. Nobody crossed it before noon, and the mill stood still."
+    kind, trainer, splitter = MODELS[model]()
+    made = Tokenizer(kind)
+    made.pre_tokenizer = splitter
+    made.train_from_iterator([text] * 3, trainer(vocab_size=120, special_tokens=["[U]", "[B]", "[E]"]))
+    if PROCESSORS[processor] is not None:
+        made.post_processor = PROCESSORS[processor]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[U]")
+    own = tokenizer(text)["input_ids"]
+    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+    begin = own[: next(i for i in range(len(own)) if own[i : i + len(plain)] == plain)]
+    (tmp_path / "text.txt").write_text(text)
+    (window,) = token_windows(tokenizer, tmp_path / "text.txt", len(begin) + len(plain))
+    assert window[0].tolist() == own[: len(begin) + len(plain)]
+    windows = token_windows(tokenizer, tmp_path / "text.txt", 8)
+    assert all(each[0, : len(begin)].tolist() == begin for each in windows)
+    read = [token for each in windows for token in each[0, len(begin) :].tolist()]
+    assert read == plain[: len(read)]
 
 
 def test_a_text_that_is_not_packed_is_its_lines(tokenizer: Any, tmp_path: Path) -> None:
@@ -72,6 +160,7 @@ def test_a_text_that_is_not_packed_is_its_lines(tokenizer: Any, tmp_path: Path) 
         ('{"text": "a"}\n{"text": ', "line 2, is not JSON"),
         ('"text"\n', "line 1, is no object; needed is 'text' or 'messages'"),
         ('{"prompt": "a", "n": 1}\n', "line 1, has prompt, n; needed is"),
+        ('{"prompt": "a", "completion": [{"role": "user"}]}\n', "'prompt' and 'completion' are a text and messages"),
         ('{"text": "a", "messages": []}\n', "line 1, has text, messages; needed is"),
         ('{"text": 3}\n', "'text' is neither text nor a list of messages"),
         ('{"messages": ["hello"]}\n', "'messages' is neither text nor a list"),

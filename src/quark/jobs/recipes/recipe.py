@@ -167,7 +167,8 @@ def data_digest(data: Path) -> str:
         # The flow imports torch: where a dataset is named.
         from quark.torch.llm.documents import documents
 
-        contents = [json.dumps(document.content, ensure_ascii=False, default=str) for document in documents(data)]
+        parts = ([each.content, *filter(None, (each.answer, each.beside))] for each in documents(data))
+        contents = [json.dumps(part[0] if len(part) == 1 else part, ensure_ascii=False, default=str) for part in parts]
     elif data.is_dir():
         files = sorted(path for path in data.rglob("*") if path.is_file())
         contents = [f"{path.relative_to(data).as_posix()} {digest_of(path)}" for path in files]

@@ -11,6 +11,7 @@ import queue
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,13 +23,16 @@ SECONDS, STARTING = 10.0, 120.0
 """For one conversation, and before the first one, for the libraries."""
 
 
-def render_chat(tokenizer: Any, messages: Any, add_generation_prompt: bool = False) -> str:
+def render_chat(
+    tokenizer: Any, messages: Any, add_generation_prompt: bool = False, beside: Mapping[str, Any] | None = None
+) -> str:
     """A conversation as the model reads it, by its chat template.
 
     Args:
         tokenizer: Of transformers, with a chat template.
         messages: The conversation.
         add_generation_prompt: Whether the turn of the model begins at the end.
+        beside: What else the template reads, by name: tools, documents ...
 
     Raises:
         CalibrationError: The template refuses the messages.
@@ -38,10 +42,10 @@ def render_chat(tokenizer: Any, messages: Any, add_generation_prompt: bool = Fal
 
     if getattr(type(tokenizer), "apply_chat_template", None) is not PreTrainedTokenizerBase.apply_chat_template:
         # A class of its own that knows no template, or no class of transformers.
-        options = {"add_generation_prompt": True} if add_generation_prompt else {}
+        options = {**({"add_generation_prompt": True} if add_generation_prompt else {}), **(beside or {})}
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     template, tokens = tokenizer.get_chat_template(), json.dumps(tokenizer.special_tokens_map, default=str)
-    answer = _Worker.of(template, tokens).ask(messages, add_generation_prompt)
+    answer = _Worker.of(template, tokens).ask(messages, add_generation_prompt, beside or {})
     if "text" in answer:
         return str(answer["text"])
     if answer["error"] == "it takes too much memory":
@@ -81,12 +85,12 @@ class _Worker:
         self._reader.start()
         self._send(first)
 
-    def ask(self, messages: Any, add_generation_prompt: bool) -> dict[str, str]:
+    def ask(self, messages: Any, add_generation_prompt: bool, beside: Mapping[str, Any]) -> dict[str, str]:
         """Return the worker's answer for a conversation. Raises FormatError where none comes in time, and ends it."""
         if not self._is_ready:
             self._line(STARTING)
             self._is_ready = True
-        self._send({"messages": messages, "add_generation_prompt": add_generation_prompt})
+        self._send({"messages": messages, "add_generation_prompt": add_generation_prompt, "beside": {**beside}})
         answer: dict[str, str] = json.loads(self._line(SECONDS))
         return answer
 

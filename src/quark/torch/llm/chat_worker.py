@@ -3,7 +3,7 @@
 Run as a script, by `chat_templates`. Lines of JSON come in and go out:
 
     {"template": ..., "tokens": {...}}                          {} when the libraries are loaded
-    {"messages": [...], "add_generation_prompt": false}         {"text": ...} or {"error": ...}
+    {"messages": [...], "add_generation_prompt": false, "beside": {}}    {"text": ...} or {"error": ...}
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ def limit_memory() -> None:
 
 def answer(render: Any, first: dict[str, Any], asked: dict[str, Any]) -> dict[str, str]:
     """The text of a conversation, or why there is none."""
+    beside = dict(asked["beside"])
+    given = {name: beside.pop(name, None) for name in ("tools", "documents")}
     try:
         texts, _ = render(
             conversations=[asked["messages"]], chat_template=first["template"],
-            add_generation_prompt=asked["add_generation_prompt"], **first["tokens"],
+            add_generation_prompt=asked["add_generation_prompt"], **given, **{**first["tokens"], **beside},
         )  # fmt: skip
     except MemoryError:
         return {"error": "it takes too much memory"}

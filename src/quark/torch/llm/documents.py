@@ -1,10 +1,18 @@
 """Documents of a text file, of JSON lines or of a dataset, and the samples of token ids that they become.
 
-A document is the whole of a text file, a line of JSON lines, or a row of a dataset. A line of JSON lines is one of two
-objects: {"text": "..."}, or a conversation, which becomes a text by the chat template of the tokenizer:
-{"messages": [{"role": "user", "content": "..."}, ...]}.
+A document is the whole of a text file, a line of JSON lines, or a row of a dataset. A line of JSON lines is one of:
 
-    packed         token ids of all documents one after another, cut into windows of equal length; the rest is left out
+    {"text": "..."}                                       a text
+    {"messages": [{"role": "user", "content": "..."}]}    a conversation, which the chat template makes a text; what it
+                                                          reads beside messages may follow: "tools", "documents",
+                                                          "chat_template_kwargs"
+    {"conversations": [{"from": "human", "value": ""}]}   the same, as ShareGPT has it
+    {"prompt": "...", "completion": "..."}                a text in two parts, or two lists of messages
+    {"prompt": "...", "answer": "..."}                    a question and its answer: two turns where there is a chat
+                                                          template, else two lines
+
+    packed         token ids of all documents one after another, each with its special tokens, cut into windows of
+                   equal length, each of which begins as a text does (BOS); the rest is left out
     not packed     a sample of each document, of a text file of each line that is not empty; cut at the length
 """
 
@@ -12,7 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +29,21 @@ import torch
 from quark.errors import CalibrationError, FormatError, one_line
 from quark.torch.llm.chat_templates import render_chat
 from quark.torch.llm.named_datasets import SOURCES, NamedDataset, rows_of
-from quark.torch.llm.text import read_text, token_windows
+from quark.torch.llm.text import first_tokens, read_text, token_windows, windows_of
 
 DATASETS = "datasets:"
 """Begins the name of a dataset in the place of a path: datasets:NAME[:SPLIT[:COLUMN]]."""
 LINES = (".jsonl", ".ndjson")
 """Suffixes of JSON lines."""
-COLUMNS = ("text", "messages")
-"""Where a row holds its text, or its conversation, unless a column is named."""
+COLUMNS = ("text", "messages", "conversations", "prompt")
+"""Where a row holds its text, its conversation or the first part of it, unless a column is named."""
+REPLIES = ("completion", "answer", "response")
+"""Where a row with a prompt holds what follows it."""
+BESIDE = ("tools", "documents")
+"""Columns that a chat template may read beside messages."""
+TURNS = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "function_call": "assistant",
+         "observation": "tool", "function": "tool"}  # fmt: skip
+"""Names of speakers in ShareGPT -> roles; others are roles."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +51,18 @@ class Document:
     """A text, or a conversation.
 
     Attributes:
-        content: The text, or the messages.
+        content: The text, or the messages; without the answer, where there is one.
         place: Where it stands, for errors.
+        beside: What the chat template reads beside the messages.
+        answer: What follows the content, a text or messages; None: the content is all.
+        question: Whether content and answer, two texts, are turns of a conversation where there is a chat template.
     """
 
     content: str | Sequence[Any]
     place: str
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    answer: str | Sequence[Any] | None = None
+    question: bool = False
 
     def token_ids(self, tokenizer: Any, length: int | None = None) -> list[int]:
         """The ids with the special tokens of the tokenizer, or of its chat template.
@@ -55,20 +76,51 @@ class Document:
         """
         options = {} if length is None else {"truncation": True, "max_length": length}
         # A chat template writes the special tokens itself.
-        special = isinstance(self.content, str)
+        special = not self._is_chat(tokenizer)
         return list(tokenizer(self.text(tokenizer), add_special_tokens=special, verbose=False, **options)["input_ids"])
+
+    def answer_start(self, tokenizer: Any, length: int | None = None) -> int:
+        """How many of the ids of `token_ids` stand before the answer; 0 where there is none."""
+        if self.answer is None:
+            return 0
+        whole = self.token_ids(tokenizer, length)
+        if self._is_chat(tokenizer):
+            asked = self._rendered(tokenizer, self._turns(self.content, "user"), True)
+            before = tokenizer(asked, add_special_tokens=False, verbose=False)["input_ids"]
+        else:
+            before = tokenizer(self._joined(""), verbose=False)["input_ids"]
+        same = 0
+        while same < min(len(before), len(whole)) and before[same] == whole[same]:
+            same += 1
+        return same
 
     def text(self, tokenizer: Any) -> str:
         """The text as the model reads it. Raises CalibrationError as `token_ids` does."""
-        if isinstance(self.content, str):
-            return self.content
+        if not self._is_chat(tokenizer):
+            return self._joined(self.answer if isinstance(self.answer, str) else "")
+        messages = [*self._turns(self.content, "user"), *self._turns(self.answer or (), "assistant")]
+        return self._rendered(tokenizer, messages, False)
+
+    def _is_chat(self, tokenizer: Any) -> bool:
+        return not isinstance(self.content, str) or (self.question and bool(getattr(tokenizer, "chat_template", None)))
+
+    def _joined(self, answer: str) -> str:
+        """The text of a document that is no conversation, with an answer."""
+        assert isinstance(self.content, str)
+        return f"{self.content}\n{answer}" if self.question else f"{self.content}{answer}"
+
+    def _turns(self, content: str | Sequence[Any], role: str) -> list[Any]:
+        return [{"role": role, "content": content}] if isinstance(content, str) else [*content]
+
+    def _rendered(self, tokenizer: Any, messages: Sequence[Any], answers: bool) -> str:
+        """The text of messages, with the begin of an answer or without."""
         if not getattr(tokenizer, "chat_template", None):
             raise CalibrationError(
                 f"{self.place} is a conversation, and the tokenizer of the model has no chat template. Possible: "
                 'lines of {"text": "..."}.'
             )
         try:
-            return render_chat(tokenizer, self.content)
+            return render_chat(tokenizer, messages, answers, self.beside)
         except FormatError as error:
             raise FormatError(f"{self.place}: {error}") from None
         except CalibrationError as error:
@@ -101,7 +153,7 @@ def documents(data: Path) -> Iterator[Document]:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
                     raise CalibrationError(f"{place} is not JSON: {one_line(error)}.") from None
-                yield Document(_content(row, place), place)
+                yield _document(row, place)
     else:
         yield Document(read_text(data), str(data))
 
@@ -124,7 +176,10 @@ def samples_of(tokenizer: Any, data: Path, length: int, packing: bool, limit: in
     if packing and one_text:
         return token_windows(tokenizer, data, length, limit)
     if packing:
-        return packed((document.token_ids(tokenizer) for document in documents(data)), str(data), length, limit)
+        return packed(
+            (document.token_ids(tokenizer) for document in documents(data)), str(data), length, limit,
+            first=first_tokens(tokenizer),
+        )  # fmt: skip
     found: list[torch.Tensor] = []
     for document in lines_of(data) if one_text else documents(data):
         if limit is not None and len(found) == limit:
@@ -148,7 +203,12 @@ def lines_of(data: Path) -> Iterator[Document]:
 
 
 def packed(
-    token_ids: Iterable[list[int]], name: str, length: int, limit: int | None = None, longest: int | None = None
+    token_ids: Iterable[list[int]],
+    name: str,
+    length: int,
+    limit: int | None = None,
+    longest: int | None = None,
+    first: Sequence[int] = (),
 ) -> list[torch.Tensor]:
     """The first windows of documents put one after another, each (1, length) int64.
 
@@ -158,6 +218,7 @@ def packed(
         length: Tokens in a window.
         limit: Most windows; None: all.
         longest: Documents of more tokens are left out; None: none are.
+        first: What each window begins with, if the first document does.
 
     Raises:
         CalibrationError: There are fewer tokens than one window has.
@@ -168,26 +229,55 @@ def packed(
             kept += ids
         if limit is not None and len(kept) >= limit * length:
             break
-    count = len(kept) // length
-    if count == 0:
-        raise CalibrationError(f"{name} has {len(kept)} tokens; at least one window of {length} is needed.")
-    count = count if limit is None else min(count, limit)
-    return list(torch.tensor(kept[: count * length]).reshape(count, 1, length))
+    # A chat template may write no BOS, where the tokenizer puts one before other texts.
+    return windows_of(kept, name, length, limit, first if kept[: len(first)] == [*first] else ())
 
 
-def _content(row: Any, place: str, column: str | None = None) -> str | Sequence[Any]:
-    """The text or the messages of a line or a row."""
-    wanted = (column,) if column else COLUMNS
-    present = [name for name in wanted if isinstance(row, Mapping) and row.get(name) is not None]
-    if len(present) != 1:
-        came = f"has {', '.join(map(str, row))[:200] or 'nothing'}" if isinstance(row, Mapping) else "is no object"
-        raise CalibrationError(f"{place} {came}; needed is {' or '.join(map(repr, wanted))}, one of them.")
-    content = row[present[0]]
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and content and all(isinstance(m, Mapping) and "role" in m for m in content):
-        return content
-    raise CalibrationError(f"{place} {present[0]!r} is neither text nor a list of messages with role and content.")
+def _document(row: Any, place: str, column: str | None = None) -> Document:
+    """The document of a line or a row. Raises CalibrationError for one that is none."""
+    name, reply = _columns(row, place, column)
+    content = _content(row[name], name, place)
+    beside = {key: row[key] for key in BESIDE if row.get(key) is not None}
+    if isinstance(more := row.get("chat_template_kwargs"), Mapping):
+        beside |= more
+    if reply is None:
+        return Document(content, place, beside)
+    answer = _content(row[reply], reply, place)
+    if isinstance(content, str) != isinstance(answer, str):
+        raise CalibrationError(f"{place} {name!r} and {reply!r} are a text and messages; both have to be one of them.")
+    return Document(content, place, beside, answer, reply in REPLIES[1:])
+
+
+def _columns(row: Any, place: str, column: str | None) -> tuple[str, str | None]:
+    """Where a row holds its text or conversation, and what follows it; raises CalibrationError as `_document` does."""
+    present = [name for name in row if row[name] is not None] if isinstance(row, Mapping) else []
+    reply = next((name for name in REPLIES if name in present), None)
+    found = [name for name in ([column] if column else COLUMNS) if name in present]
+    if reply is not None and found in (["prompt"], ["messages", "prompt"]) and not column:
+        return "prompt", reply
+    if len(found) == 1 and (column or found != ["prompt"]):
+        return found[0], None
+    raise _no_document(row, place, column)
+
+
+def _no_document(row: Any, place: str, column: str | None) -> CalibrationError:
+    """The error for a row that holds no document: what it has, and what is needed."""
+    came = f"has {', '.join(map(str, row))[:200] or 'nothing'}" if isinstance(row, Mapping) else "is no object"
+    others, after = (" or ".join(map(repr, names)) for names in (COLUMNS[:-1], REPLIES))
+    wanted = repr(column) if column else f"{others}, one of them, or 'prompt' with {after}"
+    return CalibrationError(f"{place} {came}; needed is {wanted}.")
+
+
+def _content(value: Any, name: str, place: str) -> str | Sequence[Any]:
+    """A text, or messages. Raises CalibrationError for what is neither."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(isinstance(m, Mapping) for m in value):
+        if all("role" in m for m in value):
+            return value
+        if all("from" in m and "value" in m for m in value):
+            return [{"role": TURNS.get(m["from"], m["from"]), "content": m["value"]} for m in value]
+    raise CalibrationError(f"{place} {name!r} is neither text nor a list of messages with role and content.")
 
 
 def _documents_of_dataset(data: Path) -> Iterator[Document]:
@@ -201,6 +291,6 @@ def _documents_of_dataset(data: Path) -> Iterator[Document]:
     column = column or (known.column if name in SOURCES and isinstance(known.column, str) else "")
     for number, row in enumerate(rows_of(source), 1):
         place = f"{data}, row {number},"
-        content = _content(row, place, column or None)
-        if content:
-            yield Document(content, place)
+        document = _document(row, place, column or None)
+        if document.content:
+            yield document

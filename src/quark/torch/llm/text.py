@@ -1,4 +1,9 @@
-"""Text in, windows of token ids out; and how likely a model finds them."""
+"""Text in, windows of token ids out, as a program that serves the model gives them to it; and how likely it finds them.
+
+    window    the tokens that the tokenizer itself puts before a text (BOS), then as many of the text as fit
+
+A model that was trained with BOS before each text is another model without it: of one the perplexity is 17 for 5.6.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +19,60 @@ from quark.base.progress import progress
 from quark.errors import CalibrationError
 
 
-def token_windows(tokenizer: Any, file: Path, length: int, limit: int | None = None) -> list[torch.Tensor]:
+def token_windows(
+    tokenizer: Any, file: Path, length: int, limit: int | None = None, special: bool = True
+) -> list[torch.Tensor]:
     """Cut a text file into windows of token ids, each of shape (1, length); a shorter rest is left out.
 
     Args:
         tokenizer: A transformers tokenizer.
         file: UTF-8 text.
-        length: Tokens in a window.
+        length: Tokens in a window, with those before the text.
         limit: Most windows returned; None for all.
+        special: Whether each begins with the tokens that the tokenizer puts before a text.
 
     Raises:
         CalibrationError: The file cannot be read, or has fewer tokens than one window.
     """
-    ids = tokenizer(read_text(file), return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"][0]
-    count = len(ids) // length
-    if count == 0:
-        raise CalibrationError(f"{file} has {len(ids)} tokens; at least one window of {length} is needed.")
-    count = count if limit is None else min(count, limit)
-    return list(ids[: count * length].reshape(count, 1, length))
+    ids = tokenizer(read_text(file), add_special_tokens=False, verbose=False)["input_ids"]
+    return windows_of(ids, str(file), length, limit, first_tokens(tokenizer) if special else ())
+
+
+def windows_of(
+    ids: Sequence[int], name: str, length: int, limit: int | None = None, first: Sequence[int] = ()
+) -> list[torch.Tensor]:
+    """Cut token ids into windows of shape (1, length), int64; a shorter rest is left out.
+
+    Args:
+        ids: Of one text, or of several one after another.
+        name: Of the data, for errors.
+        length: Tokens in a window.
+        limit: Most windows; None: all.
+        first: Tokens that each window begins with, where no text that has them begins there.
+
+    Raises:
+        CalibrationError: There are fewer tokens than one window has.
+    """
+    begin = list(first) if len(first) < length else []
+    windows: list[list[int]] = []
+    place = 0
+    while limit is None or len(windows) < limit:
+        before = [] if list(ids[place : place + len(begin)]) == begin else begin
+        window = [*before, *ids[place : place + length - len(before)]]
+        if len(window) < length:
+            break
+        windows.append(window)
+        place += length - len(before)
+    if not windows:
+        raise CalibrationError(f"{name} has {len(ids)} tokens; at least one window of {length} is needed.")
+    return list(torch.tensor(windows).reshape(len(windows), 1, length))
+
+
+def first_tokens(tokenizer: Any) -> list[int]:
+    """The ids that a tokenizer puts before a text by itself, as its post-processor has them; none of most."""
+    plain, whole = (list(tokenizer("a", add_special_tokens=flag)["input_ids"]) for flag in (False, True))
+    starts = [start for start in range(len(whole) - len(plain) + 1) if whole[start : start + len(plain)] == plain]
+    return whole[: starts[0]] if plain and starts else []
 
 
 def read_text(file: Path) -> str:
