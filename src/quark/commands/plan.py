@@ -15,7 +15,7 @@ from quark.base.progress import log_to
 from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
 from quark.commands.options.of_request import option_for, takes
-from quark.commands.results.tables import choice_rows, choice_table, serve_lines
+from quark.commands.results.tables import choice_rows, serve_lines, show_choice
 from quark.errors import UsageError
 from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, request_of, resolve
 from quark.jobs.denoisers import DenoiserJob
@@ -137,7 +137,7 @@ def _show_model(job: FolderJob) -> None:
         job.check_data()
         found = choose_for_budget(request, job.folder, job.budget, job.config, job.calibration)
         job = with_budget(job, *found)
-        console.print(choice_table(*found))
+        show_choice(*found)
     assert job.plan is not None
     plan, calibration, config = job.plan, job.calibration, job.config
     meta, made, before, after = plan.meta, plan.layers, plan.before, plan.after

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from quark.base.command_line import new_table
+from quark.base.command_line import new_table, results
 from quark.goals import GOALS, GoalChoice
 from quark.goals.facts import Answer
 from quark.goals.goal import WITHOUT_TOKENIZER
+from quark.jobs.folders.compared.verdict import word_of_kl
 
 if TYPE_CHECKING:
     from quark.onnx.search.recovery.search import Recovery
-    from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
+    from quark.torch.bit_budget.sensitivity import BudgetChoice, LayerGroup, SensitivityTable
+
+DEPTHS = 3
+"""Parts of a model, from its first block to its last, that a choice is shown for."""
 
 
 def counted(count: int, noun: str) -> str:
@@ -60,23 +67,60 @@ def facts_table(goal: str, onnx: bool) -> Table:
     return table
 
 
+def show_choice(table: SensitivityTable, choice: BudgetChoice) -> None:
+    """Print what a budget chose, what that is predicted to cost, and what a little more would gain."""
+    console = results()
+    console.print(choice_table(table, choice))
+    lines = [f"Predicted loss: {choice.loss:.3g} nats ({word_of_kl(choice.loss)})."]
+    if (better := table.knee(choice)) is not None:
+        more, share = (better.size - choice.size) / 1e6, better.loss / choice.loss
+        lines.append(
+            f"With --bits {better.bits:.4g}: +{more:.1f} MB, {share:.0%} of that loss ({word_of_kl(better.loss)})."
+        )
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
 def choice_table(table: SensitivityTable, choice: BudgetChoice) -> Table:
-    """Return a table of the scheme of each group, and of the errors that one scheme for all would give."""
-    shown = new_table("layers", "scheme", "MB", "loss", title="Choice")
-    for group in table.groups:
-        name = choice.schemes[group.layers[0]]
-        leaves = [layer.rpartition(".")[2] for layer in group.layers]
-        more = f" ... {leaves[-1]}" if len(leaves) > 1 else ""
-        shown.add_row(f"{group.layers[0]}{more}", name, f"{group.sizes[name] / 1e6:.2f}", f"{group.losses[name]:.2e}")
+    """Return a table of the schemes of each kind of layer by depth, and of one scheme for all; losses are predicted."""
+    shown = new_table("layers", "blocks", "schemes", "MB", "loss", title="Choice")
+    for (kind, blocks), groups in _by_kind_and_depth(table.groups).items():
+        names = [choice.schemes[group.layers[0]] for group in groups]
+        counts = ", ".join(f"{name} x{count}" for name, count in Counter(names).most_common())
+        size = sum(group.sizes[name] for group, name in zip(groups, names, strict=True))
+        loss = math.fsum(group.losses[name] for group, name in zip(groups, names, strict=True))
+        shown.add_row(kind, blocks, counts, f"{size / 1e6:.2f}", f"{loss:.2e}")
     shown.add_section()
     for candidate in table.candidates:
         uniform = table.uniform(candidate)
         if uniform is not None:
-            shown.add_row(
-                "all", f"{candidate} ({uniform.bits:.3f} bits)", f"{uniform.size / 1e6:.2f}", f"{uniform.loss:.2e}"
-            )
-    shown.add_row("chosen", f"{choice.bits:.3f} bits", f"{choice.size / 1e6:.2f}", f"{choice.loss:.2e}")
+            bits = f"{candidate} ({uniform.bits:.3f} bits)"
+            shown.add_row("all", "", bits, f"{uniform.size / 1e6:.2f}", f"{uniform.loss:.2e}")
+    shown.add_row("chosen", "", f"{choice.bits:.3f} bits", f"{choice.size / 1e6:.2f}", f"{choice.loss:.2e}")
     return shown
+
+
+def _by_kind_and_depth(groups: Sequence[LayerGroup]) -> dict[tuple[str, str], list[LayerGroup]]:
+    """Names of layers without their block, and first and last block of a third of the model -> groups."""
+    numbers = {group.layers[0]: _block_of(group.layers[0]) for group in groups}
+    count = 1 + max((number for number in numbers.values() if number is not None), default=0)
+    found: defaultdict[tuple[str, str], list[LayerGroup]] = defaultdict(list)
+    for group in groups:
+        block = numbers[group.layers[0]]
+        kinds = dict.fromkeys(layer.rpartition(".")[2] for layer in group.layers)
+        part = "" if block is None else DEPTHS * block // count
+        found[", ".join([*kinds][:3]) + (" ..." if len(kinds) > 3 else ""), str(part)].append(group)
+    named = {}
+    for (kind, _), members in sorted(found.items(), key=lambda item: item[0][1]):
+        inside = [number for group in members if (number := numbers[group.layers[0]]) is not None]
+        low, high = min(inside, default=0), max(inside, default=0)
+        named[kind, "" if not inside else f"{low}" if low == high else f"{low} to {high}"] = members
+    return named
+
+
+def _block_of(layer: str) -> int | None:
+    """The number of the block that a layer is of, by its name; None where there is none."""
+    return next((int(part) for part in layer.split(".") if part.isdigit()), None)
 
 
 def recovery_table(recovery: Recovery) -> Table:

@@ -31,6 +31,8 @@ from quark.torch.formats.fused_groups import FusedGroup, by_table, mixtures_of, 
 from quark.torch.model.blocks import Call
 
 KIND = "quark sensitivity"
+KNEE, STEPS = 1.3, 12
+"""How many times the bits of a choice are looked at for what a little more gains, and at how many budgets."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,21 @@ class SensitivityTable:
         loss = math.fsum(group.losses[candidate] for group in self.groups)
         layers = {layer: candidate for group in self.groups for layer in group.layers}
         return BudgetChoice(layers, used + self.rest, 8 * used / self.weights, loss)
+
+    def knee(self, choice: BudgetChoice) -> BudgetChoice | None:
+        """A larger choice that loses much less: of STEPS budgets up to KNEE times the bits, the one that removes most
+        of the logarithm of the loss for each byte more; None where none halves the loss.
+        """
+        best, most = None, 0.0
+        for i in range(1, STEPS + 1):
+            try:
+                other = self.choose(bits=choice.bits * (1 + (KNEE - 1) * i / STEPS))
+            except ConfigError:  # above the largest choice
+                break
+            if other.size > choice.size and 0 < other.loss <= choice.loss / 2:
+                gain = math.log(choice.loss / other.loss) / (other.size - choice.size)
+                best, most = (other, gain) if gain > most else (best, most)
+        return best
 
     def config(self, choice: BudgetChoice, base: QConfig) -> QConfig:
         """`base` with the schemes of a choice, after the layers that it names itself.
