@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -139,8 +140,8 @@ def test_all_lists_that_hold_layers_are_blocks(tmp_path: Path) -> None:
 # A run that is killed. -----------------------------------------------------------------------------------------------
 
 
-class Killed(BaseException):
-    pass
+class Killed(KeyboardInterrupt):
+    """Ctrl-C at a moment that a test chooses."""
 
 
 def killed_after(blocks: int, monkeypatch: pytest.MonkeyPatch, before_manifest: bool = False) -> None:
@@ -164,8 +165,15 @@ def killed_after(blocks: int, monkeypatch: pytest.MonkeyPatch, before_manifest: 
 )
 @pytest.mark.parametrize(("blocks", "before_manifest"), [(1, False), (2, True), (3, False)])
 def test_a_killed_run_goes_on(
-    case: str, blocks: int, before_manifest: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str,
+    blocks: int,
+    before_manifest: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Both runs say so: what is kept where, and where the second one goes on."""
+    caplog.set_level(logging.INFO)
     config, needs_data = CASES[case]
     source = save_float(tmp_path / "float", torch.float32, num_hidden_layers=3)
     data = token_batches() if needs_data else None
@@ -181,6 +189,9 @@ def test_a_killed_run_goes_on(
     first = blocks - before_manifest
     assert done == [f"model.layers.{i}" for i in range(first, 3)]
     assert not (tmp_path / "out.partial").exists()
+    said = f"{first} blocks are finished, and kept in {tmp_path / 'out.partial'}" in caplog.text
+    gone_on = f"Going on from {tmp_path / 'out.partial'}, where {first} blocks" in caplog.text
+    assert said == gone_on == (first > 0)
 
 
 @pytest.mark.slow

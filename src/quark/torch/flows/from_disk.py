@@ -119,6 +119,8 @@ def _write(
         contents = job.contents()
         check_reached(job.model, layers, batches)
         manifest = first_then_all(lambda first: Manifest.open(work, settings))
+        if manifest.begun:
+            logger.info("Going on from %s, where %d blocks are finished.", work, manifest.finished)
         with _kept_if_begun(manifest, batches):
             made = manifest.folder / MODEL / output.name if target.is_file else manifest.folder / MODEL
             run = _Run(job, contents, layers, manifest, made, device)
@@ -142,7 +144,22 @@ def _kept_if_begun(manifest: Manifest, batches: list[Any] | None) -> Iterator[No
         again = world() == 1 and filled_a_device(error) and batches is not None and halves_of(batches) is not None
         if rank() == 0 and (not manifest.begun or again or isinstance(error, FormatError)):
             manifest.remove()
+        elif rank() == 0:
+            _say_kept(manifest)
         raise
+    except KeyboardInterrupt:
+        if rank() == 0:
+            _say_kept(manifest)
+        raise
+
+
+def _say_kept(manifest: Manifest) -> None:
+    """Log that the same call goes on where this one stopped, and what is kept for it."""
+    if manifest.begun:
+        logger.warning(
+            "%d blocks are finished, and kept in %s: the same command goes on from there. To begin again, remove it.",
+            manifest.finished, manifest.folder,
+        )  # fmt: skip
 
 
 def _settings(

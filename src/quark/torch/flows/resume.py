@@ -56,6 +56,11 @@ class Manifest:
         """True where there are finished blocks to go on from."""
         return bool(self._blocks)
 
+    @property
+    def finished(self) -> int:
+        """How many blocks are finished."""
+        return len(self._blocks)
+
     @classmethod
     def open(cls, folder: Path, settings: Mapping[str, Any]) -> Manifest:
         """The manifest in `folder`, which is made if it is not there.
