@@ -33,7 +33,8 @@ class GoalRequest:
         onnx: Whether the model is an ONNX file; else a folder, or a module.
         scheme, form: None: the goal's. A family such as "int4" is the goal's scheme of it.
         bits: Of a weight, in place of a scheme; a number that the goal has no scheme of is a budget.
-        effort: One of EFFORTS; None: balanced where there are data, else fast.
+        effort: One of EFFORTS; None: balanced where there are data, else fast, before it is known
+            how long a model takes.
         algorithms: In place of those of the effort.
         has_data: Whether calibration data are given.
         budget: Whether layers get schemes of their own, within bits or a size.
@@ -72,6 +73,7 @@ class GoalChoice:
         distills: Whether the effort asks for texts of the model's own and distillation, where these are possible.
         texts: How many the model writes; 0 until it is known, and where there are none.
         left_out: What of the effort is left out -> why.
+        decided_here: Whether the effort was chosen by what this machine has of time and memory.
         mixed: The schemes that a budget chooses from, none: what the form chooses from; None: one scheme for all.
     """
 
@@ -87,6 +89,7 @@ class GoalChoice:
     distills: bool = False
     texts: int = 0
     left_out: Mapping[str, str] = field(default_factory=dict)
+    decided_here: bool = False
 
     def completed(self, texts: int, algorithms: Sequence[str], left_out: Mapping[str, str]) -> GoalChoice:
         """The choice with what its effort adds for a model and a machine.
@@ -306,8 +309,17 @@ class _Known:
                 f"Nobody has tried {scheme}{written} in {program}. {possible} Without --for it is written."
             )
         if family_of(scheme):
-            return NotSupportedError(f"{program} is not known to load any {scheme}{written}. {possible}")
+            return NotSupportedError(
+                f"There is no {scheme} that {program} loads{written}.{_of_others(scheme)} {possible}"
+            )
         return ConfigError(f"Unknown scheme {scheme!r}. {suggestion(scheme, loaded) or did_you_mean(scheme, loaded)}")
+
+
+def _of_others(family: str) -> str:
+    """A sentence with the usual scheme of a family and the goals that have it; empty where there are none."""
+    usual, *_ = family_of(family)
+    others = [name for name, goal in GOALS.items() if any(fact.scheme == usual for fact in goal.loaded(False))]
+    return f" As {usual} there is one for {', '.join(others)}." if others else ""
 
 
 def _takes_none(asked: GoalRequest) -> ConfigError:

@@ -116,10 +116,19 @@ def named_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         first = str(error).splitlines()[0]
-        raise ConfigError(f"The device {name!r} cannot be used: {first}. Possible: cpu, cuda, cuda:1.") from None
+        first = "there is no such type" if first.startswith("Expected one of") else first
+        raise ConfigError(f"The device {name!r} cannot be used: {first}. Possible here: {_devices()}.") from None
     if device.type == "meta":
-        raise ConfigError(f"The device {name!r} cannot be used: it holds no values. Possible: cpu, cuda, cuda:1.")
+        raise ConfigError(f"The device {name!r} cannot be used: it holds no values. Possible here: {_devices()}.")
     return device
+
+
+def _devices() -> str:
+    """The devices of this machine, in words."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if found is not None else 0
+    more = "" if found is None else f", {found.type}" + "".join(f", {found.type}:{i}" for i in range(1, count))
+    return f"cpu{more}"
 
 
 def to_device(value: Any, device: torch.device) -> Any:
