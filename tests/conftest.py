@@ -17,6 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 import quark  # noqa: F401 - before onnxruntime, whose telemetry it switches off
+from quark.jobs.folders.compared import job_verdict
+
+job_verdict.BY_DEFAULT = False  # a second or two of each job; those that are about it ask for a verdict
 
 settings.register_profile(
     "quark", derandomize=True, deadline=None, max_examples=60, database=None,
@@ -100,7 +103,7 @@ OVER_REGISTRIES = {
 cases, always the same, and `make contracts` all of them."""
 EVERYDAY = (
     "test_demo.py::test_digits_keep_their_accuracy_in_every_scheme",
-    "test_docs.py::test_snippets_and_commands_run_as_printed[docs/index.md]",
+    "test_docs.py::test_snippets_and_commands_run_as_printed[docs/guide/recipes.md]",
     "test_one_call.py::test_a_family_is_the_scheme_of_the_goal",
     "contracts/test_foreign_folders.py::test_every_door_says_the_same_of_what_is_not_read[floats as gptq]",
     "contracts/test_foreign_folders.py::test_every_door_writes_what_the_values_give[mlx-llama]",

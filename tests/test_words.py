@@ -35,7 +35,7 @@ FEW_PATHS = 10
 
 _WORDS = "|".join(DENIED)
 _DENIED = re.compile(
-    rf"(?<![a-z])(?!held[-_]out)(?:{_WORDS})(?![a-z])|(?!Held[-_]out)(?:{_WORDS.title()})(?![a-z])|(?<![A-Z])(?:{_WORDS.upper()})(?![A-Z])"
+    rf"(?<![a-z])(?!held[-_]out)(?:{_WORDS})(?![a-z])|(?!Held[-_]out)(?:{_WORDS.title()})(?![a-z])|(?<![A-Z])(?!HELD_OUT)(?:{_WORDS.upper()})(?![A-Z])"
 )
 _HALF = re.compile(r'"""(?:(?:The same|As above|What|Whether)\b|As `).*')
 """A docstring that begins with another definition, or is half a sentence, which only the code finishes."""

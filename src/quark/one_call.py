@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from quark.errors import ConfigError, QuarkError
+from quark.goals.efforts import FAST
 
 if TYPE_CHECKING:
     from quark.jobs.compare import ComparedSchemes
@@ -70,7 +71,8 @@ def quantize(
         output: Folder or file to write. Required if `model` is a path. A module stays in memory if it is None.
         bits: Bits per weight, instead of a scheme: 2, 3, 4, 5, 6, 8 or 16, if the goal has a scheme with so many. For a
             folder also a mean, such as 4.25.
-        effort: Time to spend on accuracy: "fast", "balanced" (default with data) or "best".
+        effort: Time to spend on accuracy: "fast", "balanced" or "best". None means "balanced" with data, and for a
+            folder of a language model with `goal` if it takes less than ten minutes; else "fast".
         algorithm: Algorithm to use instead of those that the effort chooses: "gptq", "gptq:refine_passes=3".
         exclude: Patterns of layers or nodes that stay in float.
         samples: Number of calibration samples to use; for batches in memory the first ones.
@@ -82,6 +84,7 @@ def quantize(
         The quantized module, or the path of the output.
 
     Raises:
+        DamageError: The model of a folder is outside of `max_kl`, `max_perplexity` or `min_agreement`.
         QuarkError: An argument is wrong, the goal cannot load the scheme, or the model or the data cannot be used.
 
     Example:
@@ -112,7 +115,6 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
     """Quantize a folder or an ONNX file; return what a program opens."""
     from quark.goals.upload import say_upload
     from quark.jobs import FileJob, request_of, resolve
-    from quark.jobs.denoisers import holds_denoiser
     from quark.jobs.request import is_onnx
 
     if said["output"] is None:
@@ -122,11 +124,7 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
         named = ", ".join(f"{OF_QUANTIZE[name]}= for {name}" for name in of_command)
         raise ConfigError(f"{', '.join(of_command)}: so the command calls it. Possible: {named}.")
     _refuse_of_command("quantize", options)
-    if said["goal"] is None and is_onnx(model) and _is_untried(said["scheme"]):
-        # No program is known for it, and none was asked for: it is made as --config makes it.
-        said |= {"scheme": None, "config": said["scheme"]}
-    elif not said["goal"]:
-        said["goal"] = "onnxruntime" if is_onnx(model) else "diffusers" if holds_denoiser(model) else IN_MEMORY
+    said = _with_goal(model, said, options)
     if data is not None and not is_onnx(model):
         raise ConfigError(
             f"data of a folder are a path, got {type(data).__name__}. Possible: the path of a text, a folder or an "
@@ -140,9 +138,35 @@ def _path(model: Path, said: dict[str, Any], options: Mapping[str, Any], data: A
     else:
         from quark.jobs.kinds import kind_of
 
-        made = kind_of(job).run(job).path
+        result = kind_of(job).run(job)
+        result.check_kept()
+        made = result.path
     say_upload(made)
     return made
+
+
+def _with_goal(model: Path, said: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The words of a call with the goal of the kind of model, where they name none.
+
+    Args:
+        model: Path of the model.
+        said: The words.
+        options: Further ones, which are not in the result.
+    """
+    from quark.jobs.denoisers import holds_denoiser
+    from quark.jobs.request import is_onnx
+
+    if said["goal"]:
+        return {**said}
+    if is_onnx(model):
+        # No program is known for an untried configuration, and none was asked for: it is made as --config makes it.
+        found = {"scheme": None, "config": said["scheme"]} if _is_untried(said["scheme"]) else {"goal": "onnxruntime"}
+        return {**said, **found}
+    has_scheme = said["scheme"] is not None or said["bits"] is not None
+    of_data = ("calib", "effort", "algorithm", "samples", "length", "packing", "seed", "synthetic")
+    if has_scheme and not any({**said, **options}.get(name) is not None for name in of_data):
+        said = {**said, "effort": FAST}  # a scheme alone is to nearest, as on the command line
+    return {**said, "goal": "diffusers" if holds_denoiser(model) else IN_MEMORY}
 
 
 def evaluate(
@@ -164,9 +188,17 @@ def evaluate(
         denoiser -> `pictures`, `picture_sqnr`).
 
     Raises:
+        DamageError: The quantized model is outside of `max_kl`, `max_perplexity` or `min_agreement`.
         QuarkError: An option is unknown, the models or the data cannot be read, or the two models do not match.
     """
-    from quark.jobs.evaluate import EVALUATE, EvaluateFiles, evaluate_files, evaluate_folders, evaluate_pipeline
+    from quark.jobs.evaluate import (
+        EVALUATE,
+        EvaluateFiles,
+        check_bounds,
+        evaluate_files,
+        evaluate_folders,
+        evaluate_pipeline,
+    )
     from quark.jobs.recipes.held_out import check_held_out
     from quark.jobs.request import is_pipeline, request_for
 
@@ -177,7 +209,11 @@ def evaluate(
         if isinstance(request, EvaluateFiles):
             return evaluate_files(request)
         pipelines = is_pipeline(request.model) or is_pipeline(request.quantized)
-        return evaluate_pipeline(request) if pipelines else evaluate_folders(request)
+        if pipelines:
+            return evaluate_pipeline(request)
+        measured = evaluate_folders(request)
+        check_bounds(request, measured)
+        return measured
 
 
 def compare(
@@ -204,13 +240,16 @@ def compare(
     Raises:
         QuarkError: An argument is wrong, data are missing, or no scheme can be used.
     """
-    from quark.jobs.compare import COMPARE, resolve_comparison, run_comparison
+    from quark.jobs.compare import COMPARE, check_bounds, resolve_comparison, run_comparison
     from quark.jobs.request import request_for
 
     with _spelled({}, COMPARE):
         _refuse_of_command("compare", options)
         said = {"schemes": schemes, "calib": calib, "data": data, **options}
-        return run_comparison(resolve_comparison(request_for(COMPARE, model, said)))
+        job = resolve_comparison(request_for(COMPARE, model, said))
+        compared = run_comparison(job)
+        check_bounds(job, compared)
+        return compared
 
 
 def convert(

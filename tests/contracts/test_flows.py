@@ -100,7 +100,7 @@ def test_flows_agree(name: str, form: str, server: str, tmp_path: Path, monkeypa
     source, ways = MAKERS[name](name, tmp_path / "float"), []
     in_memory = flows._in_memory
     monkeypatch.setattr(flows, "_in_memory", lambda *a: ways.append("memory") or in_memory(*a))
-    goal = ("--for", server) if server else ()
+    goal = ("--for", server, "--effort", "fast") if server else ()
     found = by_each(source, tmp_path, FLOWS, "--scheme", SCHEMES[form], "--export-format", form, *goal)
     assert found[0] == found[1] == found[2]
     if not isinstance(found[0], str):

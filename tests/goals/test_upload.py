@@ -69,7 +69,10 @@ DOORS: dict[str, tuple[str, Door]] = {
     "recipe": ("out", lambda out: quark("run", out.parent / "recipe.yaml", "-o", out).log),
     "python": ("out", lambda out: package.quantize(out.parent / "llama", "int8_wo", output=out)),
     "module": ("out", lambda out: package.quantize(tiny_llama(), "int8_wo", output=out)),
-    "GGUF file": ("out.gguf", lambda out: quark("quantize", LANGUAGE_MODEL, "--for", "llama.cpp", "-o", out).log),
+    "GGUF file": (
+        "out.gguf",
+        lambda out: quark("quantize", LANGUAGE_MODEL, "--for", "llama.cpp", "--effort", "fast", "-o", out).log,
+    ),
     "convert": (
         "out",
         lambda out: quark("convert", out.parent / "int8", "--format", "compressed-tensors", "-o", out).log,

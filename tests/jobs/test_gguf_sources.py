@@ -61,7 +61,9 @@ def test_convert_says_what_it_rounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"scheme": "int8_wo"}, {"goal": "vllm"}, {"scheme": "int8_wo", "stream": True}])
+@pytest.mark.parametrize(
+    "options", [{"scheme": "int8_wo"}, {"goal": "vllm", "effort": "fast"}, {"scheme": "int8_wo", "stream": True}]
+)
 def test_quantize_gives_what_it_gives_of_the_folder(
     options: dict[str, str], file: Path, folder: Path, tmp_path: Path
 ) -> None:
@@ -93,7 +95,7 @@ def test_a_recipe_names_the_file_and_makes_it_again(file: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_plan_evaluate_and_compare_take_the_file(file: Path, folder: Path, tmp_path: Path) -> None:
-    plans = [program("plan", source, "--for", "vllm") for source in (file, folder)]
+    plans = [program("plan", source, "--for", "vllm", "--effort", "fast") for source in (file, folder)]
     assert plans[0].code == 0 and plans[0].out == plans[1].out
     shares = [program("plan", source, "--for", "vllm", "--size", "86%") for source in (file, folder)]
     assert shares[0].err == shares[1].err and "0.58 MB is" in shares[0].err  # of the bytes of the folder

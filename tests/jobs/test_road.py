@@ -13,7 +13,7 @@ from tests.commands.program import quark
 from tests.models.torch_zoo import LANGUAGE_MODEL
 
 COMMANDS = {
-    "in memory": ["quantize", LANGUAGE_MODEL, "--for", "vllm", "--no-stream"],
+    "in memory": ["quantize", LANGUAGE_MODEL, "--for", "vllm", "--no-stream", "--samples", "2", "--length", "64"],
     "block by block": ["quantize", LANGUAGE_MODEL, "--scheme", "int8_wo", "--stream"],
     "file to file": ["quantize", LANGUAGE_MODEL, "--scheme", "int8_wo", "--exclude", "*down_proj"],
     "a plan": ["plan", LANGUAGE_MODEL, "--for", "vllm"],

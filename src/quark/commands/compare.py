@@ -7,7 +7,7 @@ from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
 from quark.commands.options.of_request import takes
 from quark.commands.quantize import Model
-from quark.jobs.compare import COMPARE, CompareFiles, CompareFolders, resolve_comparison, run_comparison
+from quark.jobs.compare import COMPARE, CompareFiles, CompareFolders, check_bounds, resolve_comparison, run_comparison
 from quark.jobs.words import usage
 from quark.report.page import check_page
 
@@ -32,4 +32,6 @@ def compare(request: CompareFolders | CompareFiles) -> None:
     from quark.commands.results.compared import show  # imports numpy: after --help
 
     with log_to(request.log_file):
-        show(job, run_comparison(job))
+        compared = run_comparison(job)
+        show(job, compared)
+        check_bounds(job, compared)

@@ -14,6 +14,7 @@ from quark.jobs.evaluate import (
     EVALUATE,
     EvaluateFiles,
     EvaluateFolders,
+    check_bounds,
     evaluate_files,
     evaluate_folders,
     evaluate_pipeline,
@@ -61,4 +62,6 @@ def evaluate_as(request: EvaluateFolders | EvaluateFiles) -> None:
             if is_pipeline(request.model) or is_pipeline(request.quantized):
                 show_pipeline(evaluate_pipeline(request), request)
             else:
-                show_folders(evaluate_folders(request), request)
+                measured = evaluate_folders(request)
+                show_folders(measured, request)
+                check_bounds(request, measured)

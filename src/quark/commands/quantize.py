@@ -14,7 +14,7 @@ from quark.commands.options.kinds import require_model
 from quark.commands.options.log_file import check_log_file, say_first
 from quark.commands.options.of_request import takes
 from quark.commands.results.quantized import check_report, say_how_to_evaluate, size_line
-from quark.commands.results.tables import choice_table, recovery_line, recovery_table, serve_lines
+from quark.commands.results.tables import recovery_line, recovery_table, serve_lines, show_choice
 from quark.goals.choice import GoalChoice
 from quark.goals.upload import say_upload
 from quark.jobs import FileJob, FileRequest, FolderJob, FolderRequest, resolve
@@ -88,7 +88,7 @@ def _folder(job: FolderJob) -> tuple[GoalChoice | None, Path]:
     from quark.jobs.kinds import kind_of
 
     request, console, kind = job.request, results(), kind_of(job)
-    result = kind.run(replace(job, show=lambda table, choice: console.print(choice_table(table, choice))))
+    result = kind.run(replace(job, show=show_choice))
     for name, part in result.parts.items():
         console.print(f"{name}: {size_line(part.job.title, part.before, part.after, part.seconds)}", highlight=False)
     title = "all" if result.parts else result.job.title
@@ -98,6 +98,7 @@ def _folder(job: FolderJob) -> tuple[GoalChoice | None, Path]:
         say_how_to_evaluate(request.model, result.path, request.calib)
     page_of_folder(request, result)
     save_recipe(request.write_recipe, result.recipe)
+    result.check_kept()
     return result.job.choice, result.path
 
 

@@ -73,21 +73,24 @@ def run(
         raise UsageError(f"{recipe} does not say where the output goes. Possible: -o PATH.")
     source = model or Path(content["model"])
     _check_inputs(recipe, content.get("made_with") or {}, None if model else source, kept, replaced)
-    evaluation = content.get("evaluation")
-    if evaluation is not None:
-        _check_evaluation(evaluation, source)
+    evaluation = _checked_evaluation(content, source)
     quantize_as(request_of(source, said))
-    if evaluation is not None:
+    if evaluation:
         evaluate_as(request_for(EVALUATE, source, said_by(evaluation, EVALUATE), quantized=Path(said["output"])))
 
 
 def _options(content: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `quark quantize` that a recipe gives."""
     flat = {key: value for key, value in content.items() if not isinstance(value, dict) or key == "layers"}
-    for section in ("data", "output"):
+    for section in ("data", "output", "evaluation"):
         flat |= {f"{section}.{key}": value for key, value in content.get(section, {}).items()}
     names = {key_of(each): name for name, each in options_of().items()}
-    return {names.get(key, key): value for key, value in flat.items() if key not in ("recipe", "model")}
+    others = ("recipe", "model")
+    return {
+        names.get(key, key): value
+        for key, value in flat.items()
+        if key not in others and (key in names or not key.startswith("evaluation."))
+    }
 
 
 def _check_inputs(
@@ -119,8 +122,16 @@ def _check_inputs(
             )
 
 
-def _check_evaluation(evaluation: Mapping[str, Any], model: Path) -> None:
-    """Find what would stop the evaluation before the model is made."""
+def _checked_evaluation(content: Mapping[str, Any], model: Path) -> dict[str, Any]:
+    """The options of `quark evaluate` that a recipe gives; none where it says only what the model may cost.
+
+    Raises ConfigError or CalibrationError for what would stop the evaluation, before the model is made.
+    """
+    known = {key_of(each) for each in options_of(*EVALUATE).values()}
+    of_quantize = {key_of(each) for each in options_of().values()}
+    evaluation = {key: value for key, value in content.get("evaluation", {}).items() if key in known}
+    if all(f"evaluation.{key}" in of_quantize for key in evaluation):
+        return {}
     data = evaluation.get("data")
     if data is None:
         raise ConfigError("evaluation.data is missing. It names the held-out data.")
@@ -130,3 +141,4 @@ def _check_evaluation(evaluation: Mapping[str, Any], model: Path) -> None:
         raise CalibrationError(f"evaluation.data: {data} is a pipe or a device. Possible: a file or a folder.")
     report = evaluation.get("report")
     check_page(None if report is None else Path(report), model, Path(data))
+    return evaluation

@@ -36,6 +36,8 @@ from quark.gguf import MIXES
 FAST, BALANCED, BEST = EFFORTS = ("fast", "balanced", "best")
 DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")
 """The calibration text of the package, which language models get where none is given; its end says what it is."""
+HELD_OUT_TEXT = Path(__file__).with_name("held_out_text.txt")
+"""The text of the package that nothing is calibrated on: prose, dialogue and code, written for it."""
 
 QRONOS = "qronos:fisher=auto"
 """Qronos by Fisher information of outputs, where the model has logits and there is room for their scores."""

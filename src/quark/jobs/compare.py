@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from quark.base.log import logger, severity
 from quark.base.progress import progress
-from quark.errors import ConfigError, QuarkError, UsageError, one_line
+from quark.errors import ConfigError, DamageError, QuarkError, UsageError, one_line
 from quark.jobs.evaluate import MeasureFiles, MeasureFolders
+from quark.jobs.folders.compared.verdict import Gates, ModelVerdict
 from quark.jobs.folders.gguf_files import as_folder
 from quark.jobs.options import option, same_as
 from quark.jobs.request import FolderRequest, JobRequest, Kinds, is_pipeline
@@ -83,6 +84,7 @@ class SchemeResult:
         sqnr: Of the worst output, in dB.
         kl: Mean KL divergence of the next token in nats; None for other models.
         perplexity: None for other models.
+        agreement: Share of equal first choices; None for other models.
         seconds: Latency; None where it is not measured.
         reason: Why there is no result; "" where there is one.
     """
@@ -92,6 +94,7 @@ class SchemeResult:
     sqnr: float = math.nan
     kl: float | None = None
     perplexity: float | None = None
+    agreement: float | None = None
     seconds: float | None = None
     reason: str = ""
 
@@ -155,6 +158,7 @@ def _of_folder(request: CompareFolders, job: ComparisonJob) -> ComparedSchemes:
     skeleton = skeleton_of(folder)
     candidates = Candidates(folder, load, reads_in_parts(folder, load, request.stream))
     inputs = inputs_of(model, skeleton if candidates.streams else candidates.before.model)
+    Gates.of(request).require(inputs.continues_text, inputs.model_class.__name__)
     batches = inputs.read(job.data, request.windows or ALL, request.length)
     samples = Calibration(request.calib).read(inputs)
     asked, perplexity = FolderRequest(model=model, trust_remote_code=request.trust_remote_code), list[float]()
@@ -164,13 +168,29 @@ def _of_folder(request: CompareFolders, job: ComparisonJob) -> ComparedSchemes:
         config = config_of(asked, folder, name, form)
         comparison = candidates.compared(config, form, samples, batches)
         perplexity.extend((comparison.perplexity or ())[:1])
-        sqnr = min((output.comparison.sqnr for output in comparison.outputs.values()), default=math.nan)
-        text = () if comparison.perplexity is None else (comparison.kl, comparison.perplexity[1])
-        return SchemeResult(name, plan_of(folder, config, form).after, sqnr, *text)
+        found = ModelVerdict.of(comparison)
+        text = () if found.perplexity is None else (found.kl, found.perplexity[1], found.agreement)
+        return SchemeResult(name, plan_of(folder, config, form).after, found.sqnr, *text)
 
     rows = _measured(job.names, measure)
     size = float_bytes(skeleton, folder)
     return ComparedSchemes(SchemeResult("float", size, perplexity=next(iter(perplexity), None)), rows, counted(batches))
+
+
+def check_bounds(job: ComparisonJob, compared: ComparedSchemes) -> None:
+    """Raise DamageError where one of the schemes is outside of the bounds of the request; names each of them."""
+    if not isinstance(job.request, CompareFolders):
+        return
+    gates, before = Gates.of(job.request), compared.float_model.perplexity
+    outside = []
+    for row in compared.schemes:
+        perplexity = None if before is None or row.perplexity is None else (before, row.perplexity)
+        if broken := gates.broken(row.kl, perplexity, row.agreement):
+            outside.append(f"{row.name}: {broken}")
+    if outside:
+        raise DamageError(
+            f"{len(outside)} of {len(compared.schemes)} schemes are outside of bounds. {'; '.join(outside)}."
+        )
 
 
 def _network(folder: Path) -> Path:

@@ -17,7 +17,7 @@ from quark.goals import GoalChoice
 from quark.goals.choice import fusing_programs
 from quark.goals.goal import GOALS
 from quark.jobs.choose import fitted_choice
-from quark.jobs.folders.best_effort import completed_choice
+from quark.jobs.folders.best_effort import calibrated_choice, completed_choice
 from quark.jobs.folders.bit_budget import Budget, asked_budget
 from quark.jobs.folders.calibration import Calibration
 from quark.jobs.folders.gguf_files import dtype_named
@@ -42,6 +42,10 @@ def configure(job: FolderJob) -> FolderJob:
         QuarkError: What is asked for does not go together, or does not fit the model.
     """
     network = _check_library(job)
+    if job.choice is not None:
+        if not network:
+            job = replace(job, choice=calibrated_choice(job.choice, job.request, job.folder))
+        logger.info("%s", job.choice)
     try:
         job = _laid_out(job)
     except ShapeError:

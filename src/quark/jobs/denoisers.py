@@ -14,6 +14,7 @@ from typing import Any
 
 from quark.base.files import check_apart, check_file
 from quark.base.json_objects import plain_json
+from quark.base.log import logger
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, OutputError
 from quark.jobs.configure_folder import MIX_ALGORITHM
 from quark.jobs.folders.calibration import Calibration
@@ -147,6 +148,8 @@ def configure_denoiser(job: FolderJob) -> DenoiserJob:
 def _scheme(job: FolderJob) -> str:
     """The scheme. Raises ConfigError for what does not apply to a denoiser, or where there is no scheme."""
     request, choice = job.request, job.choice
+    if choice is not None:
+        logger.info("%s", choice)
     known = options_of(FolderRequest)
     others = [flag_of(known[name]) for name in known if name in request.said - TAKEN]
     if others:

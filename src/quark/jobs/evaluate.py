@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from quark.base.files import require_regular
 from quark.base.log import logger
 from quark.errors import ConfigError, UsageError
+from quark.jobs.folders.calibration import counted
+from quark.jobs.folders.compared.verdict import Gates, ModelVerdict
 from quark.jobs.folders.gguf_files import as_folder
 from quark.jobs.options import option, same_as
 from quark.jobs.request import (
@@ -55,6 +57,14 @@ class MeasureFolders(MeasureRequest):
     trust_remote_code: bool = same_as(FolderRequest, "trust_remote_code")
     keep_unexpected: bool = same_as(FolderRequest, "keep_unexpected")
     stream: bool | None = same_as(FolderRequest, "stream", help=IN_BLOCKS)
+    max_kl: float | None = same_as(
+        FolderRequest,
+        "max_kl",
+        key="",
+        help="Largest mean KL divergence from the float model, in nats; above it the exit code is 1.",
+    )
+    max_perplexity: float | None = same_as(FolderRequest, "max_perplexity", key="")
+    min_agreement: float | None = same_as(FolderRequest, "min_agreement", key="")
 
     @property
     def load(self) -> Loading:
@@ -205,14 +215,25 @@ def _evaluate(request: EvaluateFolders) -> MeasuredFolders:
         _require_same_architecture(folder.config, made.config)
     before, after = open_pair(folder, quantized if made is None else made, request.load, request.stream)
     if not coded_layers(after.model):
-        raise ConfigError(f"{quantized} holds no quantized layer; it is a float model.")
+        logger.info("%s holds no quantized layer: two float models are compared.", quantized)
     inputs = inputs_of(model, before.model)
+    Gates.of(request).require(inputs.continues_text, inputs.model_class.__name__)
     batches = inputs.read(data, request.windows or ALL, request.length)
     measured = measure_folders(model, quantized, (before, after), inputs, batches, page=request.report is not None)
     if request.card:
         add_figures(quantized, figures_of(measured, data, request.length))
         logger.info("The figures are in the model card of %s.", quantized)
     return measured
+
+
+def verdict_on(measured: MeasuredFolders, data: Path) -> ModelVerdict:
+    """The verdict on a quantized model that was measured on held-out data."""
+    return ModelVerdict.of(measured.comparison, data=f"{counted(measured.batches)} of {data.name}")
+
+
+def check_bounds(request: EvaluateFolders, measured: MeasuredFolders) -> None:
+    """Raise DamageError where a measured model is outside of the bounds of a request."""
+    Gates.of(request).check(verdict_on(measured, held_out(request)), "")
 
 
 @dataclass(frozen=True)
@@ -242,6 +263,7 @@ def evaluate_pipeline(request: EvaluateFolders) -> MeasuredPipeline:
     for path, other in ((request.model, request.quantized), (request.quantized, request.model)):
         if not is_pipeline(path):
             raise ConfigError(f"{path} is one model, and {other} a pipeline. Possible: the folder of one, in both.")
+    Gates.of(request).require(False, "a pipeline")
     pictures = _shows_pictures(request)
     made, steps = request.quantized, held_out(request)
     coded = [name for name in components(made) if _is_quantized(made / name)]

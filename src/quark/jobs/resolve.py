@@ -67,13 +67,13 @@ def resolve(request: FolderRequest | FileRequest, data: Any = None) -> FolderJob
     job: FolderJob | FileJob
     if isinstance(request, FileRequest):
         job = _job_of_file(request, choice, data)
+        if choice is not None:
+            logger.info("%s", choice)
     else:
         assert open is not None
         named = NAMED.get(Path(request.output).suffix, "quark")
         form = choice.form if choice is not None else request.export_format or named
         job = FolderJob(request, choice, form, open)
-    if choice is not None:
-        logger.info("%s", choice)
     return job
 
 

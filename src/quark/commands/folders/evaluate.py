@@ -9,7 +9,7 @@ from rich.table import Table
 from quark.base.command_line import new_table, results
 from quark.commands.results.tables import counted
 from quark.core.metrics import Comparison
-from quark.jobs.evaluate import EvaluateFolders, MeasuredPipeline, held_out
+from quark.jobs.evaluate import EvaluateFolders, MeasuredPipeline, held_out, verdict_on
 from quark.jobs.folders.compared.measure import IN_BLOCKS, WHY_SLOW, MeasuredFolders
 
 
@@ -49,6 +49,7 @@ def _show(measured: MeasuredFolders, request: EvaluateFolders) -> None:
     """Print what was measured."""
     console = results()
     console.print(_summary(measured))
+    console.print(f"Verdict: {verdict_on(measured, held_out(request))}", highlight=False, soft_wrap=True)
     console.print(WHY_SLOW if measured.seconds else IN_BLOCKS, highlight=False, soft_wrap=True)
     title = f"Outputs over {counted(len(measured.batches), 'sample')} of {held_out(request).name}"
     table = new_table("output", "SQNR dB", "cosine", "same top-1", title=title)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from quark.base.command_line import new_table, results
 from quark.jobs.compare import ComparedSchemes, ComparisonJob, SchemeResult
+from quark.jobs.folders.compared.verdict import word_of_kl
 from quark.report.figures import scatter
 from quark.report.page import Figure, PageTable, Section, write_page
 
@@ -40,7 +41,7 @@ def _cells(float_row: SchemeResult, rows: Sequence[SchemeResult]) -> tuple[list[
     language = float_row.perplexity is not None
     timed = float_row.seconds is not None
     noted = any(row.reason for row in rows)
-    headers = ["scheme", "size MB", "of float", "SQNR dB", *(["KL nats", "perplexity"] if language else [])]
+    headers = ["scheme", "size MB", "of float", "SQNR dB", *(["KL nats", "perplexity", "loss"] if language else [])]
     headers += [*(["latency ms"] if timed else []), *(["note"] if noted else [])]
     cells = []
     for row in (float_row, *rows):
@@ -51,6 +52,7 @@ def _cells(float_row: SchemeResult, rows: Sequence[SchemeResult]) -> tuple[list[
         line.append("" if row is float_row else f"{row.sqnr:.2f}")
         if language:
             line += ["" if row.kl is None else f"{row.kl:.4g}", f"{row.perplexity or math.nan:.3f}"]
+            line.append("" if row.kl is None else word_of_kl(row.kl))
         if timed:
             line.append(f"{(row.seconds or math.nan) * 1e3:.3f}")
         cells.append(line + [""] * noted)

@@ -1,4 +1,8 @@
-"""The further steps of `--effort best` after its solver: texts that the model writes, and distillation.
+"""The steps of an effort that depend on the machine, beyond what the words of a request say.
+
+    calibration     of a goal where nothing is said: on the text of the package, in at most MOST_BY_DEFAULT seconds
+
+and of `--effort best`, beyond its solver:
 
     texts           where the model goes on writing a text and is in memory, as many as fit into MOST_SECONDS
     distillation    after them, where its float copy and what it learns fit into memory, too
@@ -8,13 +12,14 @@ Decided from shapes and a measured speed, before a weight is read; what is left 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quark.base.log import logger
-from quark.errors import QuarkError
-from quark.goals import GoalChoice
-from quark.goals.efforts import DISTILLATION, FEWEST_TEXTS, MOST_SECONDS, TEXTS
-from quark.jobs.request import LENGTH, SAMPLES, FolderRequest
+from quark.errors import QuarkError, one_line
+from quark.goals import GoalChoice, choose
+from quark.goals.efforts import BALANCED, DEFAULT_TEXT, DISTILLATION, FEWEST_TEXTS, MOST_SECONDS, TEXTS
+from quark.jobs.request import LENGTH, SAMPLES, SAMPLES_OF_PACKAGE, FolderRequest
 from quark.jobs.words import torch_algorithms
 
 if TYPE_CHECKING:
@@ -24,6 +29,80 @@ if TYPE_CHECKING:
 _OWN_TEXTS = "texts of the model's own"
 SHARE = 0.9
 """Of the free memory, so much at most: what is counted is the least that a job takes."""
+
+
+MOST_BY_DEFAULT = 600.0
+"""Seconds that calibrating may take by estimate where nobody asked for it."""
+GAIN = "it leaves about a quarter of the loss of 4 bits"
+"""Measured on a model of 135 million parameters: docs/reference/verdict.md."""
+
+
+def calibrated_choice(choice: GoalChoice, request: FolderRequest, folder: OpenedFolder) -> GoalChoice:
+    """The choice for a language model and this machine: with calibration where nothing is said, and there is time.
+
+    Args:
+        choice: What the words of the request choose.
+        request: What was asked for.
+        folder: Of the model.
+
+    Returns:
+        The choice with the text of the package as data; or the same to nearest, which is logged with the price of
+        calibrating.
+    """
+    said = _is_said(request, "effort", "algorithm", "calib", "imatrix", "sensitivity")  # the last two in place of data
+    if choice.asked.has_data or said or not folder.is_read:
+        return choice
+    from quark.jobs.folders.models import inputs_of, skeleton_of
+    from quark.torch.calibration.distributed import from_first
+
+    better = choose(replace(choice.asked, has_data=True))
+    try:
+        meta = skeleton_of(folder)
+    except QuarkError:  # which the work itself meets
+        return choice
+    inputs = inputs_of(folder.path, meta)
+    if better.algorithms == choice.algorithms or not inputs.continues_text:
+        return choice
+    why = from_first(_why_to_nearest(better, request, inputs, meta))
+    if why is None:
+        return replace(better, decided_here=True)
+    logger.info("To nearest: calibrating (--effort %s) %s.", BALANCED, why)
+    return replace(choice, decided_here=True)
+
+
+def _why_to_nearest(choice: GoalChoice, request: FolderRequest, inputs: Any, meta: Any) -> str | None:
+    """Why a model is not calibrated where nobody asked for it; None: it is.
+
+    Args:
+        choice: With calibration.
+        request: What was asked for.
+        inputs: What the model takes.
+        meta: The model without weights.
+    """
+    from quark.torch.flows.effort_costs import duration, free_memory
+    from quark.torch.model.batches import named_device
+
+    asked = _is_said(request, "samples", "length", "packing", "seed", "synthetic")
+    try:
+        inputs.read(DEFAULT_TEXT, 1, request.length or LENGTH)
+    except QuarkError as error:  # such as a folder without a tokenizer
+        if asked:
+            raise
+        return f"is not possible: {one_line(error).rstrip('.')}"
+    device = named_device(request.device)
+    tokens = (request.samples or SAMPLES_OF_PACKAGE) * (request.length or LENGTH)
+    costs = _Costs(meta, choice, tokens, LENGTH, device).of(0, distilled=False)
+    free = free_memory(device)
+    if free is not None and costs.memory > SHARE * free:
+        return f"needs about {costs.memory / 1e9:.1f} GB of memory; {GAIN}"
+    if not asked and costs.total > MOST_BY_DEFAULT:
+        return f"would take about {duration(costs.total)}; {GAIN}"
+    return None
+
+
+def _is_said(request: FolderRequest, *names: str) -> bool:
+    """Look whether a request says one of some options."""
+    return any(getattr(request, name) is not None for name in names)
 
 
 def completed_choice(choice: GoalChoice, request: FolderRequest, folder: OpenedFolder) -> GoalChoice:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from quark.base.log import logger
 from quark.errors import CalibrationError, ConfigError, NotSupportedError
 from quark.goals.efforts import DEFAULT_TEXT
-from quark.jobs.request import LENGTH, SAMPLES, FolderRequest
+from quark.jobs.request import LENGTH, SAMPLES, SAMPLES_OF_PACKAGE, FolderRequest
 
 if TYPE_CHECKING:
     from quark.jobs.folders.model_inputs import ModelInputs, StepInputs
@@ -23,7 +23,7 @@ class Calibration:
 
     Attributes:
         path: A file, a folder, or the name of a dataset; None: none is given.
-        samples: Most samples; None: `SAMPLES`.
+        samples: Most samples; None: `most`.
         length: Tokens in a sample of text; None: `LENGTH`.
         packing, seed: See `ModelInputs.read`.
         synthetic: How many texts the model writes beside them; None: none.
@@ -47,6 +47,11 @@ class Calibration:
     def is_default(self) -> bool:
         """True where the data are the text of the package."""
         return self.path == DEFAULT_TEXT
+
+    @property
+    def most(self) -> int:
+        """Most samples that are taken."""
+        return self.samples or (SAMPLES_OF_PACKAGE if self.is_default else SAMPLES)
 
     def or_default(self, why: str) -> Calibration:
         """These data, or the text of the package where there are none, which is logged.
@@ -90,9 +95,7 @@ class Calibration:
                 f"{inputs.model_class.__name__} needs calibration data, and takes no text such as the package has: "
                 "pass --calib, a folder of images or audio, or arrays by name (.npz)."
             )
-        return inputs.read(
-            self.path, self.samples or SAMPLES, self.length or LENGTH, packing=self.packing, seed=self.seed
-        )
+        return inputs.read(self.path, self.most, self.length or LENGTH, packing=self.packing, seed=self.seed)
 
     def with_synthetic(self, model: Any, samples: Sequence[Any] | None) -> Sequence[Any] | None:
         """The samples, followed by what the float model writes; raises as `synthetic_batches` does."""

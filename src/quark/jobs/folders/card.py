@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 
 from quark.base.files import check_file
 from quark.errors import ConfigError
-from quark.goals.efforts import DEFAULT_TEXT
+from quark.goals.efforts import DEFAULT_TEXT, HELD_OUT_TEXT
 
 if TYPE_CHECKING:
-    from quark.jobs.folders.compared.measure import MeasuredFolders
+    from quark.jobs.folders.compared.measure import FolderComparison, MeasuredFolders
     from quark.torch.writers.model_card import Figures
 
-_OF_PACKAGE = "text of the package openquark"
-"""The name of DEFAULT_TEXT in a card."""
+_OF_PACKAGE = {
+    DEFAULT_TEXT: "text of the package openquark",
+    HELD_OUT_TEXT: "held-out text of the package openquark",
+}
+"""The names of texts of the package in a card."""
 KINDS = {".json": "json", ".jsonl": "json", ".npz": "numpy"}
 """Suffix of data -> their type in a model-index; of others "text", and of folders "folder"."""
 _WRITES_TEXT = "text-generation"
@@ -49,9 +52,19 @@ def figures_of(measured: MeasuredFolders, data: Path, length: int) -> Figures:
         data: The held-out data.
         length: Tokens in a window.
     """
+    return figures_from(measured.comparison, len(measured.batches), data, length)
+
+
+def figures_from(comparison: FolderComparison, samples: int, data: Path, length: int) -> Figures:
+    """The figures of running both models on held-out data, for the card.
+
+    Args:
+        comparison: What it showed.
+        samples: How many were run.
+        data, length: As for `figures_of`.
+    """
     from quark.torch.writers.model_card import Figures
 
-    comparison = measured.comparison
     metrics: list[tuple[str, str, float]] = []
     lines: dict[str, str] = {}
     if comparison.perplexity is not None:
@@ -63,14 +76,15 @@ def figures_of(measured: MeasuredFolders, data: Path, length: int) -> Figures:
             ("kl_divergence", "Mean KL divergence of a next token from the float model, nats", comparison.kl)
         )
         lines["Mean KL divergence of a next token"] = f"{comparison.kl:.4g} nats"
-    for name, output in measured.outputs.items():
-        metrics.append((f"sqnr_{name}", f"SQNR of {name} to the float model, dB", output.sqnr))
-        lines[f"SQNR of {name}"] = f"{output.sqnr:.2f} dB"
+    for name, output in comparison.outputs.items():
+        sqnr = output.comparison.sqnr
+        metrics.append((f"sqnr_{name}", f"SQNR of {name} to the float model, dB", sqnr))
+        lines[f"SQNR of {name}"] = f"{sqnr:.2f} dB"
     text = comparison.perplexity is not None
     return Figures(
-        _OF_PACKAGE if data == DEFAULT_TEXT else data.name,
+        _OF_PACKAGE.get(data, data.name),
         KINDS.get(data.suffix, "folder" if data.is_dir() else "text"),
-        {"samples": len(measured.batches), **({"tokens": length} if text else {})},
+        {"samples": samples, **({"tokens": length} if text else {})},
         _WRITES_TEXT if text else None,
         [(kind, name, float(f"{value:.6g}")) for kind, name, value in metrics if math.isfinite(value)],
         lines,

@@ -66,6 +66,7 @@ class ModelInputs:
     model_class: Any
     dtype: torch.dtype = torch.float32
     taken = "the first ones"
+    is_network = False
 
     @property
     def names(self) -> list[str]:
@@ -92,7 +93,7 @@ class ModelInputs:
         """
         if not is_dataset(data) and not data.exists():
             raise CalibrationError(f"{data} is not there.")
-        if packing is not None and not self._continues_text:
+        if packing is not None and not self.continues_text:
             raise ConfigError(
                 f"--packing and --no-packing are for models that go on with a text; {self.model_class.__name__} takes "
                 "each sample by itself. Possible: neither."
@@ -137,7 +138,7 @@ class ModelInputs:
         return names[0] if len(names) == 1 else None
 
     @property
-    def _continues_text(self) -> bool:
+    def continues_text(self) -> bool:
         """True where it is a language model that goes on with a text, and so may get any window of one."""
         return self.reads_text and self.model_class.can_generate() and not self.config.is_encoder_decoder
 
@@ -155,7 +156,7 @@ class ModelInputs:
         if main == "input_ids":
             if not is_dataset(data):
                 self._require(data, folder=False)
-            if not self._continues_text:
+            if not self.continues_text:
                 return self._lines(taking)
             return iter(samples_of(self._processor("AutoTokenizer"), data, taking.length, taking.packing, taking.limit))
         self._require(data, folder=True)
@@ -345,7 +346,8 @@ class StepInputs:
 
     model_class: Any
     dtype: Any = None
-    reads_text = False
+    reads_text = continues_text = False
+    is_network = True
     taken = "spread evenly over all"
 
     @property

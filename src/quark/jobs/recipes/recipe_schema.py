@@ -28,7 +28,7 @@ _NUMBERS_TOO = ("mean", "std")
 SECTIONS = {
     "data": "Calibration data, and how samples are taken.",
     "output": "What is written.",
-    "evaluation": "What `quark evaluate` is told after the model is made; without it nothing is evaluated.",
+    "evaluation": "What the model may cost; and what `quark evaluate` is told after it is made, where data are named.",
     "made_with": "What the recipe was written by: made again, model and data have to be the same.",
 }
 
@@ -40,7 +40,7 @@ def recipe_model() -> type[BaseModel]:
     for place, each in _places(QUANTIZE).items():
         section, _, key = place.rpartition(".")
         fields[section][key] = each
-    fields["evaluation"] = _places(EVALUATE)
+    fields["evaluation"] |= _places(EVALUATE)
     fields["made_with"] = {
         key: (str | None, Field(None, description=text))
         for key, text in {

@@ -8,6 +8,7 @@ device that computes; `forwards` and `columns` are what each step was counted to
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from quark.torch.algorithms.base import Algorithm
 from quark.torch.flows.preflight import estimate
 from quark.torch.model.batches import hidden_width, text_config
 from quark.torch.model.blocks import find_blocks
+from quark.torch.model.half_products import lacking_types
 
 TEXTS = "texts"
 """The step in which the model writes samples."""
@@ -34,8 +36,8 @@ COLUMNS = {"gptq": 8.0, "gptaq": 10.0, "qronos": 20.0}
 """Solver -> operations for each weight and column of its layer; measured at the shape of a billion parameters."""
 COMPUTES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """The types that linear layers compute in."""
-ROWS, ENOUGH, MOST_RUNS = 128, 0.02, 20
-"""Of the measured layers: rows of input, seconds, and how often at most."""
+ROWS, ENOUGH, FEWEST_RUNS, MOST_RUNS = 128, 0.02, 8, 20
+"""Of the measured layers: rows of input, seconds, and how often at least and at most."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +72,25 @@ def step_costs(model: nn.Module, algorithms: Sequence[Algorithm], tokens: int, w
         written: Of the texts that the model writes beside them.
         speed: Operations a second, of `measured_speed`.
     """
-    forward = 2.0 * _weights_of_a_token(model)
+    whole, blocks = (2.0 * _weights_of_a_token(model, head) for head in (True, False))
     columns = float(sum(m.weight.numel() * m.in_features for m in model.modules() if isinstance(m, nn.Linear)))
-    seconds = {TEXTS: FORWARDS[TEXTS] * forward * written / speed} if written else {}
+    seconds = {TEXTS: FORWARDS[TEXTS] * whole * written / speed} if written else {}
     for algorithm in algorithms:
         name = getattr(algorithm.config, "name", "")
         if name not in FORWARDS:
             continue
-        times = FORWARDS[name] * getattr(algorithm.config, "epochs", 1)
-        times += FISHER if getattr(algorithm.config, "fisher", False) else 0
-        operations = times * forward * (tokens + written) + COLUMNS.get(name, 0.0) * columns
+        # Solvers go block by block, and run no head.
+        operations = FORWARDS[name] * getattr(algorithm.config, "epochs", 1) * (blocks if name in COLUMNS else whole)
+        operations += FISHER * whole if getattr(algorithm.config, "fisher", False) else 0
+        operations = operations * (tokens + written) + COLUMNS.get(name, 0.0) * columns
         seconds[name] = operations / speed
     batch = torch.empty(1, tokens + written, dtype=torch.long, device="meta")
     return StepCosts(seconds, estimate(model, 0, algorithms, [batch], whole=True).memory)
+
+
+def forward_seconds(model: nn.Module, tokens: int, device: torch.device) -> float:
+    """Estimate the seconds of a forward of so many tokens, by the linear layers alone; as `measured_speed`."""
+    return 2.0 * _weights_of_a_token(model, True) * tokens / measured_speed(model, device)
 
 
 def measured_speed(model: nn.Module, device: torch.device) -> float:
@@ -106,6 +114,8 @@ def _speed_of(layers: frozenset[tuple[int, int, torch.dtype]], device: torch.dev
     operations = seconds = 0.0
     for inputs, outputs, stored in sorted(layers, key=str):
         dtype = stored if stored in COMPUTES else torch.float32  # of weights in float8 the float model is computed
+        if device.type == "cpu" and dtype in lacking_types():  # as `half_products` computes
+            dtype = torch.float32
         weight = torch.full((outputs, inputs), 0.01, dtype=dtype, device=device)
         rows = torch.full((ROWS, inputs), 0.01, dtype=dtype, device=device)
         seconds += _seconds(partial(nn.functional.linear, rows, weight), device)
@@ -114,17 +124,18 @@ def _speed_of(layers: frozenset[tuple[int, int, torch.dtype]], device: torch.dev
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The seconds that one run takes, after a first one that only warms up."""
-    runs, start = 0, 0.0
+    """The seconds of the fastest of some runs, after a first one that only warms up: others may share the machine."""
+    runs, fastest, start = 0, math.inf, time.perf_counter()
     with torch.no_grad():
         work()
         _wait(device)
-        start = time.perf_counter()
-        while runs == 0 or (runs < MOST_RUNS and time.perf_counter() - start < ENOUGH):
+        while runs < FEWEST_RUNS or (runs < MOST_RUNS and time.perf_counter() - start < ENOUGH):
+            before = time.perf_counter()
             work()
             _wait(device)
+            fastest = min(fastest, time.perf_counter() - before)
             runs += 1
-    return (time.perf_counter() - start) / runs
+    return fastest
 
 
 def _wait(device: torch.device) -> None:
@@ -132,15 +143,15 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _weights_of_a_token(model: nn.Module) -> float:
-    """How many weights a token is multiplied with: those of its own experts alone, and none of the embeddings."""
+def _weights_of_a_token(model: nn.Module, head: bool) -> float:
+    """Count the weights that a token is multiplied with: of experts its own alone, of tables none but a head."""
     config = text_config(getattr(model, "config", None))
     there = max(_number(config, name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     share = (_number(config, "num_experts_per_tok") or there) / there if there else 1.0
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if isinstance(head, nn.Linear):
-        tables.discard(id(head.weight))
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(output, nn.Linear):
+        (tables.discard if head else tables.add)(id(output.weight))
     used = 0.0
     for name, parameter in model.named_parameters():
         if id(parameter) not in tables and parameter.ndim > 1:
