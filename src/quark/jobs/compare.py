@@ -159,7 +159,7 @@ def _of_folder(request: CompareFolders, job: ComparisonJob) -> ComparedSchemes:
     candidates = Candidates(folder, load, reads_in_parts(folder, load, request.stream))
     inputs = inputs_of(model, skeleton if candidates.streams else candidates.before.model)
     Gates.of(request).require(inputs.continues_text, inputs.model_class.__name__)
-    batches = inputs.read(job.data, request.windows or ALL, request.length)
+    batches = inputs.read(job.data, request.windows or ALL, request.length, answers=True)
     samples = Calibration(request.calib).read(inputs)
     asked, perplexity = FolderRequest(model=model, trust_remote_code=request.trust_remote_code), list[float]()
 

@@ -218,7 +218,7 @@ def _evaluate(request: EvaluateFolders) -> MeasuredFolders:
         logger.info("%s holds no quantized layer: two float models are compared.", quantized)
     inputs = inputs_of(model, before.model)
     Gates.of(request).require(inputs.continues_text, inputs.model_class.__name__)
-    batches = inputs.read(data, request.windows or ALL, request.length)
+    batches = inputs.read(data, request.windows or ALL, request.length, answers=True)
     measured = measure_folders(model, quantized, (before, after), inputs, batches, page=request.report is not None)
     if request.card:
         add_figures(quantized, figures_of(measured, data, request.length))

@@ -7,7 +7,7 @@ import math
 from rich.table import Table
 
 from quark.base.command_line import new_table, results
-from quark.commands.results.tables import counted
+from quark.commands.results.tables import samples_in
 from quark.core.metrics import Comparison
 from quark.jobs.evaluate import EvaluateFolders, MeasuredPipeline, held_out, verdict_on
 from quark.jobs.folders.compared.measure import IN_BLOCKS, WHY_SLOW, MeasuredFolders
@@ -51,7 +51,7 @@ def _show(measured: MeasuredFolders, request: EvaluateFolders) -> None:
     console.print(_summary(measured))
     console.print(f"Verdict: {verdict_on(measured, held_out(request))}", highlight=False, soft_wrap=True)
     console.print(WHY_SLOW if measured.seconds else IN_BLOCKS, highlight=False, soft_wrap=True)
-    title = f"Outputs over {counted(len(measured.batches), 'sample')} of {held_out(request).name}"
+    title = f"Outputs over {samples_in(measured)} of {held_out(request).name}"
     table = new_table("output", "SQNR dB", "cosine", "same top-1", title=title)
     for name, found in measured.comparison.outputs.items():
         agreement = f"{found.agreed / found.rows:.2%}" if found.rows else ""

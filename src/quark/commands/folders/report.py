@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from quark.commands.results.tables import counted
+from quark.commands.results.tables import counted, samples_in
 from quark.jobs.evaluate import MeasuredPipeline
 from quark.jobs.folders.compared.layer_damage import coded_layers, worst_first
 from quark.jobs.folders.compared.measure import IN_BLOCKS, WHY_SLOW, MeasuredFolders
@@ -64,7 +64,7 @@ def _what_was_done(measured: MeasuredFolders) -> PageTable:
         ("model type", str(config.get("model_type") or config.get("_class_name"))),
         ("format", "gguf" if gguf else str(method_of(config))),
         *((counted(count, "layer"), scheme) for scheme, count in schemes.most_common()),
-        ("measured on", counted(len(measured.batches), "sample")),
+        ("measured on", samples_in(measured)),
     ]
     return PageTable(("", ""), rows)
 
@@ -89,7 +89,7 @@ def _outputs(measured: MeasuredFolders) -> PageTable:
          f"{output.agreed / output.rows:.2%}" if output.rows else "")
         for name, output in measured.comparison.outputs.items()
     ]  # fmt: skip
-    title = f"Outputs over {counted(len(measured.batches), 'sample')}"
+    title = f"Outputs over {samples_in(measured)}"
     return PageTable(("output", "SQNR dB", "cosine", "same top-1"), rows, title)
 
 
@@ -99,13 +99,15 @@ def _tokens(measured: MeasuredFolders) -> Section:
         return Section("KL divergence by token")
     values = torch.cat(list(measured.comparison.divergence))
     windows = [batch.flatten().tolist() for batch in measured.batches]
+    # Of a text with an answer, the divergence begins at the last token before that.
+    before = [len(window) - len(each) for window, each in zip(windows, measured.comparison.divergence, strict=True)]
     starts = [0]
-    for window in windows:
-        starts.append(starts[-1] + len(window))
+    for each in measured.comparison.divergence:
+        starts.append(starts[-1] + len(each))
     rows = []
     for place in values.nan_to_num(math.inf).argsort(descending=True)[:MOST_TOKENS].tolist():
         index = next(i for i, start in enumerate(starts) if start > place) - 1
-        at = place - starts[index]
+        at = place - starts[index] + before[index]
         read = measured.inputs.words(windows[index][max(0, at - CONTEXT + 1) : at + 1])
         rows.append((f"{float(values[place]):.4g}", str(index), str(at), "".join(read[:-1]) + f"[{read[-1]}]"))
     table = PageTable(("KL, nats", "window", "token", "what was read"), rows, f"The {len(rows)} tokens that moved most")

@@ -17,6 +17,7 @@ from quark.goals.goal import WITHOUT_TOKENIZER
 from quark.jobs.folders.compared.verdict import word_of_kl
 
 if TYPE_CHECKING:
+    from quark.jobs.folders.compared.measure import MeasuredFolders
     from quark.onnx.search.recovery.search import Recovery
     from quark.torch.bit_budget.sensitivity import BudgetChoice, LayerGroup, SensitivityTable
 
@@ -32,6 +33,14 @@ def counted(count: int, noun: str) -> str:
         noun: What is counted, in the singular; its plural ends in s.
     """
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def samples_in(measured: MeasuredFolders) -> str:
+    """What two models were measured on: "2 samples", or "the answers of 12 documents (57 tokens)"."""
+    from quark.torch.llm.answers import AnsweredTexts  # imports torch, which has measured them
+
+    batches = measured.batches
+    return str(batches) if isinstance(batches, AnsweredTexts) else counted(len(batches), "sample")
 
 
 def choice_rows(choice: GoalChoice) -> Table:

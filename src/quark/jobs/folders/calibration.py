@@ -143,7 +143,8 @@ class Calibration:
         lengths = _lengths(samples)
         packed = ""
         if lengths:
-            packed = ", not packed" if self.packing is False else ", packed" if min(lengths) == max(lengths) else ""
+            whole = min(lengths) == max(lengths) and (len(lengths) > 1 or lengths[0] == (self.length or LENGTH))
+            packed = ", not packed" if self.packing is False else ", packed" if whole else ""
         taken = taken if self.seed is None else f"by chance (seed {self.seed})"
         written = "" if self.synthetic is None else f", and {self.synthetic} that the model writes"
         return f"{name}, {counted(samples)}{packed}, {taken}{written}"
@@ -155,6 +156,10 @@ NO_DATA = Calibration()
 
 def counted(samples: Sequence[Any]) -> str:
     """How many samples there are, and of how many tokens: "1 sample of 256 tokens"."""
+    from quark.torch.llm.answers import AnsweredTexts  # imports torch: where there are samples, it is loaded
+
+    if isinstance(samples, AnsweredTexts):
+        return str(samples)
     number, lengths = f"{len(samples)} sample{'s' if len(samples) != 1 else ''}", _lengths(samples)
     if not lengths:
         return number

@@ -21,7 +21,8 @@ from quark.base.json_objects import plain_json
 from quark.base.libraries.transformers import import_transformers, require_readable_tokenizer
 from quark.core.checks import naming
 from quark.errors import CalibrationError, ConfigError, MissingDependencyError, as_format_error, one_line
-from quark.torch.llm.documents import is_dataset, lines_of, samples_of
+from quark.torch.llm.answers import answered_texts
+from quark.torch.llm.documents import holds_documents, is_dataset, lines_of, samples_of
 from quark.torch.llm.text import read_text
 from quark.torch.model.batches import main_inputs, most_tokens, text_config
 from quark.torch.model.calibration_data import ModelArguments, placeholders_of, stored_batches, unpadded
@@ -40,13 +41,13 @@ class _Taking:
         data: Where they are.
         limit: Most of them; None: all.
         length: Most tokens in one.
-        packing: Whether texts are put one after another.
+        packing: Whether texts are put one after another; None: where there are enough for one window.
     """
 
     data: Path
     limit: int | None
     length: int
-    packing: bool
+    packing: bool | None
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,14 @@ class ModelInputs:
         return list(inspect.signature(self.model_class.forward).parameters)[1:]
 
     def read(
-        self, data: Path, limit: int, length: int, packing: bool | None = None, seed: int | None = None
-    ) -> list[Batch]:
+        self,
+        data: Path,
+        limit: int,
+        length: int,
+        packing: bool | None = None,
+        seed: int | None = None,
+        answers: bool = False,
+    ) -> Sequence[Batch]:
         """Batches of one sample.
 
         Args:
@@ -84,8 +91,9 @@ class ModelInputs:
             limit: Most batches.
             length: Most tokens in a text sample; a model with fewer positions gets fewer.
             packing: Whether texts are put one after another and cut into windows; None: where the model goes on with
-                a text.
+                a text, and there are enough for one window.
             seed: Of a choice among all samples, which keep their order; None: the first ones.
+            answers: Whether documents that have answers are read one by one, as `AnsweredTexts`.
 
         Raises:
             CalibrationError: The data cannot be read, or are not what the model takes; says what it takes.
@@ -100,12 +108,12 @@ class ModelInputs:
             )
         limit = min(limit, sys.maxsize)  # islice takes no more
         most = limit if seed is None else None
-        text = text_config(self.config)
-        offset = (getattr(text, "pad_token_id", None) or 0) + 1
-        positions = most_tokens(text, length + offset)
-        # Positions of some encoders begin after that of the padding token; a sample two tokens shorter harms no other.
-        length = min(length, positions if self.model_class.can_generate() else max(1, positions - offset))
-        found = self._samples(_Taking(data, most, length, packing is not False))
+        length = self.longest(length)
+        if answers and self.continues_text and holds_documents(data):
+            answered = answered_texts(self.tokenizer, data, length, limit)
+            if answered is not None:
+                return answered
+        found = self._samples(_Taking(data, most, length, packing))
         samples = list(itertools.islice(found, limit)) if seed is None else _chosen(found, limit, seed)
         if not samples:
             raise CalibrationError(f"{data} holds no sample: {self._wanted()}.")
@@ -116,10 +124,23 @@ class ModelInputs:
             raise CalibrationError(f"{data} holds masked positions only.")
         return samples
 
+    def longest(self, length: int) -> int:
+        """The most tokens in a sample of text, of so many at most, that the model has positions for."""
+        text = text_config(self.config)
+        offset = (getattr(text, "pad_token_id", None) or 0) + 1
+        positions = most_tokens(text, length + offset)
+        # Positions of some encoders begin after that of the padding token; a sample two tokens shorter harms no other.
+        return min(length, positions if self.model_class.can_generate() else max(1, positions - offset))
+
     def words(self, ids: Sequence[int]) -> list[str]:
         """The text of each token. Raises FormatError as `read` does."""
-        tokenizer = self._processor("AutoTokenizer")
+        tokenizer = self.tokenizer
         return [tokenizer.decode([token]) for token in ids]
+
+    @property
+    def tokenizer(self) -> Any:
+        """That of the folder. Raises FormatError as `read` does."""
+        return self._processor("AutoTokenizer")
 
     @property
     def reads_text(self) -> bool:
@@ -158,7 +179,7 @@ class ModelInputs:
                 self._require(data, folder=False)
             if not self.continues_text:
                 return self._lines(taking)
-            return iter(samples_of(self._processor("AutoTokenizer"), data, taking.length, taking.packing, taking.limit))
+            return iter(samples_of(self.tokenizer, data, taking.length, taking.packing, taking.limit))
         self._require(data, folder=True)
         if main == "pixel_values":
             return self._images(data)
@@ -362,14 +383,20 @@ class StepInputs:
         )
 
     def read(
-        self, data: Path, limit: int, length: int, packing: bool | None = None, seed: int | None = None
+        self,
+        data: Path,
+        limit: int,
+        length: int,
+        packing: bool | None = None,
+        seed: int | None = None,
+        answers: bool = False,
     ) -> Sequence[dict[str, Any]]:
         """Recorded calls, of more than `limit` as many as that, spread evenly over all.
 
         Args:
             data: See `stored_batches`.
             limit: Most calls.
-            length, packing: Of texts, which a network does not read.
+            length, packing, answers: Of texts, which a network does not read.
             seed: Of a choice by chance, which there is none of here.
 
         Raises:

@@ -10,6 +10,8 @@ A document is the whole of a text file, a line of JSON lines, or a row of a data
     {"prompt": "...", "completion": "..."}                a text in two parts, or two lists of messages
     {"prompt": "...", "answer": "..."}                    a question and its answer: two turns where there is a chat
                                                           template, else two lines
+    {"prompt": "...", "choices": ["a", "b"], "answer": 0} a question and its answer, which is one of the choices, as an
+                                                          index or a text
 
     packed         token ids of all documents one after another, each with its special tokens, cut into windows of
                    equal length, each of which begins as a text does (BOS); the rest is left out
@@ -18,6 +20,7 @@ A document is the whole of a text file, a line of JSON lines, or a row of a data
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +29,7 @@ from typing import Any
 
 import torch
 
+from quark.base.log import logger
 from quark.errors import CalibrationError, FormatError, one_line
 from quark.torch.llm.chat_templates import render_chat
 from quark.torch.llm.named_datasets import SOURCES, NamedDataset, rows_of
@@ -56,6 +60,7 @@ class Document:
         beside: What the chat template reads beside the messages.
         answer: What follows the content, a text or messages; None: the content is all.
         question: Whether content and answer, two texts, are turns of a conversation where there is a chat template.
+        choices: Possible answers, of which the answer is one; none: any text may be one.
     """
 
     content: str | Sequence[Any]
@@ -63,6 +68,7 @@ class Document:
     beside: Mapping[str, Any] = field(default_factory=dict)
     answer: str | Sequence[Any] | None = None
     question: bool = False
+    choices: tuple[str, ...] = ()
 
     def token_ids(self, tokenizer: Any, length: int | None = None) -> list[int]:
         """The ids with the special tokens of the tokenizer, or of its chat template.
@@ -83,16 +89,18 @@ class Document:
         """How many of the ids of `token_ids` stand before the answer; 0 where there is none."""
         if self.answer is None:
             return 0
-        whole = self.token_ids(tokenizer, length)
-        if self._is_chat(tokenizer):
-            asked = self._rendered(tokenizer, self._turns(self.content, "user"), True)
-            before = tokenizer(asked, add_special_tokens=False, verbose=False)["input_ids"]
-        else:
-            before = tokenizer(self._joined(""), verbose=False)["input_ids"]
+        whole, before = self.token_ids(tokenizer, length), self.prompt_ids(tokenizer)
         same = 0
         while same < min(len(before), len(whole)) and before[same] == whole[same]:
             same += 1
         return same
+
+    def prompt_ids(self, tokenizer: Any) -> list[int]:
+        """The ids that ask for an answer. Raises CalibrationError as `token_ids` does."""
+        if self._is_chat(tokenizer):
+            asked = self._rendered(tokenizer, self._turns(self.content, "user"), True)
+            return list(tokenizer(asked, add_special_tokens=False, verbose=False)["input_ids"])
+        return list(tokenizer(self._joined(""), verbose=False)["input_ids"])
 
     def text(self, tokenizer: Any) -> str:
         """The text as the model reads it. Raises CalibrationError as `token_ids` does."""
@@ -158,28 +166,33 @@ def documents(data: Path) -> Iterator[Document]:
         yield Document(read_text(data), str(data))
 
 
-def samples_of(tokenizer: Any, data: Path, length: int, packing: bool, limit: int | None = None) -> list[torch.Tensor]:
+def holds_documents(data: Path) -> bool:
+    """Whether data are JSON lines or a dataset, which hold several documents."""
+    return is_dataset(data) or data.suffix.lower() in LINES
+
+
+def samples_of(
+    tokenizer: Any, data: Path, length: int, packing: bool | None, limit: int | None = None
+) -> list[torch.Tensor]:
     """Token ids of the first samples, each (1, tokens) int64.
 
     Args:
         tokenizer: Of transformers.
         data: A text file, JSON lines, or the name of a dataset.
         length: Tokens in a window; of a sample that is not packed, the most.
-        packing: Whether windows are cut from all documents, one after another.
+        packing: Whether windows are cut from all documents, one after another; None: where several documents have
+            enough tokens for one window, and always of a text file.
         limit: Most samples; None: all.
 
     Raises:
         CalibrationError: See `documents`; or there are fewer tokens than one window has, or no document.
         MissingDependencyError: See `documents`.
     """
-    one_text = not is_dataset(data) and data.suffix.lower() not in LINES
-    if packing and one_text:
+    one_text = not holds_documents(data)
+    if packing is not False and one_text:
         return token_windows(tokenizer, data, length, limit)
-    if packing:
-        return packed(
-            (document.token_ids(tokenizer) for document in documents(data)), str(data), length, limit,
-            first=first_tokens(tokenizer),
-        )  # fmt: skip
+    if packing is not False:
+        return _windows_or_samples(tokenizer, data, length, packing is None, limit)
     found: list[torch.Tensor] = []
     for document in lines_of(data) if one_text else documents(data):
         if limit is not None and len(found) == limit:
@@ -192,9 +205,27 @@ def samples_of(tokenizer: Any, data: Path, length: int, packing: bool, limit: in
     return found
 
 
+def _windows_or_samples(
+    tokenizer: Any, data: Path, length: int, or_samples: bool, limit: int | None
+) -> list[torch.Tensor]:
+    """The windows of several documents; with `or_samples` each document, where all have fewer tokens than a window."""
+    texts: Iterable[list[int]] = (document.token_ids(tokenizer) for document in documents(data))
+    if or_samples:
+        # No more is read than tells whether there is a window.
+        texts, read, tokens = iter(texts), list[list[int]](), 0
+        while tokens < length and (ids := next(texts, None)) is not None:
+            read.append(ids)
+            tokens += len(ids)
+        if 0 < tokens < length:
+            logger.info("%s has %d tokens, less than a window of %d: each document is a sample.", data, tokens, length)
+            return [torch.tensor([ids]) for ids in read if ids][:limit]
+        texts = itertools.chain(read, texts)
+    return packed(texts, str(data), length, limit, first=first_tokens(tokenizer))
+
+
 def lines_of(data: Path) -> Iterator[Document]:
     """The lines of a text file that are not empty, or the documents of what holds several."""
-    if is_dataset(data) or data.suffix.lower() in LINES:
+    if holds_documents(data):
         yield from documents(data)
         return
     for number, line in enumerate(read_text(data).splitlines(), 1):
@@ -242,10 +273,27 @@ def _document(row: Any, place: str, column: str | None = None) -> Document:
         beside |= more
     if reply is None:
         return Document(content, place, beside)
+    if row.get("choices") is not None:
+        choices, right = _choices(row, reply, place)
+        return Document(content, place, beside, right, reply in REPLIES[1:], choices)
     answer = _content(row[reply], reply, place)
     if isinstance(content, str) != isinstance(answer, str):
         raise CalibrationError(f"{place} {name!r} and {reply!r} are a text and messages; both have to be one of them.")
     return Document(content, place, beside, answer, reply in REPLIES[1:])
+
+
+def _choices(row: Mapping[str, Any], reply: str, place: str) -> tuple[tuple[str, ...], str]:
+    """The choices of a row, and the right one. Raises CalibrationError for choices or an answer that are none."""
+    choices, right = row["choices"], row[reply]
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(each, str) and each for each in choices):
+        raise CalibrationError(f"{place} 'choices' is no list of two texts or more.")
+    if isinstance(right, int) and not isinstance(right, bool) and 0 <= right < len(choices):
+        return tuple(choices), choices[right]
+    if right not in choices:
+        raise CalibrationError(
+            f"{place} {reply!r} is {right!r:.60}. Possible: an index from 0 to {len(choices) - 1}, or a choice."
+        )
+    return tuple(choices), right
 
 
 def _columns(row: Any, place: str, column: str | None) -> tuple[str, str | None]:

@@ -58,8 +58,8 @@ class FolderComparison:
     Attributes:
         perplexity: Of the float and of the quantized model; None where they do not give the next token.
         outputs: By name.
-        divergence: Of each window of tokens, the KL divergence at each of its tokens in nats, (length,) in float64;
-            of other models empty.
+        divergence: Of each window of tokens, the KL divergence at each of its tokens in nats, (length,) in float64,
+            of one with an answer from its last token before that on; of other models empty.
         by_timestep: Of a denoiser, how near its first output is by timestep: `ErrorsByTimestep`; of others None.
     """
 
@@ -192,8 +192,17 @@ class ComparedOutputs:
         self.outputs: dict[str, Output] = {}
         self.by_timestep, self.text = ErrorsByTimestep(), NextTokens()
 
-    def update(self, batch: Any, made: Sequence[Any]) -> None:
-        """Add what both models made of a batch. Raises ConfigError for outputs of other shapes."""
+    def update(self, batch: Any, made: Sequence[Any], start: int = 1) -> None:
+        """Add what both models made of a batch.
+
+        Args:
+            batch: A sample.
+            made: Of each model.
+            start: Of token ids, how many stand before those whose logits count.
+
+        Raises:
+            ConfigError: Outputs of other shapes.
+        """
         import torch
 
         from quark.torch.model.batches import named_outputs
@@ -203,11 +212,14 @@ class ComparedOutputs:
             found = pair[1].get(name)
             if found is None or found.shape != expected.shape:
                 raise ConfigError(f"The output {name!r} is of another shape, or missing, in the quantized model.")
+            if start > 1 and name == "logits":
+                pair[0][name], pair[1][name] = expected, found = expected[:, start - 1 :], found[:, start - 1 :]
             self.outputs.setdefault(name, Output()).update(expected, found, "logits" in name)
         if pair[0]:
             self.by_timestep.update(batch, *(next(iter(each.values())) for each in pair))
         if isinstance(batch, torch.Tensor) and "logits" in pair[0]:
-            self.text.update(batch.to(pair[0]["logits"].device), [values["logits"] for values in pair])
+            ids = batch.to(pair[0]["logits"].device)[:, start - 1 :]
+            self.text.update(ids, [values["logits"] for values in pair])
 
     def result(self) -> FolderComparison:
         """Return the result over all batches."""
@@ -226,7 +238,7 @@ def compare_outputs(
 
     Args:
         before, after: The float and the quantized model.
-        batches: To run.
+        batches: To run; of `AnsweredTexts` the answers count alone.
         layers: Looks at layers on the first batch.
         ranges: Notes what layers read.
 
@@ -235,7 +247,9 @@ def compare_outputs(
         ConfigError: Their outputs have other shapes.
     """
     from quark.torch.flows.parted import parts_of
+    from quark.torch.llm.answers import AnsweredTexts
 
+    starts = batches.starts if isinstance(batches, AnsweredTexts) else [1] * len(batches)
     compared, blocks = ComparedOutputs(), before.find_blocks(batches[0], layers.names if layers else ())
     visits = ((part, index) for part in parts_of((before, after), batches, blocks) for index in range(len(batches)))
     for part, index in progress(visits, "compare", total=(1 + len(blocks)) * len(batches)):
@@ -244,7 +258,7 @@ def compare_outputs(
         with layers.watching(part.holds) if layers and index == 0 else nullcontext():
             made = part.run(index, batches[index])
         if part.block is None:
-            compared.update(batches[index], made)
+            compared.update(batches[index], made, starts[index])
     return compared.result()
 
 
