@@ -170,22 +170,30 @@ def _with_goal(model: Path, said: Mapping[str, Any], options: Mapping[str, Any])
 
 
 def evaluate(
-    float_model: str | os.PathLike[str], quantized: str | os.PathLike[str], *, data: Any = None, **options: Any
+    float_model: str | os.PathLike[str],
+    quantized: str | os.PathLike[str],
+    *,
+    data: Any = None,
+    metric: str | None = None,
+    **options: Any,
 ) -> MeasuredFolders | MeasuredFiles | MeasuredPipeline:
     """Run a float and a quantized model on the same held-out data, as `quark evaluate` does.
 
     Args:
         float_model: Folder of transformers, of a network or a pipeline of diffusers, a GGUF file or an ONNX file.
         quantized: The quantized model: a folder, a GGUF file or an ONNX file.
-        data: Path of a text, of a folder of images, audio or arrays, or of an .npz file.
+        data: Path of a text, of JSON lines, of a folder of images, audio or arrays, or of an .npz file.
+        metric: Figure of a task beside those of the outputs: "choice", "exact_match", "loss", or "MODULE:FUNCTION" of a
+            file in the current folder, whose code runs. None: what the data hold.
         options: Other options of `quark evaluate`: `windows=16`, `device="cuda"`; for ONNX files `samples=100`; for
             pipelines `prompt="a cat"` and `num_inference_steps=8`, which are used for pictures.
 
     Returns:
         The results: `outputs` (name of an output -> `sqnr`, `cosine`, `l2`, `psnr`), and `sizes` in bytes and
         `seconds` of both models. For folders also `comparison.perplexity` and `damage`, and for ONNX files
-        `report.layers`. For a pipeline `components` (name of a denoiser -> such results), and `pictures` (name of a
-        denoiser -> `pictures`, `picture_sqnr`).
+        `report.layers`. Where there is a task, `task.scores` (name of a figure -> that of the float and that of the
+        quantized model), and `accuracy`, such a pair. For a pipeline `components` (name of a denoiser -> such results),
+        and `pictures` (name of a denoiser -> `pictures`, `picture_sqnr`).
 
     Raises:
         DamageError: The quantized model is outside of `max_kl`, `max_perplexity` or `min_agreement`.
@@ -204,7 +212,9 @@ def evaluate(
 
     with _spelled({}, EVALUATE):
         _refuse_of_command("evaluate", options)
-        request = request_for(EVALUATE, float_model, {"data": data, **options}, quantized=Path(quantized))
+        request = request_for(
+            EVALUATE, float_model, {"data": data, "metric": metric, **options}, quantized=Path(quantized)
+        )
         check_held_out(request)
         if isinstance(request, EvaluateFiles):
             return evaluate_files(request)

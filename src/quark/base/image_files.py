@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from quark.errors import ConfigError, did_you_mean, require_packages
+from quark.base.log import logger
+from quark.errors import CalibrationError, ConfigError, did_you_mean, require_packages
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """Others have no place in data from elsewhere: Pillow runs another program for EPS, whatever the file is called."""
@@ -103,3 +107,79 @@ class Resizing:
         full = Image.new(image.mode, (width, height), (_GREY,) * len(image.getbands()))
         full.paste(scaled, (left, top))
         return full
+
+
+LABELS = "labels.csv"
+"""Beside images: a line of each, its file and its label."""
+
+
+def files_in_turn(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:
+    """The files of a folder by name; of one without, those of its subfolders, such as of classes: one of each in turn.
+
+    Args:
+        folder: Where they are.
+        wanted: Which of the files count.
+    """
+    entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    if files := [path for path in entries if not path.is_dir() and wanted(path)]:
+        return files
+    inner = [files_in_turn(each, wanted) for each in entries if each.is_dir()]
+    return [path for row in zip_longest(*inner) for path in row if path is not None]
+
+
+def labels_of(folder: Path, files: Sequence[Path]) -> list[str]:
+    """The label of each file of `files_in_turn`: by labels.csv of the folder, else the name of its subfolder.
+
+    Raises CalibrationError where there is none.
+    """
+    table = folder / LABELS
+    if not table.is_file():
+        if loose := [path for path in files if path.parent == folder]:
+            raise CalibrationError(
+                f"{loose[0]} has no label. Possible: a subfolder for each class, or {table} with lines of file,label."
+            )
+        return [path.relative_to(folder).parts[0] for path in files]
+    named = _named_labels(table)
+    names = [path.relative_to(folder).as_posix() for path in files]
+    if missing := [name for name in names if name not in named]:
+        raise CalibrationError(f"{table} has no label of {missing[0]} (and of {len(missing) - 1} others).")
+    return [named[name] for name in names]
+
+
+def _named_labels(table: Path) -> dict[str, str]:
+    """File -> label. Raises CalibrationError for a table that cannot be read, or has other columns."""
+    try:
+        with table.open(encoding="utf-8", newline="") as handle:
+            rows = [row for row in csv.reader(handle) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise CalibrationError(f"{table} cannot be read: {error}.") from None
+    if wrong := [row for row in rows if len(row) != 2]:
+        raise CalibrationError(f"{table}: {','.join(wrong[0])[:80]!r} is no file and label.")
+    return {file.strip(): label.strip() for file, label in rows}
+
+
+def class_numbers(labels: Sequence[str], count: int, known: Mapping[str, int], place: str) -> list[int]:
+    """The class of each label: by its name, by its number, or where no name is known, by its place among all names.
+
+    Args:
+        labels: Of the images.
+        count: Classes of the model.
+        known: Name of a class -> its number, by the model.
+        place: Of the images, for errors.
+
+    Raises:
+        ConfigError: They are neither, or not as many names as there are classes.
+    """
+    if all(label in known for label in labels):
+        return [known[label] for label in labels]
+    if all(label.isdecimal() and int(label) < count for label in labels):
+        return [int(label) for label in labels]
+    names = sorted(set(labels))
+    if len(names) == count and not any(name in known for name in names):
+        logger.info("The classes of %s are numbered in the order of their names: %s.", place, ", ".join(names)[:200])
+        return [names.index(label) for label in labels]
+    strange = next(label for label in labels if label not in known)
+    raise ConfigError(
+        f"{place}: the label {strange!r} is no class of the model, which has {count}. {did_you_mean(strange, known)} "
+        f"Also possible: numbers below {count}."
+    )

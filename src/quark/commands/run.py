@@ -132,6 +132,10 @@ def _checked_evaluation(content: Mapping[str, Any], model: Path) -> dict[str, An
     evaluation = {key: value for key, value in content.get("evaluation", {}).items() if key in known}
     if all(f"evaluation.{key}" in of_quantize for key in evaluation):
         return {}
+    if ":" in str(metric := evaluation.get("metric", "")):
+        raise ConfigError(
+            f"evaluation.metric: {metric} is code that runs. Possible: `quark evaluate --metric {metric}`."
+        )
     data = evaluation.get("data")
     if data is None:
         raise ConfigError("evaluation.data is missing. It names the held-out data.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from quark.base.files import require_regular
 from quark.base.log import logger
 from quark.errors import ConfigError, UsageError
 from quark.jobs.folders.calibration import counted
+from quark.jobs.folders.compared.task_scores import TaskScores, check_metric
 from quark.jobs.folders.compared.verdict import Gates, ModelVerdict
 from quark.jobs.folders.gguf_files import as_folder
 from quark.jobs.options import option, same_as
@@ -42,7 +44,7 @@ class MeasureRequest(ModelRequest):
     report: Path | None = same_as(JobRequest, "report", key="")
     log_file: Path | None = same_as(JobRequest, "log_file")
     data: Path | None = option(
-        None, "Held-out data: a text, a folder of images, audio or arrays, .npz, or .npy (ONNX)."
+        None, "Held-out data: a text, JSON lines, a folder of images, audio or arrays, .npz, or .npy (ONNX)."
     )
 
 
@@ -98,6 +100,14 @@ class EvaluateFolders(MeasureFolders):
         None, "For a pipeline of diffusers: steps of a picture. Default: that of the pipeline.", least=1
     )
     text: Path | None = option(None, "Another name for --data.", key=None)
+    metric: str | None = option(
+        None,
+        "Figure of a task beside those of the outputs: of JSON lines choice (choices in each line: the accuracy), "
+        "exact_match (what is written) or loss (none); of images in a subfolder for each class, or with labels.csv, "
+        "accuracy; or MODULE:FUNCTION of a file in the current folder, whose code "
+        "runs: it gets the model (of an ONNX file the session) and the samples, and returns a number. Default: what "
+        "the data hold.",
+    )
     card: bool = option(
         False,
         "Write the figures into the model card (README.md) of the quantized folder. The data must not be those that it "
@@ -112,6 +122,7 @@ class EvaluateFiles(MeasureFiles):
 
     quantized: Path
     layers: int = same_as(EvaluateFolders, "layers")
+    metric: str | None = same_as(EvaluateFolders, "metric")
 
 
 @dataclass(frozen=True)
@@ -123,12 +134,19 @@ class MeasuredFiles:
         report: What running both on the samples showed.
         reader: The samples.
         sizes: Bytes of each.
+        task: What both reach on a task, where `metric` says one; else None.
     """
 
     request: EvaluateFiles
     report: Report
     reader: PathDataReader
     sizes: Sequence[int]
+    task: TaskScores | None = None
+
+    @property
+    def accuracy(self) -> tuple[float, float] | None:
+        """Of the float and of the quantized model on a task; None without one that has it."""
+        return None if self.task is None else self.task.scores.get("accuracy")
 
     @property
     def outputs(self) -> Mapping[str, Comparison]:
@@ -170,11 +188,19 @@ def evaluate_files(request: EvaluateFiles) -> MeasuredFiles:
 
 def measure_files(request: EvaluateFiles, reader: PathDataReader) -> MeasuredFiles:
     """Run both ONNX files on the samples of a reader, from where it is."""
+    from quark.jobs.folders.compared.file_tasks import file_task
     from quark.onnx.calibration.data.inputs import file_bytes
     from quark.onnx.evaluation.compare_models import compare_models
+    from quark.onnx.graph.sessions import open_session
 
+    task = file_task(request.metric, reader)
     report = compare_models(request.model, request.quantized, reader, request.samples, request.threads)
-    return MeasuredFiles(request, report, reader, [file_bytes(file) for file in (request.model, request.quantized)])
+    files = (request.model, request.quantized)
+    scores = None
+    if task is not None:
+        reader.rewind()
+        scores = task([open_session(file, threads=request.threads) for file in files], islice(reader, request.samples))
+    return MeasuredFiles(request, report, reader, [file_bytes(file) for file in files], scores)
 
 
 def evaluate_folders(request: EvaluateFolders) -> MeasuredFolders:
@@ -193,10 +219,12 @@ def _evaluate(request: EvaluateFolders) -> MeasuredFolders:
     from quark.jobs.folders.compared.layer_damage import coded_layers
     from quark.jobs.folders.compared.measure import ALL, measure_folders
     from quark.jobs.folders.compared.pairs import open_pair
+    from quark.jobs.folders.compared.tasks import task_of
     from quark.jobs.folders.models import inputs_of, open_folder
     from quark.torch.writers.model_card import add_figures
 
     model, quantized, data = request.model, request.quantized, held_out(request)
+    check_metric(request.metric)
     if request.card:
         check_card(quantized)
     for path in filter(is_pipeline, (model, quantized)):
@@ -219,7 +247,10 @@ def _evaluate(request: EvaluateFolders) -> MeasuredFolders:
     inputs = inputs_of(model, before.model)
     Gates.of(request).require(inputs.continues_text, inputs.model_class.__name__)
     batches = inputs.read(data, request.windows or ALL, request.length, answers=True)
+    task = task_of(request.metric, inputs, data, request.windows or ALL, before.is_streamed)
     measured = measure_folders(model, quantized, (before, after), inputs, batches, page=request.report is not None)
+    if task is not None:
+        measured = replace(measured, task=task((before, after), batches))
     if request.card:
         add_figures(quantized, figures_of(measured, data, request.length))
         logger.info("The figures are in the model card of %s.", quantized)

@@ -7,7 +7,7 @@ import math
 from rich.table import Table
 
 from quark.base.command_line import new_table, results
-from quark.commands.results.tables import samples_in
+from quark.commands.results.tables import samples_in, task_table
 from quark.core.metrics import Comparison
 from quark.jobs.evaluate import EvaluateFolders, MeasuredPipeline, held_out, verdict_on
 from quark.jobs.folders.compared.measure import IN_BLOCKS, WHY_SLOW, MeasuredFolders
@@ -57,6 +57,8 @@ def _show(measured: MeasuredFolders, request: EvaluateFolders) -> None:
         agreement = f"{found.agreed / found.rows:.2%}" if found.rows else ""
         table.add_row(name, f"{found.comparison.sqnr:.2f}", f"{found.comparison.cosine:.6f}", agreement)
     console.print(table)
+    if measured.task is not None:
+        console.print(task_table(measured.task))
     if measured.comparison.by_timestep:
         table = new_table("timesteps", "SQNR dB", title="Outputs by timestep")
         for bucket, sqnr in measured.comparison.by_timestep.rows():

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from quark.commands.results.tables import counted, samples_in
+from quark.commands.results.tables import counted, samples_in, task_rows
 from quark.jobs.evaluate import MeasuredPipeline
 from quark.jobs.folders.compared.layer_damage import coded_layers, worst_first
 from quark.jobs.folders.compared.measure import IN_BLOCKS, WHY_SLOW, MeasuredFolders
@@ -80,7 +80,8 @@ def _costs(measured: MeasuredFolders) -> Section:
             cells += [f"{perplexity[i]:.3f}", f"{perplexity[1] / perplexity[0] - 1:+.2%}" if i else ""]
         rows.append([name, *cells, *(f"{seconds * 1e3:.1f}" for seconds in measured.seconds[i : i + 1])])
     words = WHY_SLOW if measured.seconds else IN_BLOCKS
-    return Section("Size, latency, outputs", words, [PageTable(headers, rows), _outputs(measured)])
+    of_task = [] if measured.task is None else [PageTable(*task_rows(measured.task))]
+    return Section("Size, latency, outputs", words, [PageTable(headers, rows), _outputs(measured), *of_task])
 
 
 def _outputs(measured: MeasuredFolders) -> PageTable:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from quark.base.command_line import new_table, results
 from quark.commands.onnx_files.report import onnx_sections
-from quark.commands.results.tables import counted
+from quark.commands.results.tables import counted, task_table
 from quark.jobs.evaluate import MeasuredFiles
 from quark.onnx.evaluation.compare_models import ComparedLayer
 from quark.report.page import write_page
@@ -23,6 +23,8 @@ def show_files(measured: MeasuredFiles) -> None:
     for name, found in report.outputs.items():
         table.add_row(name, f"{found.cosine:.6f}", f"{found.l2:.6g}", f"{found.psnr:.2f}", f"{found.sqnr:.2f}")
     console.print(table)
+    if measured.task is not None:
+        console.print(task_table(measured.task))
     if report.unlike:
         console.print(f"Not compared, as their shapes differ: {', '.join(report.unlike)}.", highlight=False)
     console.print(_worst_layers(report.layers[: request.layers]))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quark.base.image_files import open_image
+from quark.base.image_files import LABELS, files_in_turn, open_image
 from quark.base.json_objects import plain_json
 from quark.base.libraries.transformers import import_transformers, require_readable_tokenizer
 from quark.core.checks import naming
@@ -123,6 +123,10 @@ class ModelInputs:
         if not samples:
             raise CalibrationError(f"{data} holds masked positions only.")
         return samples
+
+    def files(self, folder: Path) -> list[Path]:
+        """The files of images or audio that `read` reads of a folder, in its order."""
+        return files_in_turn(folder, _is_sample)
 
     def longest(self, length: int) -> int:
         """The most tokens in a sample of text, of so many at most, that the model has positions for."""
@@ -317,11 +321,15 @@ def _chosen(samples: Iterator[Batch], limit: int, seed: int) -> list[Batch]:
     return [sample for _, sample in sorted(kept, key=lambda item: item[0])]
 
 
+def _is_sample(path: Path) -> bool:
+    """Whether a file of a folder is a sample; texts and labels beside samples belong to them."""
+    return path.is_file() and path.suffix != ".txt" and path.name != LABELS
+
+
 def _files(folder: Path, open_file: Callable[[Path], Any]) -> Iterator[tuple[Path, Any]]:
-    """The files of a folder in the order of their names, opened; texts beside them belong to them."""
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix != ".txt" and not path.name.startswith("."):
-            yield path, open_file(path)
+    """The files of a folder as `files_in_turn` has them, opened."""
+    for path in files_in_turn(folder, _is_sample):
+        yield path, open_file(path)
 
 
 def _open_image(path: Path) -> Any:

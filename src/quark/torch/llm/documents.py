@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,10 @@ class Document:
         while same < min(len(before), len(whole)) and before[same] == whole[same]:
             same += 1
         return same
+
+    def with_answer(self, answer: str) -> Document:
+        """This question with another answer."""
+        return replace(self, answer=answer)
 
     def prompt_ids(self, tokenizer: Any) -> list[int]:
         """The ids that ask for an answer. Raises CalibrationError as `token_ids` does."""

@@ -16,6 +16,7 @@ from quark.errors import ConfigError
 
 if TYPE_CHECKING:
     from quark.jobs.folders.compared.layer_damage import LayerDamage
+    from quark.jobs.folders.compared.task_scores import TaskScores
     from quark.jobs.folders.model_inputs import ModelInputs, StepInputs
     from quark.report.figures import ClippedHistogram
     from quark.torch.calibration.timesteps import RangesByTimestep
@@ -93,6 +94,7 @@ class MeasuredFolders:
         damage: Layer -> SQNR in dB of its weight and of its output; see `LayerDamage`.
         histograms: Of the worst layers, where a page is asked for; else empty.
         by_timestep: What layers of a denoiser read by timestep, where a page is asked for; else None.
+        task: What both reach on a task, where the data or `metric` make one; else None.
     """
 
     model: Path
@@ -107,6 +109,12 @@ class MeasuredFolders:
     damage: Mapping[str, tuple[float, float]]
     histograms: Sequence[ClippedHistogram] = ()
     by_timestep: RangesByTimestep | None = None
+    task: TaskScores | None = None
+
+    @property
+    def accuracy(self) -> tuple[float, float] | None:
+        """Of the float and of the quantized model on a task; None without one that has it."""
+        return None if self.task is None else self.task.scores.get("accuracy")
 
     @property
     def outputs(self) -> Mapping[str, Comparison]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quark.base.files import require_regular
-from quark.base.image_files import open_image
+from quark.base.image_files import files_in_turn, open_image
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, FormatError, MissingDependencyError
 from quark.onnx.calibration.data.inputs import Feed
@@ -55,7 +55,7 @@ def _by_input_names(file: Path, inputs: Sequence[str]) -> dict[str, Path]:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    found = sorted(f for f in folder.iterdir() if f.suffix.lower() in SUFFIXES) if folder.is_dir() else []
+    found = files_in_turn(folder, lambda file: file.suffix.lower() in SUFFIXES) if folder.is_dir() else []
     if not found:
         raise CalibrationError(f"{folder} holds no samples; possible: files of {', '.join(sorted(SUFFIXES))}.")
     return found
