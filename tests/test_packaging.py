@@ -62,8 +62,8 @@ NEVER_IMPORTED = {
     "onnxscript": "torch.onnx.export imports it, on which export_onnx is built",
 }
 
-TOOLS = ("dev", "docs")
-"""Extras that the package itself never imports."""
+TOOLS = ("dev", "docs", "tasks")
+"""Extras that no import statement of the package names."""
 
 
 def import_name(requirement: str) -> str:

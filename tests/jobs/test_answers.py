@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import onnxruntime
 import pytest
@@ -21,7 +25,7 @@ from transformers import (
 )
 
 import quark
-from quark.errors import CalibrationError, ConfigError
+from quark.errors import CalibrationError, ConfigError, MissingDependencyError
 from tests.commands.program import quark as command
 from tests.models.model_folders import model_folder
 from tests.models.torch_zoo import LANGUAGE_MODEL
@@ -280,3 +284,56 @@ def test_the_accuracy_of_a_folder_on_labelled_images(tmp_path: Path) -> None:
     (data / "cat").rename(data / "bird")
     with pytest.raises(ConfigError, match="'bird' is no class of the model, which has 2"):
         quark.evaluate(folder, made, data=data, metric="accuracy")
+
+
+def test_tasks_of_lm_eval_are_asked_of_both(
+    source: Path, quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        quark.evaluate(source, quantized, tasks="absent.yaml")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(MissingDependencyError, match="pip install lm_eval"):
+        quark.evaluate(source, quantized, tasks="arc_easy")
+    asked: list[dict[str, Any]] = []
+
+    def simple_evaluate(model: Any, **said: Any) -> dict[str, Any]:
+        asked.append({**said, "offline": os.environ["HF_HUB_OFFLINE"], "hub": huggingface_hub.constants.HF_HUB_OFFLINE})
+        return {"results": {"mine": {"alias": "mine", "acc,none": len(asked) / 4, "acc_stderr,none": 0.1}}}
+
+    package, models = ModuleType("lm_eval"), ModuleType("lm_eval.models.huggingface")
+    package.simple_evaluate, models.HFLM = simple_evaluate, dict  # type: ignore[attr-defined]
+    for name, module in (("lm_eval", package), ("lm_eval.models.huggingface", models)):
+        monkeypatch.setitem(sys.modules, name, module)
+    (tmp_path / "mine.yaml").touch()
+    before = huggingface_hub.constants.HF_HUB_OFFLINE
+    measured: Any = quark.evaluate(source, quantized, tasks=f"arc_easy,{tmp_path / 'mine.yaml'}", windows=2)
+    assert measured.harness.scores == {"mine acc": (0.25, 0.5)} and len(measured.batches) == 2
+    wanted = {"tasks": ["arc_easy", str(tmp_path / "mine.yaml")], "limit": 2, "offline": "1", "hub": True}
+    assert all(each.items() >= wanted.items() for each in asked) and len(asked) == 2
+    assert before == huggingface_hub.constants.HF_HUB_OFFLINE and "HF_DATASETS_OFFLINE" not in os.environ
+
+
+LM_EVAL_TASK = """
+task: mine
+dataset_path: json
+dataset_kwargs: {data_files: {test: "FILE"}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{prompt}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{completion}}"
+target_delimiter: ""
+metric_list: [{metric: acc}, {metric: acc_bytes}]
+"""
+
+
+@pytest.mark.slow
+def test_lm_eval_finds_the_same_accuracy(source: Path, quantized: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    rows = [{**row, "completion": row["choices"].index(each) if isinstance(each := row["completion"], str) else each}
+            for row in COMPLETIONS]  # fmt: skip
+    file, task = lines(tmp_path / "choices.jsonl", rows), tmp_path / "mine.yaml"
+    task.write_text(LM_EVAL_TASK.replace("FILE", str(file)))
+    measured: Any = quark.evaluate(source, quantized, data=file, tasks=str(task))
+    assert measured.harness.scores["mine acc"] == measured.accuracy
+    assert measured.harness.scores["mine acc_bytes"] == measured.task.scores["accuracy_norm"]

@@ -136,6 +136,8 @@ def _checked_evaluation(content: Mapping[str, Any], model: Path) -> dict[str, An
         raise ConfigError(
             f"evaluation.metric: {metric} is code that runs. Possible: `quark evaluate --metric {metric}`."
         )
+    if files := [task for task in evaluation.get("tasks", ()) if ".yaml" in task or ".yml" in task]:
+        raise ConfigError(f"evaluation.tasks: {files[0]} may name code that runs. Possible: names of tasks.")
     data = evaluation.get("data")
     if data is None:
         raise ConfigError("evaluation.data is missing. It names the held-out data.")

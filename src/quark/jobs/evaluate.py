@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quark.base.files import require_regular
 from quark.base.log import logger
 from quark.errors import ConfigError, UsageError
+from quark.goals.efforts import HELD_OUT_TEXT
 from quark.jobs.folders.calibration import counted
 from quark.jobs.folders.compared.task_scores import TaskScores, check_metric
 from quark.jobs.folders.compared.verdict import Gates, ModelVerdict
@@ -108,6 +109,12 @@ class EvaluateFolders(MeasureFolders):
         "runs: it gets the model (of an ONNX file the session) and the samples, and returns a number. Default: what "
         "the data hold.",
     )
+    tasks: tuple[str, ...] | None = option(
+        None,
+        "Tasks of the package lm-eval, names or .yaml files, with commas between them, that both models answer. "
+        "Nothing is downloaded: their data are in the cache of datasets, or beside the file. Without --data the rest "
+        "is measured on the text of the package; of each task all questions are asked, or as many as --windows says.",
+    )
     card: bool = option(
         False,
         "Write the figures into the model card (README.md) of the quantized folder. The data must not be those that it "
@@ -173,6 +180,8 @@ def held_out(request: EvaluateFolders | EvaluateFiles) -> Path:
     if request.data is not None and text is not None:
         raise ConfigError("--data and --text are the same option; give one of them.")
     data = request.data or text
+    if data is None and isinstance(request, EvaluateFolders) and request.tasks is not None:
+        return HELD_OUT_TEXT
     if data is None:
         flags = "--data or --text" if isinstance(request, EvaluateFolders) else "--data"
         raise UsageError(f"Missing option {flags}, which {request.model} needs.")
@@ -216,10 +225,11 @@ def _evaluate(request: EvaluateFolders) -> MeasuredFolders:
     """Compare a float model that is a folder with its quantized one. Raises QuarkError as `evaluate_folders` does."""
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.jobs.folders.card import check_card, figures_of
+    from quark.jobs.folders.compared.harness import Harness
     from quark.jobs.folders.compared.layer_damage import coded_layers
     from quark.jobs.folders.compared.measure import ALL, measure_folders
     from quark.jobs.folders.compared.pairs import open_pair
-    from quark.jobs.folders.compared.tasks import task_of
+    from quark.jobs.folders.compared.tasks import task_of, with_tasks
     from quark.jobs.folders.models import inputs_of, open_folder
     from quark.torch.writers.model_card import add_figures
 
@@ -248,9 +258,10 @@ def _evaluate(request: EvaluateFolders) -> MeasuredFolders:
     Gates.of(request).require(inputs.continues_text, inputs.model_class.__name__)
     batches = inputs.read(data, request.windows or ALL, request.length, answers=True)
     task = task_of(request.metric, inputs, data, request.windows or ALL, before.is_streamed)
+    limit = request.windows if "windows" in request.said else 0
+    harness = None if request.tasks is None else Harness(request.tasks, inputs, before.is_streamed, limit or None)
     measured = measure_folders(model, quantized, (before, after), inputs, batches, page=request.report is not None)
-    if task is not None:
-        measured = replace(measured, task=task((before, after), batches))
+    measured = with_tasks(measured, (before, after), task, harness)
     if request.card:
         add_figures(quantized, figures_of(measured, data, request.length))
         logger.info("The figures are in the model card of %s.", quantized)

@@ -57,8 +57,8 @@ def _show(measured: MeasuredFolders, request: EvaluateFolders) -> None:
         agreement = f"{found.agreed / found.rows:.2%}" if found.rows else ""
         table.add_row(name, f"{found.comparison.sqnr:.2f}", f"{found.comparison.cosine:.6f}", agreement)
     console.print(table)
-    if measured.task is not None:
-        console.print(task_table(measured.task))
+    for task in filter(None, (measured.task, measured.harness)):
+        console.print(task_table(task))
     if measured.comparison.by_timestep:
         table = new_table("timesteps", "SQNR dB", title="Outputs by timestep")
         for bucket, sqnr in measured.comparison.by_timestep.rows():

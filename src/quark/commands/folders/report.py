@@ -80,7 +80,7 @@ def _costs(measured: MeasuredFolders) -> Section:
             cells += [f"{perplexity[i]:.3f}", f"{perplexity[1] / perplexity[0] - 1:+.2%}" if i else ""]
         rows.append([name, *cells, *(f"{seconds * 1e3:.1f}" for seconds in measured.seconds[i : i + 1])])
     words = WHY_SLOW if measured.seconds else IN_BLOCKS
-    of_task = [] if measured.task is None else [PageTable(*task_rows(measured.task))]
+    of_task = [PageTable(*task_rows(task)) for task in (measured.task, measured.harness) if task is not None]
     return Section("Size, latency, outputs", words, [PageTable(headers, rows), _outputs(measured), *of_task])
 
 

@@ -95,6 +95,7 @@ class MeasuredFolders:
         histograms: Of the worst layers, where a page is asked for; else empty.
         by_timestep: What layers of a denoiser read by timestep, where a page is asked for; else None.
         task: What both reach on a task, where the data or `metric` make one; else None.
+        harness: What both reach on the tasks of lm-eval that were asked for; else None.
     """
 
     model: Path
@@ -110,6 +111,7 @@ class MeasuredFolders:
     histograms: Sequence[ClippedHistogram] = ()
     by_timestep: RangesByTimestep | None = None
     task: TaskScores | None = None
+    harness: TaskScores | None = None
 
     @property
     def accuracy(self) -> tuple[float, float] | None:

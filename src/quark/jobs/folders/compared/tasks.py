@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from quark.errors import ConfigError
 from quark.jobs.folders.compared.classified_images import images_of
+from quark.jobs.folders.compared.harness import Harness
+from quark.jobs.folders.compared.measure import MeasuredFolders
 from quark.jobs.folders.compared.questions import questions_of
 from quark.jobs.folders.compared.task_scores import ACCURACY, CHOICE, LOSS, Pair, Task, TaskScores, own_metric
 from quark.jobs.folders.model_inputs import ModelInputs, StepInputs
@@ -51,6 +54,15 @@ def task_of(
             f"answers; {inputs.model_class.__name__} and {data} are not both so."
         )
     return None
+
+
+def with_tasks(measured: MeasuredFolders, models: Pair, task: Task | None, harness: Harness | None) -> MeasuredFolders:
+    """What was measured, with what both models reach on tasks. Raises as these do."""
+    return replace(
+        measured,
+        task=None if task is None else task(models, measured.batches),
+        harness=None if harness is None else harness.scores(models),
+    )
 
 
 def _own(score: Callable[[Any, Any], float], name: str, models: Pair, batches: Sequence[Any]) -> TaskScores:
