@@ -337,3 +337,14 @@ def test_lm_eval_finds_the_same_accuracy(source: Path, quantized: Path, tmp_path
     measured: Any = quark.evaluate(source, quantized, data=file, tasks=str(task))
     assert measured.harness.scores["mine acc"] == measured.accuracy
     assert measured.harness.scores["mine acc_bytes"] == measured.task.scores["accuracy_norm"]
+
+
+@pytest.mark.parametrize("said", ["metric: 'mine:length'", "tasks: [mine.yaml]"])
+def test_a_recipe_runs_no_code(said: str, tmp_path: Path) -> None:
+    file, data = tmp_path / "recipe.yaml", lines(tmp_path / "qa.jsonl", ROWS)
+    file.write_text(
+        f"recipe: 1\nmodel: {LANGUAGE_MODEL}\nscheme: int8_wo\noutput: {{path: {tmp_path / 'out'}}}\n"
+        f"evaluation: {{data: {data}, {said}}}\n"
+    )
+    done = command("run", file)
+    assert done.code != 0 and "code that runs" in done.err and not (tmp_path / "out").exists()

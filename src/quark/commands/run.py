@@ -122,6 +122,14 @@ def _check_inputs(
             )
 
 
+def _refuse_code(evaluation: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an evaluation that runs code of others: a recipe may be from elsewhere."""
+    if ":" in str(metric := evaluation.get("metric", "")):
+        raise ConfigError(f"evaluation.metric: {metric} is code that runs. Possible: `quark evaluate --metric`.")
+    if files := [task for task in evaluation.get("tasks", ()) if ".yaml" in task or ".yml" in task]:
+        raise ConfigError(f"evaluation.tasks: {files[0]} may name code that runs. Possible: `quark evaluate --tasks`.")
+
+
 def _checked_evaluation(content: Mapping[str, Any], model: Path) -> dict[str, Any]:
     """The options of `quark evaluate` that a recipe gives; none where it says only what the model may cost.
 
@@ -132,12 +140,7 @@ def _checked_evaluation(content: Mapping[str, Any], model: Path) -> dict[str, An
     evaluation = {key: value for key, value in content.get("evaluation", {}).items() if key in known}
     if all(f"evaluation.{key}" in of_quantize for key in evaluation):
         return {}
-    if ":" in str(metric := evaluation.get("metric", "")):
-        raise ConfigError(
-            f"evaluation.metric: {metric} is code that runs. Possible: `quark evaluate --metric {metric}`."
-        )
-    if files := [task for task in evaluation.get("tasks", ()) if ".yaml" in task or ".yml" in task]:
-        raise ConfigError(f"evaluation.tasks: {files[0]} may name code that runs. Possible: names of tasks.")
+    _refuse_code(evaluation)
     data = evaluation.get("data")
     if data is None:
         raise ConfigError("evaluation.data is missing. It names the held-out data.")
