@@ -37,7 +37,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def samples_in(measured: MeasuredFolders) -> str:
-    """What two models were measured on: "2 samples", or "the answers of 12 documents (57 tokens)"."""
+    """The samples that two models were measured on: "2 samples", or "the answers of 12 documents (57 tokens)"."""
     from quark.torch.llm.answers import AnsweredTexts  # imports torch, which has measured them
 
     batches = measured.batches
@@ -45,7 +45,7 @@ def samples_in(measured: MeasuredFolders) -> str:
 
 
 def task_table(task: TaskScores) -> Table:
-    """What both models reach on a task."""
+    """The scores of both models on a task."""
     headers, rows, title = task_rows(task)
     table = new_table(*headers, title=title)
     for row in rows:

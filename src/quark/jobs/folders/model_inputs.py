@@ -322,7 +322,7 @@ def _chosen(samples: Iterator[Batch], limit: int, seed: int) -> list[Batch]:
 
 
 def _is_sample(path: Path) -> bool:
-    """Whether a file of a folder is a sample; texts and labels beside samples belong to them."""
+    """Return whether a file of a folder is a sample; texts and labels beside samples belong to them."""
     return path.is_file() and path.suffix != ".txt" and path.name != LABELS
 
 

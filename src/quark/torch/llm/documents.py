@@ -171,7 +171,7 @@ def documents(data: Path) -> Iterator[Document]:
 
 
 def holds_documents(data: Path) -> bool:
-    """Whether data are JSON lines or a dataset, which hold several documents."""
+    """Return whether data are JSON lines or a dataset, which hold several documents."""
     return is_dataset(data) or data.suffix.lower() in LINES
 
 

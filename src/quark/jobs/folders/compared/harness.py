@@ -63,7 +63,7 @@ class Harness:
             self._models = other_package("lm_eval.models.huggingface", "--tasks")
 
     def scores(self, models: Pair) -> TaskScores:
-        """What both models reach. Raises ConfigError for a task that there is not, or whose data are not there."""
+        """The scores of both models. Raises ConfigError for a task that there is not, or whose data are not there."""
         found = [self._figures(each.model) for each in models]
         return TaskScores(f"{', '.join(found[0][1])} by lm-eval", {
             name: (value, found[1][0][name]) for name, value in found[0][0].items() if name in found[1][0]

@@ -58,7 +58,7 @@ def questions_of(metric: str | None, inputs: ModelInputs, data: Path, limit: int
 
 
 def _by_choice(inputs: ModelInputs, read: Sequence[Document], models: Pair, batches: Sequence[Any]) -> TaskScores:
-    """What both models find the likeliest choice of each question."""
+    """Score the likeliest choice that both models find for each question."""
     texts = [(document.with_answer(choice), choice) for document in read for choice in document.choices]
     sums = _likelihoods(models, *_choice_ids(inputs, texts))
     lengths = torch.tensor([len(choice.encode()) for _, choice in texts])
@@ -103,7 +103,7 @@ def _likelihoods(models: Pair, ids: Sequence[torch.Tensor], starts: Sequence[int
 
 
 def _by_match(inputs: ModelInputs, read: Sequence[Document], models: Pair, batches: Sequence[Any]) -> TaskScores:
-    """What both models write for each question."""
+    """Score the text that both models write for each question."""
     tokenizer, written = inputs.tokenizer, list[list[str]]()
     prompts = [document.prompt_ids(tokenizer) for document in read]
     answers = [_text_of(document) for document in read]

@@ -23,7 +23,7 @@ LOSS, CHOICE, EXACT_MATCH, ACCURACY = METRICS = ("loss", "choice", "exact_match"
 
 @dataclass(frozen=True)
 class TaskScores:
-    """What both models reach on a task.
+    """The scores of both models on a task.
 
     Attributes:
         over: What it was measured on, in words: "12 questions".

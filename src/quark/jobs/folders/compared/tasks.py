@@ -57,7 +57,7 @@ def task_of(
 
 
 def with_tasks(measured: MeasuredFolders, models: Pair, task: Task | None, harness: Harness | None) -> MeasuredFolders:
-    """What was measured, with what both models reach on tasks. Raises as these do."""
+    """The measurement, with the scores of both models on tasks. Raises as these do."""
     return replace(
         measured,
         task=None if task is None else task(models, measured.batches),
@@ -66,7 +66,7 @@ def with_tasks(measured: MeasuredFolders, models: Pair, task: Task | None, harne
 
 
 def _own(score: Callable[[Any, Any], float], name: str, models: Pair, batches: Sequence[Any]) -> TaskScores:
-    """What a function of the user says of both models."""
+    """The scores by a function of the user."""
     samples, scores = list(batches), list[float]()
     for each in models:
         with evaluating(each.model), torch.no_grad():
