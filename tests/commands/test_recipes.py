@@ -222,7 +222,7 @@ def test_every_field_of_a_request_is_an_option_and_a_key() -> None:
     for name, each in options_of().items():
         assert key_of(each) is None or key_of(each) in keys, name
     unsaid = {name for name, each in options_of().items() if key_of(each) is None}
-    assert unsaid == {"force", "trust_remote_code", "write_recipe"} and not unsaid & keys
+    assert unsaid == {"force", "process_timeout", "trust_remote_code", "write_recipe"} and not unsaid & keys
 
 
 def test_the_schema_is_printed_and_says_what_the_help_says() -> None:
