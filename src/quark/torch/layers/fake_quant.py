@@ -79,6 +79,8 @@ class FakeQuantize(nn.Module):
         if torch.is_grad_enabled() and (x.requires_grad or self.learned is not None):
             y: torch.Tensor = TrainableFakeQuantize.apply(x, self.learned, params, self.spec)  # type: ignore[no-untyped-call]
             return y
+        if torch.compiler.is_compiling():  # a graph has no addresses, by which views are told from copies
+            return fake_quantize_traceable(x.detach(), params, self.spec)
         return fake_quantize(x.detach().contiguous(), params, self.spec)
 
     def params_for(self, x: torch.Tensor, second: QParams | None = None) -> QParams | None:
