@@ -99,8 +99,8 @@ def _as_written(config: Any, source: OpenedFolder | None) -> dict[str, Any] | No
     _follow(stored, _fields(then), now)
     if now.get("architectures") != stored.get("architectures"):
         stored["architectures"] = now["architectures"]
-    if now.get("dtype") != stored.get("torch_dtype", stored.get("dtype")):
-        stored["torch_dtype" if "torch_dtype" in stored else "dtype"] = now["dtype"]
+    for name in {"torch_dtype", "dtype"} & stored.keys() or ({"dtype"} if now.get("dtype") else set()):
+        stored[name] = now["dtype"]  # a folder may say it by both names
     stored = _in_old_words(stored)
     again = _read_as(config, stored)
     return stored if again is not None and _model_fields(_fields(again)) == _model_fields(now) else None
