@@ -26,6 +26,7 @@ from quark.torch.formats.format import layers_in
 from quark.torch.formats.gptq.auto_round import AUTO_ROUND, as_known
 from quark.torch.layers import layer_class
 from quark.torch.layers.replace import quantized_layers, set_submodule
+from quark.torch.layers.stored_codes.layer import codes_of
 from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.meta_model import fill_buffers, named_dtype
 from quark.torch.model.model_folder import model_class
@@ -199,7 +200,7 @@ def _untie(model: nn.Module, own: dict[str, torch.Tensor], loaded: dict[str, tor
 
 
 def _assign(module: nn.Module, leaf: str, tensor: torch.Tensor, quantized: bool) -> None:
-    present: torch.Tensor = getattr(module, leaf)
+    present = codes_of(module, leaf)
     device = tensor.device if present.is_meta else present.device
     stays = tensor.dtype if quantized or not tensor.is_floating_point() else present.dtype
     tensor = tensor.to(device, stays)

@@ -6,13 +6,13 @@ model needs the memory of the checkpoint, not of the float model.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
-from types import MethodType
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from quark.core.granularity import PerTensor
 from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import NotSupportedError
+from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.config.config import QConfig
 from quark.torch.config.selectors import resolved_names
@@ -37,6 +38,8 @@ from quark.torch.layers.fake_quant import Extras, FakeQuantize, Mode
 from quark.torch.layers.low_rank import hold_branches
 from quark.torch.layers.online_rotation import hold_rotations
 from quark.torch.layers.replace import quantized_layers, replace_layer
+from quark.torch.layers.stored_codes.layer import become_stored
+from quark.torch.layers.stored_codes.model import answer_as_float
 from quark.torch.model.passes import prepare, undo
 from quark.torch.plan import Plan, chooser, make_plan
 
@@ -46,11 +49,21 @@ REAL_QUANTIZED, FAKE_QUANTIZED = WEIGHT_FORMATS = ("real_quantized", "fake_quant
 SAVER = ("quark.torch.writers.safetensors", "save_quantized")
 """The function that writes a loaded model: found by name, since the writers import this module."""
 
+DEQUANTIZER = ("quark.torch.checkpoint.dequantize", "dequantize")
+"""Module and name of the function that makes a loaded model float, which imports this module."""
+
 
 def save_pretrained(model: Any, save_directory: str | os.PathLike[str], **options: Any) -> None:
     """The `save_pretrained` of a loaded model; `save_quantized` says what it takes and raises."""
     home, name = SAVER
     getattr(import_module(home), name)(model, save_directory, **options)
+
+
+def dequantize(model: Any, dtype: torch.dtype | None = None) -> Any:
+    """The `dequantize` of a loaded model, as that of transformers: `quark.torch.dequantize`, then a dtype if asked."""
+    home, name = DEQUANTIZER
+    made = getattr(import_module(home), name)(model)
+    return made if dtype is None else made.to(dtype)
 
 
 def mark_loaded(model: Any, config: QConfig, form: str) -> None:
@@ -63,8 +76,12 @@ def mark_loaded(model: Any, config: QConfig, form: str) -> None:
     """
     model.quant_config, model.quark_quantized, model.quant_format = config, True, form
     if hasattr(model, "save_pretrained"):
-        # That of transformers would save codes without a config that says so. Bound, so that a copy saves itself.
-        model.save_pretrained = MethodType(save_pretrained, model)
+        # That of transformers would save codes without a config that says so. A partial: a copy, pickled or not, saves
+        # itself.
+        model.save_pretrained = partial(save_pretrained, model)
+    if hasattr(model, "dequantize"):  # by which transformers and diffusers would ask their own quantizer
+        model.dequantize = partial(dequantize, model)
+    answer_as_float(model)
 
 
 class StoredTensor(nn.Module):
@@ -127,6 +144,20 @@ class StoredTensor(nn.Module):
             raise NotSupportedError("A fake_quantized checkpoint holds no codes: export from a real_quantized one.")
         assert isinstance(self.layout, CodedLayout)  # as all layouts of files are
         return self.layout
+
+    def encode(self, values: torch.Tensor) -> Tensors:
+        """The tensors that are stored of new values, by suffix, under scales that their observer finds.
+
+        Raises CalibrationError or NonFiniteError where they have none.
+        """
+        x = values.to(self.layout.model_dtype)
+        params = None if self.spec.is_cast else tensor_qparams(x, self.spec)
+        return self.layout.store(x, params)
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Decode to another dtype from now on; what is stored stays."""
+        self.layout = copy.copy(self.layout)
+        self.layout.model_dtype = dtype
 
     @property
     def spec(self) -> TensorSpec:
@@ -243,6 +274,7 @@ def _hold_tensors(layer: QuantLayer, role: str, layout: Layout, tensors: Tensors
     setattr(layer, role, nn.Parameter(tensors[""], requires_grad=False))
     layer.add_module(f"{role}_quantizer", StoredTensor(layout, shape, tensors))
     _register_extras(layer, role, tensors)
+    become_stored(layer)
 
 
 def _hold_activation(layer: QuantLayer, role: str, form: Format) -> None:

@@ -30,6 +30,7 @@ from quark.torch.layers.fake_quant import FakeQuantize, Mode
 from quark.torch.layers.linear import QuantLinear
 from quark.torch.layers.low_rank import branch_of
 from quark.torch.layers.replace import set_submodule
+from quark.torch.layers.stored_codes.layer import codes_of
 
 KERNELS: tuple[Kernel, ...] = (Int4Groups(), Int8Weights(), OneDnnInt8(), IntMm(), ScaledMm())
 """All kernels. A new one is a file and an entry here."""
@@ -133,7 +134,10 @@ def coded_weight(layer: QuantLinear, any_rounding: bool = False) -> CodedWeight 
         return None
     if isinstance(quantizer, StoredTensor):
         try:
-            params, codes = quantizer.params(layer.extras("weight")), quantizer.codes(layer.weight.detach())
+            params, codes = (
+                quantizer.params(layer.extras("weight")),
+                quantizer.codes(codes_of(layer, "weight").detach()),
+            )
         except NotSupportedError:
             return None  # float values
         dtype = quantizer.layout.model_dtype
@@ -217,7 +221,7 @@ def _faster(
     if not isinstance(layer.weight_quantizer, StoredTensor):
         return None
     # A loaded layer decodes its weight once, and not in each forward.
-    layer._parameters["weight"] = nn.Parameter(layer.quantized("weight", layer.weight).detach(), requires_grad=False)
+    layer._parameters["weight"] = nn.Parameter(layer.quantized_weight().detach(), requires_grad=False)
     layer.add_module("weight_quantizer", None)
     return layer
 

@@ -84,6 +84,10 @@ class QuantLayer(nn.Module):
         result: torch.Tensor = quantizer(x, self.extras(role))
         return result
 
+    def quantized_weight(self) -> torch.Tensor:
+        """The weight, quantized as its spec says."""
+        return self.quantized("weight", self.weight)  # type: ignore[arg-type]
+
     def quantized_bias(self) -> torch.Tensor | None:
         """The bias, quantized as its spec says."""
         bias: torch.Tensor | None = getattr(self, "bias", None)

@@ -15,5 +15,5 @@ class QuantConv2d(QuantLayer, nn.Conv2d):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = self.quantized("input", input)
-        y = self._conv_forward(x, self.quantized("weight", self.weight), self.quantized_bias())
+        y = self._conv_forward(x, self.quantized_weight(), self.quantized_bias())
         return self.quantized("output", y)

@@ -23,7 +23,7 @@ class QuantConvTranspose2d(QuantLayer, nn.ConvTranspose2d):
         extra: Any = self._output_padding(input, output_size, stride, padding, size, 2, dilation)  # type: ignore[arg-type]
         y = F.conv_transpose2d(
             x,
-            self.quantized("weight", self.weight),
+            self.quantized_weight(),
             self.quantized_bias(),
             self.stride,
             padding,  # type: ignore[arg-type]

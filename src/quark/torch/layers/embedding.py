@@ -28,7 +28,7 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         apart = self._quantizes_rows(input)
-        weight = self.weight if apart else self.quantized("weight", self.weight)
+        weight = self.weight if apart else self.quantized_weight()
         y = F.embedding(
             input, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
         )

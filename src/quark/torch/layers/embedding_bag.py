@@ -22,7 +22,7 @@ class QuantEmbeddingBag(QuantLayer, nn.EmbeddingBag):
     ) -> torch.Tensor:
         y = F.embedding_bag(
             input,
-            self.quantized("weight", self.weight),
+            self.quantized_weight(),
             offsets,
             self.max_norm,
             self.norm_type,

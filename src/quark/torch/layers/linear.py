@@ -17,5 +17,5 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = self.quantized("input", input)
-        y = F.linear(x, self.quantized("weight", self.weight), self.quantized_bias())
+        y = F.linear(x, self.quantized_weight(), self.quantized_bias())
         return self.quantized("output", with_branch(self, input, y))

@@ -26,6 +26,7 @@ from quark.torch.config.config import QConfig
 from quark.torch.diffusion.network import set_types
 from quark.torch.formats import FORMATS
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.layers.stored_codes.layer import codes_of
 
 _ALIGNMENT = 64
 """Bytes to which torch aligns what it allocates."""
@@ -74,8 +75,8 @@ class CodedNetworkQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Codes have no gradients."""
-        return False
+        """Adapters on it train; codes have no gradients."""
+        return True
 
 
 class QuarkNetworkQuantizer(CodedNetworkQuantizer):
@@ -149,8 +150,9 @@ class QuarkNetworkQuantizer(CodedNetworkQuantizer):
         """Put a tensor of a quantized layer in its place, as it is stored."""
         parent, _, leaf = param_name.rpartition(".")
         module = model.get_submodule(parent)
-        tensor: torch.Tensor = state_dict[param_name].reshape(getattr(module, leaf).shape)
-        wanted = getattr(module, leaf).dtype
+        present = codes_of(module, leaf)
+        tensor: torch.Tensor = state_dict[param_name].reshape(present.shape)
+        wanted = present.dtype
         tensor = tensor.to(target_device, wanted if is_wide(wanted) else tensor.dtype)
         if leaf in module._parameters:
             module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)

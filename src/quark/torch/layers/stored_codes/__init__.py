@@ -1,0 +1,1 @@
+"""Layers that store codes look and act as float layers."""

@@ -1,0 +1,214 @@
+"""Layers that hold codes: those of a loaded folder. From outside they look as the float layer does.
+
+layer.weight            a StoredWeight, of the shape and dtype of the float weight, or what the loader waits for
+layer.state_dict()      the codes, under the name `weight`, and the scales
+layer.to(dtype)         computes in another dtype; codes and scales stay as they are stored
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from quark.errors import NotSupportedError
+from quark.torch.layers.base import EXTRA_SUFFIXES, QuantLayer
+from quark.torch.layers.conv2d import QuantConv2d
+from quark.torch.layers.conv_transpose2d import QuantConvTranspose2d
+from quark.torch.layers.embedding import QuantEmbedding
+from quark.torch.layers.embedding_bag import QuantEmbeddingBag
+from quark.torch.layers.linear import QuantLinear
+from quark.torch.layers.low_rank import branch_of
+from quark.torch.layers.online_rotation import BUFFER
+from quark.torch.layers.stored_codes.weight import StoredWeight
+
+ROLES = ("weight", "bias")
+
+
+class Decoder(Protocol):
+    """The quantizer of a loaded layer, which decodes a weight or bias."""
+
+    @property
+    def float_like(self) -> torch.Tensor:
+        """A tensor on the meta device, of the shape and dtype that is decoded."""
+
+    def encode(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors that are stored of new values, by suffix, with scales of their own."""
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Decode to another dtype from now on."""
+
+
+class StoredLayer(QuantLayer):
+    """Mixin before a quantized layer class: its weight, and its bias where that is quantized, are stored codes."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that the layer computes in. PEFT makes adapters in it."""
+        decoder = self._decoder("weight") or self._decoder("bias")
+        if decoder is not None:
+            return decoder.float_like.dtype
+        return self.codes("weight").dtype
+
+    weight: Any = property(lambda layer: layer.seen("weight"), doc="The weight as a float tensor.")
+    bias: Any = property(lambda layer: layer.seen("bias"), doc="The bias as a float tensor, or None.")
+
+    def seen(self, role: str) -> torch.Tensor | None:
+        """The weight or bias as those outside see it, or None for a bias that is not there."""
+        table = self._buffers if role in self._buffers else self._parameters
+        if role in table and table[role] is None:
+            return None
+        codes, decoder = self.codes(role), self._decoder(role)
+        # While a loader waits for values, it asks what shape and dtype they will have in the file.
+        return codes if decoder is None or codes.is_meta else StoredWeight(decoder.float_like, self, role)
+
+    def codes(self, role: str) -> torch.Tensor:
+        """The weight or bias as it is stored, in the tables of the module. Raises AttributeError where it has none."""
+        tables: tuple[dict[str, Any], ...] = (self._parameters, self._buffers)
+        for table in tables:
+            stored: Any = table.get(role)
+            if isinstance(stored, StoredWeight):  # what moves tensors one by one has put it there
+                codes = stored.coded
+                stored = table[role] = nn.Parameter(codes, False) if table is self._parameters else codes
+            if stored is not None:
+                return stored
+        raise AttributeError(f"{type(self).__name__} has no {role}")
+
+    def float_numel(self, role: str) -> int:
+        """How many values a weight or bias stands for; 0 where there is none."""
+        if (decoder := self._decoder(role)) is not None:
+            return decoder.float_like.numel()
+        coded = getattr(self, role, None)
+        return 0 if coded is None else int(coded.numel())
+
+    def decoded(self, role: str) -> torch.Tensor:
+        """The float tensor that the codes stand for."""
+        return self.quantized(role, self.codes(role))
+
+    def quantized_weight(self) -> torch.Tensor:
+        """The decoded weight."""
+        return self.quantized("weight", self.codes("weight"))
+
+    def quantized_bias(self) -> torch.Tensor | None:
+        """The bias, decoded where it is stored as codes."""
+        absent = self._parameters.get("bias") is None and self._buffers.get("bias") is None
+        return None if absent else self.quantized("bias", self.codes("bias"))
+
+    def write(self, role: str, values: torch.Tensor) -> None:
+        """Quantize new values into the place of the codes, as the spec says, under scales of their own.
+
+        Raises:
+            NotSupportedError: The weight is stored rotated, or the values are of another shape.
+        """
+        decoder = self._decoder(role)
+        if decoder is None or tuple(values.shape) != tuple(decoder.float_like.shape) or BUFFER in self._buffers:
+            why = "the weight is stored rotated" if BUFFER in self._buffers else f"the values are {tuple(values.shape)}"
+            raise NotSupportedError(
+                f"Nothing can be written into this quantized {role}: {why}. Possible: quark.torch.dequantize(model) "
+                "before adapters are put on it, which then are merged into float weights."
+            )
+        with torch.no_grad():
+            stored = decoder.encode(values.detach())
+        quantizer: Any = decoder
+        for suffix, tensor in stored.items():
+            table: dict[str, Any] = self._parameters if role in self._parameters else self._buffers
+            name = role
+            if suffix in EXTRA_SUFFIXES:
+                table, name = self._buffers, f"{role}_{suffix}"
+            elif suffix:
+                table, name = quantizer._buffers, suffix
+            tensor = tensor.contiguous()
+            table[name] = nn.Parameter(tensor, requires_grad=False) if table is self._parameters else tensor
+
+    def _decoder(self, role: str) -> Decoder | None:
+        decoder = self._modules.get(f"{role}_quantizer")
+        return decoder if hasattr(decoder, "float_like") else None  # type: ignore[return-value]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save codes, also where what moves tensors one by one has put a StoredWeight in their place."""
+        for role in ROLES:
+            if self._decoder(role) is not None:
+                self.codes(role)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        """Refuse floats where codes are: torch would cut their fractions off where the shape is that of the codes."""
+        for role in ROLES:
+            new, decoder = state_dict.get(f"{prefix}{role}"), self._decoder(role)
+            if new is not None and decoder is not None and new.dtype != self.codes(role).dtype:
+                errors.append(
+                    f"{prefix}{role} is {new.dtype}, and the loaded layer holds codes of {self.codes(role).dtype}. "
+                    "Possible: quark.torch.dequantize(model), which then takes float values."
+                )
+                state_dict = {name: x for name, x in state_dict.items() if name != f"{prefix}{role}"}
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StoredLayer:
+        """Move all tensors as `fn` does. Of its casts the dtype becomes that of computing, where it can be one: codes,
+        scales and zero points keep theirs, and a cast to a type of codes, to store floats in, leaves the layer alone.
+        """
+        before = self.compute_dtype
+        probe = torch.zeros(1, dtype=before, device=self.codes("weight").device)
+        after = fn(probe).dtype
+        casts = after != before
+        decoders = [decoder for decoder in map(self._decoder, ROLES) if decoder is not None]
+        if casts and after.is_floating_point and after.itemsize > 1:
+            for decoder in decoders:
+                decoder.compute_in(after)
+        branch = branch_of(self)
+        own = [self._parameters.get(role) for role in ROLES if self._decoder(role) is None]
+        # Added or multiplied as they are: a float bias, and a branch.
+        floats = {id(x) for x in (*own, *(() if branch is None else branch.parameters()))}
+        floats = floats if after.itemsize > 1 else set()
+
+        def moved(x: torch.Tensor) -> torch.Tensor:
+            made = fn(x)
+            return made if id(x) in floats or made.dtype == x.dtype else x.to(made.device)
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class StoredLinear(StoredLayer, QuantLinear):
+    """A loaded nn.Linear."""
+
+
+class StoredConv2d(StoredLayer, QuantConv2d):
+    """A loaded nn.Conv2d."""
+
+
+class StoredConvTranspose2d(StoredLayer, QuantConvTranspose2d):
+    """A loaded nn.ConvTranspose2d."""
+
+
+class StoredEmbedding(StoredLayer, QuantEmbedding):
+    """A loaded nn.Embedding."""
+
+
+class StoredEmbeddingBag(StoredLayer, QuantEmbeddingBag):
+    """A loaded nn.EmbeddingBag."""
+
+
+_STORED: dict[type[QuantLayer], type[StoredLayer]] = {
+    QuantLinear: StoredLinear,
+    QuantConv2d: StoredConv2d,
+    QuantConvTranspose2d: StoredConvTranspose2d,
+    QuantEmbedding: StoredEmbedding,
+    QuantEmbeddingBag: StoredEmbeddingBag,
+}
+
+
+def become_stored(layer: QuantLayer) -> None:
+    """Let a layer that holds codes from now on look as a float layer."""
+    layer.__class__ = _STORED.get(type(layer), type(layer))
+
+
+def codes_of(layer: nn.Module, role: str) -> torch.Tensor:
+    """The weight or bias of a layer as it is stored: codes of a loaded layer, else the float tensor."""
+    codes: torch.Tensor = layer.codes(role) if isinstance(layer, StoredLayer) else getattr(layer, role)
+    return codes
