@@ -30,7 +30,7 @@ from quark.torch import (
     save_params,
 )
 from quark.torch.bit_budget.measure import measure_sensitivity
-from quark.torch.checkpoint.dequantize import dequantize_layers
+from quark.torch.checkpoint.dequantize import dequantize
 from quark.torch.config.tensor.enums import QuantFlow
 from quark.torch.model.blocks.offloading import offloading_hooks, onloaded
 from tests.contracts.test_gpu import (
@@ -309,7 +309,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", [*PLACES, *ON_DISK])
 def test_a_quantized_model_becomes_a_float_one(place: str, in_place: Any) -> None:
     def work(model: Any) -> Any:
-        return dequantize_layers(quantized(model, config_of("int8"), batches()))
+        return dequantize(quantized(model, config_of("int8"), batches()))
 
     in_place({**PLACES, **ON_DISK}[place], work)
 

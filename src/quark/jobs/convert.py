@@ -181,7 +181,7 @@ def _requantized(model: Any, scheme: str, request: ConvertRequest) -> Any:
     from quark.core.schemes import scheme_of
     from quark.jobs.folders.schemes import is_mix, scheme_config
     from quark.torch import ModelQuantizer, gguf_config
-    from quark.torch.checkpoint.dequantize import dequantize_layers
+    from quark.torch.checkpoint.dequantize import dequantize
 
     mixed = is_mix(scheme, str(request.format))
     if not mixed and scheme_of(scheme).needs_data:
@@ -189,7 +189,7 @@ def _requantized(model: Any, scheme: str, request: ConvertRequest) -> Any:
             f"--requantize {scheme} has static activation scales, which need calibration data, and convert has none. "
             "Possible: a scheme of weights alone, or with dynamic inputs."
         )
-    model = dequantize_layers(model)
+    model = dequantize(model)
     asked = FolderRequest(model=request.model)
     quantizer = ModelQuantizer(gguf_config(model, scheme) if mixed else scheme_config(asked, None, scheme))
     return quantizer.freeze(quantizer.quantize_model(model))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.compat.torch_names.shorthand_specs import *
     from quark.torch.calibration.distributed import processes as processes
     from quark.torch.calibration.synthetic_data import synthetic_batches as synthetic_batches
+    from quark.torch.checkpoint.dequantize import dequantize as dequantize
     from quark.torch.checkpoint.importer import import_model_from_safetensors as import_model_from_safetensors
     from quark.torch.checkpoint.save_params import load_params as load_params
     from quark.torch.checkpoint.save_params import save_params as save_params
@@ -50,6 +51,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "quark.torch.calibration.distributed": ("processes",),
     "quark.torch.calibration.synthetic_data": ("synthetic_batches",),
     "quark.compat.torch_names.model_exporter": ("ModelExporter", "ModelImporter"),
+    "quark.torch.checkpoint.dequantize": ("dequantize",),
     "quark.torch.checkpoint.importer": ("import_model_from_safetensors",),
     "quark.torch.checkpoint.save_params": ("load_params", "save_params"),
     "quark.torch.config.llm_template": ("LLMTemplate",),

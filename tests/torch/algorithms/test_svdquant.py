@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors
 from quark.torch.algorithms import algorithms_of
-from quark.torch.checkpoint.dequantize import dequantize_layers
+from quark.torch.checkpoint.dequantize import dequantize
 from quark.torch.checkpoint.importer import import_model_from_safetensors
 from quark.torch.checkpoint.save_params import load_params, save_params
 from quark.torch.config.algo_configs import AWQConfig, GPTQConfig, SVDQuantConfig
@@ -135,7 +135,7 @@ def test_kernels_and_float_layers_keep_the_branch() -> None:
     model = ModelQuantizer.freeze(quantized("int8_wo", SMALL))
     expected = logits(model)
     torch.testing.assert_close(logits(accelerate(model)), expected, rtol=1e-4, atol=1e-4)
-    plain = dequantize_layers(quantized("int4_wo_32", SMALL))
+    plain = dequantize(quantized("int4_wo_32", SMALL))
     assert not list(branches(plain)) and not quantized_layers(plain)
     torch.testing.assert_close(logits(plain), logits(quantized("int4_wo_32", SMALL)), rtol=1e-4, atol=1e-5)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from quark.errors import FormatError, NotSupportedError, ShapeError
 from quark.torch import export_safetensors, import_model_from_safetensors
-from quark.torch.checkpoint.dequantize import dequantize_layers
+from quark.torch.checkpoint.dequantize import dequantize
 from quark.torch.layers.replace import quantized_layers
 from tests.models.checkpoints import change_config, frozen, logits, stored, weights
 from tests.models.torch_zoo import tiny_llama
@@ -159,7 +159,7 @@ def test_a_folder_is_converted_to_the_bit_or_refused(tmp_path: Path) -> None:
     with pytest.raises(NotSupportedError, match=r"layers.*weight: .*not consecutive inputs \(desc_act\).*--requantize"):
         export_safetensors(made.check(), tmp_path / "out", "compressed-tensors")
     assert not (tmp_path / "out").exists()
-    assert torch.equal(logits(dequantize_layers(made.check())), logits(made.model))
+    assert torch.equal(logits(dequantize(made.check())), logits(made.model))
 
 
 def test_layers_of_their_own_are_read(tmp_path: Path) -> None:

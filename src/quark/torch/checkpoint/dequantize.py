@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import nn
 
 from quark.errors import NotSupportedError
-from quark.torch.layers import ROLES
+from quark.torch.layers import ROLES, QuantLayer
 from quark.torch.layers.base import EXTRA_SUFFIXES, take_over_forward
 from quark.torch.layers.low_rank import undo_branch
 from quark.torch.layers.replace import quantized_layers, set_submodule
+from quark.torch.layers.stored_codes.model import forget_answers
 from quark.torch.model.blocks.offloading import with_weights
 
 _NOTED = (
@@ -23,15 +23,27 @@ _NOTED = (
     "save_pretrained",
     "hf_quantizer",
     "decoded_layers",
+    "dequantize",
+    "quantization_method",
+    "is_quantized",
 )
 """Attributes that loading and quantizing leave on a model."""
 
 
 @with_weights
-def dequantize_layers(model: nn.Module) -> nn.Module:
+def dequantize(model: nn.Module) -> nn.Module:
     """Put float layers in the place of quantized ones, in place; inputs are no longer quantized either.
 
+    Args:
+        model: Loaded from a quantized folder, or quantized in this session, frozen or not. Adapters of PEFT on it stay,
+            and are then on float layers.
+
+    Returns:
+        The same model. Its layers are those of the float model, with the values that the codes stand for, in the dtype
+        that the model computes in.
+
     Raises:
+        ConfigError: The layers were packed by `accelerate`.
         NotSupportedError: A layer whose output is quantized, as for a KV cache, or whose input is rotated.
     """
     layers = quantized_layers(model)
@@ -42,22 +54,38 @@ def dequantize_layers(model: nn.Module) -> nn.Module:
             )
     with torch.no_grad():
         for name, layer in layers.items():
-            weight, bias = layer.quantized("weight", layer.weight).clone(), layer.quantized_bias()  # type: ignore[arg-type]
-            module: nn.Module = layer.float_class.__new__(layer.float_class)
-            module.__dict__.update({key: copy.copy(value) for key, value in layer.__dict__.items() if key != "spec"})
-            for role in ROLES:
-                del module._modules[f"{role}_quantizer"]
-                for suffix in EXTRA_SUFFIXES:
-                    module._buffers.pop(f"{role}_{suffix}", None)
-            module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-            if bias is not None:
-                module._parameters["bias"] = nn.Parameter(bias, requires_grad=False)
-            take_over_forward(module, layer)
-            undo_branch(module)
-            set_submodule(model, name, module)
-    for noted in _NOTED:
-        model.__dict__.pop(noted, None)
-    config: Any = getattr(model, "config", None)
-    if config is not None:
-        config.__dict__.pop("quantization_config", None)
+            set_submodule(model, name, _float_layer(layer))
+    for module in model.modules():  # adapters of PEFT may stand around the model that was loaded
+        _forget_notes(module)
     return model
+
+
+def _float_layer(layer: QuantLayer) -> nn.Module:
+    """The layer of the float class, which shares hooks and flags with a quantized one."""
+    values = {"weight": layer.quantized_weight().clone(), "bias": layer.quantized_bias()}
+    module: nn.Module = layer.float_class.__new__(layer.float_class)
+    module.__dict__.update({key: copy.copy(value) for key, value in layer.__dict__.items() if key != "spec"})
+    for role in ROLES:
+        del module._modules[f"{role}_quantizer"]
+        for suffix in EXTRA_SUFFIXES:
+            module._buffers.pop(f"{role}_{suffix}", None)
+    for leaf, value in values.items():
+        module._buffers.pop(leaf, None)  # where codes lie that are no parameters
+        module._parameters[leaf] = None if value is None else nn.Parameter(value)
+    take_over_forward(module, layer)
+    undo_branch(module)
+    return module
+
+
+def _forget_notes(module: nn.Module) -> None:
+    """Take from a module, and from its config, what says that it is quantized."""
+    for noted in _NOTED:
+        module.__dict__.pop(noted, None)
+    forget_answers(module)
+    fields = getattr(module.__dict__.get("config"), "__dict__", {})
+    for field in ("quantization_config", "_is_quantized"):
+        fields.pop(field, None)
+    stored = module.__dict__.get("_internal_dict")  # the config of a network of diffusers
+    if isinstance(stored, dict) and "quantization_config" in stored:
+        left = {name: value for name, value in stored.items() if name != "quantization_config"}
+        module.__dict__["_internal_dict"] = type(stored)(left)

@@ -16,7 +16,7 @@ from torch import nn
 from quark.core.spec import LayerSpec
 from quark.errors import FormatError, QuarkError
 from quark.torch.checkpoint.carried import CarriedLayers, carried_modules, carried_of, refuse_carried
-from quark.torch.checkpoint.dequantize import dequantize_layers
+from quark.torch.checkpoint.dequantize import dequantize
 from quark.torch.checkpoint.importer import load_stored, read_quantization_config
 from quark.torch.checkpoint.loading import stored_like
 from quark.torch.checkpoint.opened import OpenedFolder
@@ -67,7 +67,7 @@ def carried_beside_model(
     apart = list(quantized_layers(coded)) if coded is not None else []
     made: list[Entry] = []
     if coded is not None:
-        coded = coded if loaded else dequantize_layers(coded)
+        coded = coded if loaded else dequantize(coded)
         made = list(entries(coded, pack_method, real, form))
         kept = {name: layer.spec for name, layer in quantized_layers(coded).items()}
         plan = replace(plan, beside={**plan.beside, **kept})
