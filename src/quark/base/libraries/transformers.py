@@ -79,6 +79,7 @@ NAMES = (
     ),
     Name("quantizers.base", "HfQuantizer.param_needs_quantization", "quantizing while a model is loaded"),
     Name("quantizers.base", "HfQuantizer.get_quantize_ops", "quantizing while a model is loaded"),
+    Name("quantizers.quantizer_quark", "QuarkHfQuantizer.is_trainable", "adapters that the Trainer trains"),
     Name("quantizers.auto", "register_quantizer", "quantizing while a model is loaded"),
     Name(_NAMES, "ConversionOps", "quantizing while a model is loaded"),
     Name("utils.chat_template_utils", "render_jinja_template", "conversations as texts"),
@@ -210,6 +211,14 @@ def always_float32(model: Any) -> list[str]:
 def has_values(tensor: Any, whether: bool = True) -> None:
     """Say of a tensor, or of a module, that its values are there, so that the loader draws none."""
     tensor._is_hf_initialized = whether
+
+
+def let_adapters_train() -> None:
+    """Let the Trainer take a model that quark loads, with adapters on it; without any it says that it needs some.
+
+    transformers says of its class for quark's folders, of which it makes an object itself, that nothing trains.
+    """
+    _module("quantizers.quantizer_quark").QuarkHfQuantizer.is_trainable = True
 
 
 def draw_missing(model: Any) -> None:

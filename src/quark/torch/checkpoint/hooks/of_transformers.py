@@ -24,6 +24,7 @@ from quark.base.libraries.transformers import (
     conversions,
     file_in_cache,
     has_values,
+    let_adapters_train,
     merged_as,
     mergers,
     revision_of,
@@ -65,6 +66,9 @@ def _map_to_quark(
     _refuse_scales(model, stored)
     map_to_stored(model, config, pack_method, config.weight_format or REAL_QUANTIZED)
     mark_loaded(model, config, "quark")
+    let_adapters_train()
+    for layer in quantized_layers(model).values():
+        has_values(layer)  # its tensors are in the files; of a part on the disk transformers would draw codes
     _untie(model)
     # transformers makes up what is missing, and casts what is of another dtype: all is checked before it loads.
     stored_tensors(model, FORMATS["quark"], read_tensors(files), named_dtype(read_config(folder)), partial=True)

@@ -87,8 +87,8 @@ class QuarkOnLoadQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Codes have no gradients."""
-        return False
+        """Adapters on it train; codes have no gradients."""
+        return True
 
 
 class WrittenQuarkConfig(QuarkConfig):  # type: ignore[misc]
