@@ -54,6 +54,7 @@ OVER_REGISTRIES = {
     "contracts/test_gpu.py::test_every_scheme_under_every_algorithm": 97,
     "contracts/test_idle_experts.py": 20,
     "contracts/test_kv_cache.py": 10,
+    "contracts/test_loaded_life.py": 40,
     "contracts/test_mixtures.py": 12,
     "contracts/test_observers.py": 10,
     "contracts/test_on_load.py": 40,
