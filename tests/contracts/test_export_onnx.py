@@ -66,7 +66,7 @@ class Export:
         with torch.no_grad():
             self.wanted = dict(zip(schemes, self.model(self.x), strict=True))
             layers = {name: self.model.layers[f"as_{name}"] for name in schemes}
-            self.weights = {name: layer.quantized("weight", layer.weight) for name, layer in layers.items()}
+            self.weights = {name: layer.quantized_weight() for name, layer in layers.items()}
         self.file = export_onnx(self.model, folder / "quantized", self.x, uint4_int4_flag=True, output_names=schemes)
         self.proto = onnx.load(self.file)
         self.stored = {tensor.name: tensor for tensor in self.proto.graph.initializer}

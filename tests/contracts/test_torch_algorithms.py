@@ -93,7 +93,7 @@ def weighted_weight_error(model: Any) -> float:
     for name, moments in inputs.items():
         layer = block.get_submodule(name)
         with torch.no_grad():
-            error = layer.quantized("weight", layer.weight) - reference().model.layers[0].get_submodule(name).weight
+            error = layer.quantized_weight() - reference().model.layers[0].get_submodule(name).weight
         total += float((error.square() * moments).sum())
     return total
 

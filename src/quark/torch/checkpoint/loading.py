@@ -40,6 +40,7 @@ from quark.torch.layers.online_rotation import hold_rotations
 from quark.torch.layers.replace import quantized_layers, replace_layer
 from quark.torch.layers.stored_codes.layer import become_stored
 from quark.torch.layers.stored_codes.model import answer_as_float
+from quark.torch.layers.stored_codes.weight import StoredWeight
 from quark.torch.model.passes import prepare, undo
 from quark.torch.plan import Plan, chooser, make_plan
 
@@ -106,6 +107,8 @@ class StoredTensor(nn.Module):
 
     def forward(self, stored: torch.Tensor, extras: Extras | None = None) -> torch.Tensor:
         """The float tensor; `extras` are the stored tensors that live on the layer."""
+        if isinstance(stored, StoredWeight):  # `weight` of the layer, as others see it
+            stored = stored.coded
         if self._kept is not None and id(stored) in self._kept:
             return self._kept[id(stored)]
         decoded = self.layout.load({"": stored, **self._params(extras)}, self.shape)

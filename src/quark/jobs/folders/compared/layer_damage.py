@@ -118,8 +118,7 @@ def coded_layers(model: Any) -> dict[str, Any]:
 
 def decoded_weight(layer: Any) -> Any:
     """The values that a layer of `coded_layers` computes with."""
-    weight: Any = layer.weight
-    return layer.quantized("weight", weight) if isinstance(layer, QuantLayer) else weight
+    return layer.quantized_weight() if isinstance(layer, QuantLayer) else layer.weight
 
 
 def input_range(layer: QuantLayer) -> tuple[float, float] | None:
