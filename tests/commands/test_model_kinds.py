@@ -57,6 +57,20 @@ def test_what_stands_behind_a_sentence_encoder_comes_along(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_an_onnx_file_of_an_encoder_has_its_recipe_beside_it(tmp_path: Path) -> None:
+    folder = model_folder("sentence_encoder", tmp_path / "encoder")
+    line = ("quantize", folder, "--for", "onnxruntime", "--scheme", "int8_wo", "-o")
+    done = quark(*line, tmp_path / "x.onnx")
+    assert done.code == 0, done.err
+    assert {path.name for path in tmp_path.iterdir()} == {"encoder", "x.onnx", "x.quark_recipe.yaml"}
+    assert quark("run", tmp_path / "x.quark_recipe.yaml", "-o", tmp_path / "y.onnx").code == 0
+    assert (tmp_path / "y.onnx").read_bytes() == (tmp_path / "x.onnx").read_bytes()
+    (tmp_path / "z.quark_recipe.yaml").write_text("mine")
+    assert "z.quark_recipe.yaml exists already" in quark(*line, tmp_path / "z.onnx").err
+    assert not (tmp_path / "z.onnx").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -99,6 +113,9 @@ def test_a_sentence_encoder_loads_with_its_own_package(layout: str, tmp_path: Pa
     wanted, found = (package.SentenceTransformer(str(path)).encode(sentences) for path in (folder, out))
     norms = np.linalg.norm(wanted, axis=1) * np.linalg.norm(found, axis=1)
     assert ((wanted * found).sum(1) / norms).min() > 0.99 and not np.array_equal(wanted, found)
+    for _ in range(2):
+        package.SentenceTransformer(str(out)).save_pretrained(str(tmp_path / "saved"))
+        assert np.array_equal(package.SentenceTransformer(str(tmp_path / "saved")).encode(sentences), found)
     done = quark("plan", folder, "--scheme", "int8_wo")
     assert done.code == 0 and "SentenceTransformer" not in done.out
     done = quark("quantize", folder, "--scheme", "int8_wo", "--format", "compressed-tensors", "-o", tmp_path / "packed")

@@ -19,9 +19,10 @@ from quark.jobs.folders.job import FolderJob
 from quark.jobs.folders.pipeline import copy_rest, requests_of
 from quark.jobs.folders.sentence_encoders import around, is_sentence_encoder, model_of
 from quark.jobs.processes import refuse_processes
-from quark.jobs.recipes.recipe import RECIPE, Recipe
+from quark.jobs.recipes.recipe import Recipe
 from quark.jobs.request import is_adapter, is_gguf, is_pipeline
 from quark.jobs.run_folder import FolderResult, run_model
+from quark.jobs.words import RECIPE
 
 if TYPE_CHECKING:
     from quark.jobs.denoisers import DenoiserJob

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 FOLDER_FORMS = ("quark", "awq", "gptq", "fp8", "compressed-tensors")
 GGUF, ONNX, COMFYUI = FILE_FORMS = ("gguf", "onnx", "comfyui")
 """Forms that are one file, not a folder of safetensors."""
+RECIPE = "quark_recipe.yaml"
+"""The name of a recipe in the folder that was made of it."""
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 

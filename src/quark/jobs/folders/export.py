@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quark.base.files import atomic_file, check_apart, check_file, check_folder
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
-from quark.jobs.words import GGUF, ONNX
+from quark.jobs.words import GGUF, ONNX, RECIPE
 
 if TYPE_CHECKING:
     from quark.torch.checkpoint.opened import OpenedFolder
@@ -107,6 +107,8 @@ class Export:
         """Raise for an output that cannot be written, may not be replaced, or is what is read."""
         if self.form in FILES:
             check_file(self.path, self.force)
+        if self._is_named_onnx:
+            check_file(self._beside(RECIPE), self.force)
         else:
             check_apart(self.path, self.source, whole=True)
         check_apart(self.path, data)
@@ -118,7 +120,16 @@ class Export:
         """The path that a program opens: the file of a form that is one, else the folder."""
         if self.form == GGUF:
             return self.output if self.output.suffix == ".gguf" else self.output / f"{self.source.resolve().name}.gguf"
-        return self.output / "quark_model.onnx" if self.form == ONNX else self.output
+        return self.output / "quark_model.onnx" if self.form == ONNX and not self._is_named_onnx else self.output
+
+    @property
+    def _is_named_onnx(self) -> bool:
+        """True where the output is an ONNX file by its own name, not a folder of one."""
+        return self.form == ONNX and self.output.suffix == ".onnx" and not self.output.is_dir()
+
+    def _beside(self, name: str) -> Path:
+        """The place of an attachment of an ONNX file: in its folder, under the name of the file where that is named."""
+        return self.output.with_name(f"{self.output.stem}.{name}") if self._is_named_onnx else self.output / name
 
     def size(self) -> int:
         """The bytes of the weights on disk, once they are written tensor by tensor."""
@@ -134,8 +145,9 @@ class Export:
         if self.form == ONNX:
             size = self._write_onnx(model)
             for name, text in self.attachments.items():
-                with atomic_file(self.output / name) as temporary:
-                    temporary.write_text(text, encoding="utf-8")
+                place = self._beside(name)
+                with atomic_file(place) as temporary:
+                    temporary.write_text(text.replace(name, place.name, 1), encoding="utf-8")
             return size
         write_model(model, self.path, self.target(), self.force, folder or opened_from(model))
         return self.size()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from quark.errors import ConfigError
 from quark.jobs.evaluate import EvaluateFiles, EvaluateFolders, held_out
-from quark.jobs.recipes.recipe import RECIPE, data_digest
+from quark.jobs.recipes.recipe import data_digest
+from quark.jobs.words import RECIPE
 
 
 def check_held_out(request: EvaluateFolders | EvaluateFiles) -> None:

@@ -24,10 +24,8 @@ from quark.base.yaml_objects import write_yaml
 from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.jobs.options import key_of, option_of
 from quark.jobs.request import QUANTIZE, JobRequest, Kinds, is_pipeline, options_of
-from quark.jobs.words import split_algorithm
+from quark.jobs.words import RECIPE, split_algorithm
 
-RECIPE = "quark_recipe.yaml"
-"""The name of a recipe in the folder that was made of it."""
 FORMAT = 1
 """The version of the form of recipes, under the key `recipe`."""
 
