@@ -54,14 +54,19 @@ KINDS = {
 
 
 @contextmanager
-def atomic_folder(path: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Path]:
+def atomic_folder(path: str | os.PathLike[str], overwrite: bool = False, anything: bool = False) -> Iterator[Path]:
     """Yield an empty folder that becomes `path` when the body ends, and vanishes when it fails.
+
+    Args:
+        path: The folder.
+        overwrite: Replace what is there.
+        anything: What is replaced may hold no model: the body takes care of it.
 
     Raises:
         OutputExistsError: `path` is a file or a folder that is not empty, and `overwrite` is False.
         OutputError: The disk is full or the folder cannot be written.
     """
-    target = check_folder(path, overwrite)
+    target = (check_place if anything else check_folder)(path, overwrite)
     with temporary_folder(target) as temporary:
         folder = temporary / target.name
         folder.mkdir()

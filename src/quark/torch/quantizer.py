@@ -259,7 +259,7 @@ class ModelQuantizer:
         device: str | list[str] | None = None,
         presharded_weights: object | None = None,
         workers: int | None = None,
-        overwrite: bool = False,
+        overwrite: bool | None = None,
         keep_unexpected: bool = False,
         **options: Any,
     ) -> None:
@@ -273,14 +273,14 @@ class ModelQuantizer:
             weight_converters, presharded_weights: Not part of this version.
             device: A device or a list of devices that compute; None: the CPU.
             workers: Threads for each device; None: as many as keep it busy.
-            overwrite: Replace `save_path` if it is there.
+            overwrite: As for `export_safetensors`.
             keep_unexpected: Copy tensors that the class of the model has no place for.
             options: Of `export_safetensors`: `custom_mode`, `reader`, `weight_format`, `max_shard_size` and others.
 
         Raises:
             NotSupportedError: The config needs calibration data, or an argument is not part of this version.
             FormatError: A file is missing, damaged, or not of a known checkpoint.
-            OutputError: The folder cannot be written, or exists and `overwrite` is False.
+            OutputError: The folder cannot be written, or exists and may not be replaced.
         """
         for name, value in (("weight_converters", weight_converters), ("presharded_weights", presharded_weights)):
             if value is not None:

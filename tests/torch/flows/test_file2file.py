@@ -337,7 +337,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     source = save_float(tmp_path / "float")
     first = file_to_file(scheme("int8_wo"), source, tmp_path / "out")
     with pytest.raises(OutputExistsError):
-        file_to_file(scheme("mxfp4"), source, tmp_path / "out")
+        file_to_file(scheme("mxfp4"), source, tmp_path / "out", overwrite=False)
     assert contents(tmp_path / "out") == first
     assert file_to_file(scheme("mxfp4"), source, tmp_path / "out", overwrite=True) != first
 

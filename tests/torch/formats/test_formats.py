@@ -369,7 +369,7 @@ def test_an_existing_output_is_refused_and_replaced_only_on_request(checkpoint: 
     (out / "mine.txt").write_text("keep me")
     model = frozen("int4_wo_32")
     with pytest.raises(OutputExistsError, match="exists already"):
-        export_safetensors(model, out)
+        export_safetensors(model, out, overwrite=False)
     assert [f.name for f in out.iterdir()] == ["mine.txt"]
     with pytest.raises(OutputExistsError, match="holds no model"):
         export_safetensors(model, out, overwrite=True)

@@ -371,7 +371,8 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [], message
     export_onnx(model, tmp_path, x)
     with pytest.raises(OutputExistsError, match="quark_model.onnx exists"):
-        export_onnx(model, tmp_path, x)
+        export_onnx(model, tmp_path, x, overwrite=False)
+    export_onnx(model, tmp_path, x)
 
 
 def test_the_file_is_as_small_as_the_scheme(tmp_path: Path) -> None:

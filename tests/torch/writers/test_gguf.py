@@ -622,6 +622,9 @@ def test_a_file_that_is_there_is_kept_unless_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "m.gguf").read_text() == "mine"
     export_gguf(model, tmp_path, "m", LANGUAGE_MODEL, overwrite=True)
     assert tensors(tmp_path / "m.gguf")
+    export_gguf(model, tmp_path, "m", LANGUAGE_MODEL)
+    with pytest.raises(OutputExistsError, match="exists already"):
+        export_gguf(model, tmp_path, "m", LANGUAGE_MODEL, overwrite=False)
 
 
 @pytest.mark.slow

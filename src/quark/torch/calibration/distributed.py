@@ -388,7 +388,9 @@ def from_first(value: T) -> T:
 
 
 @contextmanager
-def shared_output(path: str | os.PathLike[str], overwrite: bool = False, is_file: bool = False) -> Iterator[Path]:
+def shared_output(
+    path: str | os.PathLike[str], overwrite: bool = False, is_file: bool = False, anything: bool = False
+) -> Iterator[Path]:
     """`atomic_folder` or `atomic_file` for all ranks, on a file system that all of them see: it becomes `path` when all
     are done.
 
@@ -415,7 +417,7 @@ def shared_output(path: str | os.PathLike[str], overwrite: bool = False, is_file
         return
     told = False
     try:
-        with (atomic_file if is_file else atomic_folder)(path, overwrite) as made:
+        with atomic_file(path, overwrite) if is_file else atomic_folder(path, overwrite, anything) as made:
             from_first(made)
             told = True
             _require_seen(made.parent)

@@ -26,7 +26,7 @@ from quark.core.checks import naming
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 from quark.torch.calibration.calibrate import qparams_under, sharing_scales, tensor_qparams
-from quark.torch.calibration.distributed import check_alive, check_devices, rank, shared_output, world
+from quark.torch.calibration.distributed import check_alive, check_devices, rank, world
 from quark.torch.calibration.surroundings import own_arithmetic
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import ByteRange, write_across
@@ -46,6 +46,7 @@ from quark.torch.writers import by_rows
 from quark.torch.writers.by_rows import RowsOfWeight, Way, copy_pieces, ways_of
 from quark.torch.writers.folder import QUARK
 from quark.torch.writers.writer import Move, OutputTarget, Writer
+from quark.torch.writers.written_into import written_into
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def quantize_files(
     *,
     devices: list[str],
     workers: int | None = None,
-    overwrite: bool = False,
+    overwrite: bool | None = False,
     keep_unexpected: bool = False,
     target: OutputTarget = QUARK,
     plan: FolderPlan | None = None,
@@ -137,7 +138,7 @@ def quantize_files(
     conversion = Conversion(job.files, job.quantization)
     with (
         own_arithmetic(),
-        shared_output(output, overwrite, target.is_file) as made,
+        written_into(output, overwrite, target.is_file) as made,
         replaced(job.model, job.plan) as layers,
     ):
         contents = job.contents()

@@ -160,6 +160,11 @@ def side_files(folder: Path) -> list[Path]:
     return [file_of(folder, name).relative_to(folder) for name in found]
 
 
+def travels_by_name(name: str) -> bool:
+    """Return True for files of tokenizers and processors, and lists of modules: they belong to a model by name."""
+    return _SIDE_FILES.search(name) is not None
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Look for a tokenizer in the folder of a model, or for a preprocessor in its place, as models of images have.
 
@@ -171,7 +176,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 def _travels(path: Path) -> bool:
     """Return True where a file at the top of a folder goes into the output too."""
-    if _SIDE_FILES.search(path.name):
+    if travels_by_name(path.name):
         return not path.is_dir()
     # Only a model folder has all of its files copied: where a model was built by hand, its name may be that of another.
     model = (path.parent / "config.json").is_file()

@@ -30,7 +30,7 @@ from quark.torch.formats.readers import READERS, TRANSFORMERS, check_readers, re
 from quark.torch.model.folder_files import side_files
 from quark.torch.plan import Plan
 from quark.torch.writers.carried import carried_beside_model
-from quark.torch.writers.config_files import write_config, write_generation_config
+from quark.torch.writers.config_files import CONFIG, write_config, write_generation_config
 from quark.torch.writers.model_card import CARD, write_card
 from quark.torch.writers.writer import Move, OutputTarget, Quantized, Writer
 
@@ -192,6 +192,7 @@ class FolderWriter(Writer):
         write_card(given.model, self.plan.layers, given.config, path, output, target.goal)
         for name, text in target.attachments.items():
             (output / name).write_text(text, encoding="utf-8")
+        (output / CONFIG).touch()  # the youngest: see writers/written_into.py
 
 
 def _write_companions(model: Any, source: Path | None, tokenizer: Any, folder: Path) -> None:

@@ -13,7 +13,7 @@ from quark.base.files import check_apart, final_place
 from quark.base.libraries.diffusers import is_network
 from quark.base.log import logger
 from quark.errors import ConfigError, NotSupportedError
-from quark.torch.calibration.distributed import rank, shared_output
+from quark.torch.calibration.distributed import rank
 from quark.torch.checkpoint.loading import REAL_QUANTIZED
 from quark.torch.checkpoint.opened import OpenedFolder, opened_from
 from quark.torch.config.config import QConfig
@@ -25,6 +25,7 @@ from quark.torch.model.folder_files import check_files
 from quark.torch.plan import Plan
 from quark.torch.writers.folder import FolderTarget, of_model
 from quark.torch.writers.writer import OutputTarget
+from quark.torch.writers.written_into import written_into
 
 
 def export_safetensors(
@@ -36,7 +37,7 @@ def export_safetensors(
     *,
     tokenizer: Any = None,
     max_shard_size: str = "5GB",
-    overwrite: bool = False,
+    overwrite: bool | None = None,
     attachments: Mapping[str, str] | None = None,
     reader: str = TRANSFORMERS,
     goal: str | None = None,
@@ -51,7 +52,8 @@ def export_safetensors(
         pack_method: Order of 4-bit codes in a word: "reorder" (AWQ kernels) or "order" (quark only).
         tokenizer: Saved beside the model; default: the tokenizer files of the folder the model came from.
         max_shard_size: Largest safetensors file.
-        overwrite: Replace `output_dir` if it is there.
+        overwrite: Replace `output_dir` if it is there; False: raise. None: a folder without a model is written into,
+            and one that quark wrote gets the new model in the place of its own; other files stay, and are named.
         attachments: Files of text that lie beside the weights: name -> text.
         reader: What it is made for: "transformers", or "vllm" or "sglang", which find experts that it does not.
         goal: The program of `quark.goals.GOALS` whose command the model card has. None: those of the servers that are
@@ -79,7 +81,7 @@ def export_safetensors(
 
 @with_weights
 def write_model(
-    model: nn.Module, output: Path, target: OutputTarget, overwrite: bool, source: OpenedFolder | None
+    model: nn.Module, output: Path, target: OutputTarget, overwrite: bool | None, source: OpenedFolder | None
 ) -> Path:
     """Write a model of transformers or diffusers; see `export_safetensors`.
 
@@ -87,7 +89,7 @@ def write_model(
         model: Quantized, in memory.
         output: Folder or file to make.
         target: What is written.
-        overwrite: Replace it if it is there.
+        overwrite: See `written_into`.
         source: That the model was loaded from; None: it is not known.
     """
     writer = target.writer(of_model(model, *_quantized_as(model), source))
@@ -97,7 +99,7 @@ def write_model(
         check_apart(output, source.path, whole=not target.is_file)
         if not target.is_file:
             check_files(source.path)  # what is copied at the end is refused at the beginning
-    with shared_output(output, overwrite, target.is_file) as made:
+    with written_into(output, overwrite, target.is_file, bool(getattr(target, "tokenizer", None))) as made:
         if rank() == 0:
             writer.write(made)
     logger.info("Exported to %s.", final_place(output))
@@ -135,7 +137,7 @@ def export_gguf(
     model_type: str,
     tokenizer_path: str | os.PathLike[str],
     *,
-    overwrite: bool = False,
+    overwrite: bool | None = None,
 ) -> Path:
     """Write one GGUF file, tokenizer included, that llama.cpp and transformers load.
 
@@ -145,7 +147,7 @@ def export_gguf(
         output_dir: Folder of the file.
         model_type: Name of the file without ".gguf".
         tokenizer_path: Folder that holds the tokenizer.
-        overwrite: Replace the file if it is there.
+        overwrite: Replace the file if it is there; False: raise. None: replace it where it is a GGUF file.
 
     Returns:
         The file.

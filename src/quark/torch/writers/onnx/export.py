@@ -50,7 +50,7 @@ def export_onnx(
     dynamo: bool = False,
     *,
     dynamic_shapes: Any = None,
-    overwrite: bool = False,
+    overwrite: bool = True,
 ) -> Path:
     """Write a quantized model as an ONNX file, weights as integers: as `output_dir/quark_model.onnx`, or as named.
 
@@ -67,7 +67,7 @@ def export_onnx(
         uint4_int4_flag: Store codes of 2 to 4 bits as INT4 and UINT4; False stores them as INT8 and UINT8.
         dynamo: Either value gives the same file, whose graph comes from torch.export; for False a log line says so.
         dynamic_shapes: As for `torch.onnx.export`: axes that may have any length, `{"input_ids": {0: "batch"}}`.
-        overwrite: Replace a file that is there.
+        overwrite: Replace a file that is there; False: raise.
 
     Returns:
         The file. Over 2 GB, the weights lie beside it, in `quark_model.onnx.data`.
@@ -94,10 +94,11 @@ def export_onnx(
 
     share_constants(written)
     drop_inferable(written)
+    replaced = " (replaced)" if file.exists() else ""
     save(written, file, overwrite=overwrite)
     if not dynamo:
         logger.info("The graph comes from torch.export, also with dynamo=False.")
-    logger.info("Exported to %s.", file)
+    logger.info("Exported to %s%s.", file, replaced)
     return file
 
 
