@@ -370,6 +370,7 @@ def _module(
     from quark.torch.config.llm_template import default_exclusions
     from quark.torch.model.meta_model import meta_copy
     from quark.torch.plan import divides
+    from quark.torch.writers.adapters import refuse_adapted
 
     if options:
         raise ConfigError(f"{', '.join(options)}: of a folder or a file only. Possible: its path, or quark.torch.")
@@ -380,6 +381,8 @@ def _module(
     ))  # fmt: skip
     folder = getattr(model, "name_or_path", "")
     _check_kind(chosen, output, folder)
+    if output is not None:
+        refuse_adapted(model, "An adapter of PEFT is in the model")
     if chosen.distills and has_data:
         chosen, data = _completed(chosen, model, data)
     algorithms = torch_algorithms(chosen.algorithms) or None

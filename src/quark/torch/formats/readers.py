@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.libraries.diffusers import is_network
 from quark.base.libraries.transformers import (
     always_float32,
     any_of,
@@ -80,6 +81,8 @@ def check_readers(
     """
     read = read_forms(forms, form, reader)
     undecoded = _undecoded(model, form, folder, forms, reader)
+    if is_network(model):
+        _check_network(model, tensors)
     if not is_transformers_model(model):
         return undecoded
     meta = meta_copy(model)
@@ -184,6 +187,23 @@ def _as_loaded(meta: Any, form: FolderFormat) -> Any:
             with torch.device("meta"):
                 meta.set_submodule(name, patched(meta.config.get_text_config()))
     return meta
+
+
+def _check_network(model: Any, tensors: Iterable[str]) -> None:
+    """Refuse where a network as diffusers builds it has layers that are not stored, or others: they were changed."""
+    own, stored = dict(meta_copy(model).state_dict(keep_vars=True)), {*tensors}
+    there = {id(x) for name, x in own.items() if name in stored}
+    missing = [name for name, x in own.items() if id(x) not in there]
+    lost = sorted(name for name in stored.difference(own) if name.endswith((WEIGHT, ".bias")))
+    inside = tuple(f"{name}." for name in _apart(model))
+    for verb, names in (("would lack", missing), ("has no place for", lost)):
+        names = [name for name in names if not name.startswith(inside)]
+        if names:
+            raise NotSupportedError(
+                f"diffusers would not load this folder: {type(model).__name__}, as its config builds it, {verb} "
+                f"{', '.join(names[:SHOWN])}{' ...' if names[SHOWN:] else ''}. Possible: to undo what was changed in "
+                "the network since it was built (unfuse_qkv_projections, unload_lora_weights)."
+            )
 
 
 def _check_names(

@@ -87,7 +87,11 @@ def read_generation_config(model: Any, folder: Path) -> None:
 
 
 def meta_copy(model: Any) -> Any:
-    """A float model of the class and config of a transformers model, on the meta device: what a loader begins with."""
+    """A float model of the class and config of a model of transformers or diffusers, on the meta device: what a loader
+    begins with.
+    """
+    if is_network(model):
+        return empty_network(type(model), model.config, model.dtype)
     config = copy.deepcopy(model.config)
     config.__dict__.pop("quantization_config", None)
     return empty_model(type(model), config, model.dtype)

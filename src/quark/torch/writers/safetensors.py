@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from quark.base.files import check_apart, final_place
 from quark.base.libraries.diffusers import is_network
+from quark.base.libraries.peft import base_model, has_adapter
 from quark.base.log import logger
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.calibration.distributed import rank
@@ -23,6 +24,7 @@ from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.blocks.offloading import with_weights
 from quark.torch.model.folder_files import check_files
 from quark.torch.plan import Plan
+from quark.torch.writers.adapters import without_adapters
 from quark.torch.writers.folder import FolderTarget, of_model
 from quark.torch.writers.writer import OutputTarget
 from quark.torch.writers.written_into import written_into
@@ -92,16 +94,18 @@ def write_model(
         overwrite: See `written_into`.
         source: That the model was loaded from; None: it is not known.
     """
-    writer = target.writer(of_model(model, *_quantized_as(model), source))
-    if (undecoded := writer.check()) is not None:
-        logger.warning("%s", undecoded)
-    if source is not None:
-        check_apart(output, source.path, whole=not target.is_file)
-        if not target.is_file:
-            check_files(source.path)  # what is copied at the end is refused at the beginning
-    with written_into(output, overwrite, target.is_file, bool(getattr(target, "tokenizer", None))) as made:
-        if rank() == 0:
-            writer.write(made)
+    model = base_model(model)
+    with without_adapters(model):
+        writer = target.writer(of_model(model, *_quantized_as(model), source))
+        if (undecoded := writer.check()) is not None:
+            logger.warning("%s", undecoded)
+        if source is not None:
+            check_apart(output, source.path, whole=not target.is_file)
+            if not target.is_file:
+                check_files(source.path)  # what is copied at the end is refused at the beginning
+        with written_into(output, overwrite, target.is_file, bool(getattr(target, "tokenizer", None))) as made:
+            if rank() == 0:
+                writer.write(made)
     logger.info("Exported to %s.", final_place(output))
     return output
 
@@ -112,12 +116,16 @@ def save_quantized(model: Any, save_directory: str | os.PathLike[str], **options
     Args:
         model: The model.
         save_directory: Folder to make.
-        options: `max_shard_size`; others of transformers have no meaning here.
+        options: `max_shard_size`; others of transformers have no meaning here, unless it has an adapter: then
+            transformers writes that alone, as it does for any model.
 
     Raises:
         NotSupportedError: Another option, or a model that was read from a GGUF file.
         OutputExistsError, OutputError: See `export_safetensors`.
     """
+    if has_adapter(model) and not is_network(model):
+        type(model).save_pretrained(model, save_directory, **options)
+        return
     if model.quant_format not in FORMATS:
         raise NotSupportedError(
             "save_pretrained writes folders, and this model was read from a GGUF file. Possible: export_gguf."
