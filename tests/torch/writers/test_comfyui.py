@@ -123,6 +123,34 @@ def flux(path: Path, width: int = 96, dtype: torch.dtype = torch.bfloat16) -> di
     return made
 
 
+@pytest.mark.parametrize("form", ["raw", "scale_weight", "weight_scale"])
+def test_a_file_in_fp8_is_read_as_its_codes_times_their_scale(form: str, tmp_path: Path) -> None:
+    floats, files = flux(tmp_path / "float.safetensors"), ("fp8.safetensors", "same.safetensors")
+    stored, values = dict(floats), dict(floats)
+    for name, x in floats.items():
+        if x.ndim < 2:
+            continue
+        scale = torch.tensor(1.0 if form == "raw" else float(x.abs().max()) / 448)
+        stored[name] = (x.float() / scale).to(torch.float8_e4m3fn)
+        values[name] = (stored[name].float() * scale).bfloat16()
+        layer = name.removesuffix("weight")
+        if form != "raw":
+            other = "scale_input" if form == "scale_weight" else "input_scale"
+            stored |= {f"{layer}{form}": scale, f"{layer}{other}": torch.ones(1)}
+    if form == "scale_weight":
+        stored["scaled_fp8"] = torch.empty(2, dtype=torch.float8_e4m3fn)
+    for file, tensors in zip(files, (stored, values), strict=True):
+        save_file(tensors, tmp_path / file)
+        done = quark("quantize", tmp_path / file, "--scheme", "int8_wo", "-o", tmp_path / f"out-{file}")
+        assert done.code == 0, done.err
+    made, wanted = (load_file(tmp_path / f"out-{file}") for file in files)
+    assert made.keys() == wanted.keys() and all(torch.equal(made[name], x) for name, x in wanted.items())
+    weight = next(name for name, x in stored.items() if x.dtype == torch.float8_e4m3fn and name.endswith("weight"))
+    save_file(stored | {f"{weight}_scale": torch.ones(2)}, tmp_path / "rows.safetensors")
+    with pytest.raises(NotSupportedError, match="one float scale for each tensor"):
+        open_denoiser(tmp_path / "rows.safetensors")
+
+
 # ComfyUI's side: comfy/ops.py `_load_quantized_module`, and the layouts of comfy-kitchen, in NumPy.
 
 

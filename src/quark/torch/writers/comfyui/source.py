@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import TensorFile
 from quark.torch.diffusion.component import CLASS
 from quark.torch.model.folder_files import PIPELINE, components
+from quark.torch.writers.comfyui.fp8_tensors import Fp8Tensor, fp8_tensors
 from quark.torch.writers.comfyui.names import (
     DenoiserKind,
     OriginalTensor,
@@ -41,20 +42,30 @@ class DenoiserSource:
         tensors: In the order of the source.
         places: Name of a part -> the file that holds it, and its name there.
         folder: Of diffusers, that names its class; None for a file.
+        decoded: Name of a part -> how it is decoded, of those that the file holds in FP8.
     """
 
     kind: DenoiserKind
     tensors: Sequence[OriginalTensor]
     places: dict[str, tuple[TensorFile, str]]
     folder: Path | None = None
+    decoded: Mapping[str, Fp8Tensor] = field(default_factory=dict)
 
     def like(self, tensor: OriginalTensor) -> torch.Tensor:
         """Shape and dtype, on the meta device."""
-        return tensor.like({part: self.places[part][0].meta(self.places[part][1]) for part in tensor.parts})
+        return tensor.like({part: self._meta(part) for part in tensor.parts})
+
+    def _meta(self, part: str) -> torch.Tensor:
+        file, name = self.places[part]
+        return file.meta(name) if part not in self.decoded else file.meta(name).to(self.decoded[part].dtype)
 
     def read(self, tensor: OriginalTensor) -> torch.Tensor:
         """The values."""
-        return tensor.of([file.read(name) for file, name in (self.places[part] for part in tensor.parts)])
+        return tensor.of([self._read(part) for part in tensor.parts])
+
+    def _read(self, part: str) -> torch.Tensor:
+        file, name = self.places[part]
+        return file.read(name) if part not in self.decoded else self.decoded[part].decode(file, name)
 
     def release(self, tensor: OriginalTensor) -> None:
         """Give back the memory of what was read."""
@@ -63,9 +74,9 @@ class DenoiserSource:
 
     @property
     def bytes(self) -> int:
-        """Of all tensors."""
-        likes = (self.like(tensor) for tensor in self.tensors)
-        return sum(like.numel() * like.dtype.itemsize for like in likes)
+        """Of all tensors, as they are stored."""
+        parts = (self.places[part] for tensor in self.tensors for part in tensor.parts)
+        return sum(file.meta(name).nbytes for file, name in parts)
 
 
 def open_denoiser(path: Path) -> DenoiserSource:
@@ -77,6 +88,7 @@ def open_denoiser(path: Path) -> DenoiserSource:
             already, or a pipeline has several.
     """
     folder = OpenedFolder(_component(path)) if path.is_dir() else None
+    decoded: Mapping[str, Fp8Tensor] = {}
     if folder is not None:
         folder.check()
         class_name = str(folder.config.get(CLASS))
@@ -90,16 +102,17 @@ def open_denoiser(path: Path) -> DenoiserSource:
     else:
         require_regular(path)
         file = TensorFile(path)
-        own = without_prefix(file.names)
+        own, decoded = fp8_tensors(file, without_prefix(file.names))
         places = {name: (file, stored) for name, stored in own.items()}
         kind = kind_of_file(own)
         tensors = [OriginalTensor(name, (name,)) for name in own]
-    source = DenoiserSource(kind, tensors, places, None if folder is None else folder.path)
+    source = DenoiserSource(kind, tensors, places, None if folder is None else folder.path, decoded)
     for tensor in tensors:
         like = source.like(tensor)
         if like.ndim > 1 and like.dtype not in FLOATS:
             raise NotSupportedError(
-                f"{path}: {tensor.name} is {like.dtype}, so the model is quantized already. Possible: the float model."
+                f"{path}: {tensor.name} is {like.dtype}, so the model is quantized already. Possible: the float model, or "
+                "a file in FP8 with one scale for each tensor, or none."
             )
     return source
 
