@@ -213,6 +213,23 @@ def test_a_gap_is_cut_where_positions_are_given() -> None:
     assert part["position_ids"].tolist() == [[0, 2, 3, 4]]
 
 
+@pytest.mark.parametrize("picture", [4, 2])
+def test_positions_of_text_and_picture_together_are_cut_with_the_text(picture: int) -> None:
+    """As Krea 2 has them: one list for all samples, of which the text is the beginning."""
+    batch = {
+        "hidden_states": torch.ones(2, picture, 8),
+        "encoder_hidden_states": torch.ones(2, 5, 3, 6),
+        "position_ids": torch.arange(5 + picture)[:, None].expand(-1, 3),
+        "encoder_attention_mask": MASK.bool(),
+    }
+    found = unpadded(batch, TEXT)
+    places = [part["position_ids"][:, 0].tolist() for part in found]
+    after = [*range(5, 5 + picture)]
+    assert places == [[0, 1, 2, *after], [1, 2, 3, 4, *after]]
+    assert [part["encoder_hidden_states"].shape[1] for part in found] == [3, 4]
+    assert [tuple(part["hidden_states"].shape) for part in found] == [(1, picture, 8)] * 2
+
+
 def test_errors_name_the_batch_and_nothing_left_is_one() -> None:
     model, nothing = nn.Linear(1, 1), {"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}
     with pytest.raises(CalibrationError, match="batch 1: attention_mask: sample 0 has masked positions"):

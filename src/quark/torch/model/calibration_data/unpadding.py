@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from quark.errors import CalibrationError
 from quark.torch.model.calibration_data.model_arguments import ModelArguments
 
 ATTENTION, KEY_PADDING, DECODER = "attention_mask", "key_padding_mask", "decoder_"
+_POSITIONS = "position_ids"
 _IGNORED = -100
 """The label at a position that no loss counts."""
 _MASKED = -9e3
@@ -49,7 +50,7 @@ class PaddedAxis:
     Attributes:
         mask: Name of the mask, or of what else says it.
         real: Which positions of each sample are real, (batch, length) bool.
-        axes: Name of a tensor -> its axes that are cut.
+        axes: Name of a tensor -> its axes that are cut; what lies on them after the last position of the mask stays.
         is_main: Whether a sample without a real position is none at all; else it has nothing on this side.
         positions: Name of what gives the positions; None where their order has no meaning.
     """
@@ -177,7 +178,24 @@ def _attended(
     if not axes:
         return None
     axes[name] = _own_axes(mask, real.shape[1])
-    return PaddedAxis(name, real, axes, prefix in ("", DECODER), f"{prefix}position_ids")
+    positions = f"{prefix}{_POSITIONS}"
+    if _are_joint(tensors, axes, real.shape[1]):
+        axes[positions := _POSITIONS] = (0,)
+    return PaddedAxis(name, real, axes, prefix in ("", DECODER), positions)
+
+
+def _are_joint(tensors: Mapping[str, torch.Tensor], cut: Container[str], length: int) -> bool:
+    """Return True where the positions are those of the text and then of the picture, as a denoiser has them (Krea 2).
+
+    Args:
+        tensors: Name -> tensor of the batch; hidden_states are of the picture, encoder_hidden_states of the text.
+        cut: Names of those that a mask cuts.
+        length: Of the mask.
+    """
+    positions, picture = tensors.get(_POSITIONS), tensors.get("hidden_states")
+    if positions is None or picture is None or "encoder_hidden_states" not in cut or "hidden_states" in cut:
+        return False
+    return positions.ndim == 2 and picture.ndim == 3 and len(positions) == length + picture.shape[1]
 
 
 def _of_part(tensors: Mapping[str, torch.Tensor], prefix: str, prefixes: Sequence[str], has_decoder: bool) -> list[str]:
@@ -295,9 +313,10 @@ def _sample(named: Mapping[str, Any], sides: Sequence[PaddedAxis], row: int) -> 
 
 def _at_real(x: torch.Tensor, real: torch.Tensor, axes: Iterable[int]) -> torch.Tensor:
     """A tensor at real positions along some axes; a view where they follow each other."""
-    places = real.nonzero()[:, 0]
-    first, last = int(places[0]), int(places[-1])
     for axis in axes:
+        after = real.new_ones(x.shape[axis] - len(real))
+        places = torch.cat([real, after]).nonzero()[:, 0]
+        first, last = int(places[0]), int(places[-1])
         if last - first + 1 == len(places):
             x = x.narrow(axis, first, len(places))
         else:
@@ -314,9 +333,14 @@ def _rows_by_argument(
         CalibrationError: A tensor has no row for each of them.
     """
     cut = {name for side in sides for name in side.axes}
+    shared = {name for side in sides for name, axes in side.axes.items() if axes == (0,)}
     of_items = dict(_items_of_rows(named, count, arguments.placeholders))
     return {
-        name: of_items[name] if name in of_items else _rows_of(name, value, count, name in cut)
+        name: [value] * count
+        if name in shared
+        else of_items[name]
+        if name in of_items
+        else _rows_of(name, value, count, name in cut)
         for name, value in named.items()
     }
 

@@ -111,8 +111,8 @@ def open_denoiser(path: Path) -> DenoiserSource:
         like = source.like(tensor)
         if like.ndim > 1 and like.dtype not in FLOATS:
             raise NotSupportedError(
-                f"{path}: {tensor.name} is {like.dtype}, so the model is quantized already. Possible: the float model, or "
-                "a file in FP8 with one scale for each tensor, or none."
+                f"{path}: {tensor.name} is {like.dtype}, so the model is quantized already. Possible: the float model, "
+                "or a file in FP8 with one scale for each tensor, or none."
             )
     return source
 
