@@ -15,7 +15,7 @@ import quark
 from quark.errors import ConfigError, DamageError
 from quark.goals.efforts import DEFAULT_TEXT, HELD_OUT_TEXT
 from quark.jobs import resolve
-from quark.jobs.folders.compared import job_verdict
+from quark.jobs.folders.compared import job_verdict, measure
 from quark.jobs.folders.compared.verdict import (
     KL_BOUNDS,
     SQNR_BOUNDS,
@@ -30,7 +30,10 @@ from quark.jobs.request import FolderRequest, request_of
 from quark.jobs.run_folder import FolderResult
 from quark.torch.flows import effort_costs
 from tests.commands.program import quark as command
+from tests.models.model_folders import model_folder
 from tests.models.torch_zoo import LANGUAGE_MODEL
+
+INT8 = {"scheme": "int8_wo", "verdict": True}
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +85,29 @@ def test_a_verdict_that_takes_too_long_is_not_made(
     assert made(tmp_path / "out", scheme="int8_wo").verdict is None
     assert "No verdict: it would take about" in caplog.text
     assert made(tmp_path / "none", scheme="int8_wo", verdict=False).verdict is None
+
+
+def test_a_job_that_is_done_stays_so_where_its_verdict_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(job_verdict, "BY_DEFAULT", True)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("an odd class")
+
+    monkeypatch.setattr(measure, "compare_outputs", fail)
+    result = made(tmp_path / "out", scheme="int8_wo")
+    assert result.verdict is None and "No verdict: an odd class." in caplog.text
+    with pytest.raises(RuntimeError, match="an odd class"):  # asked for, it is an error
+        made(tmp_path / "asked", scheme="int8_wo", verdict=True)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "sentence_encoder"])
+def test_other_models_get_a_verdict_too(name: str, tmp_path: Path) -> None:
+    job = resolve(request_of(model_folder(name, tmp_path / "float"), {"output": str(tmp_path / "out"), **INT8}))
+    verdict = kind_of(job).run(job).verdict  # type: ignore[arg-type]
+    assert verdict is not None and verdict.word == "unnoticeable" and (verdict.kl is None) == (name != "mixtral")
 
 
 def test_outside_of_a_bound_nothing_is_written_or_it_is_kept_by_request(tmp_path: Path) -> None:

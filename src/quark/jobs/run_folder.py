@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.base.files import move_file, move_folder
 from quark.base.log import logger
-from quark.errors import QuarkError
+from quark.errors import FormatError
 from quark.goals.efforts import DEFAULT_TEXT
 from quark.jobs.configure_folder import configure, servers_say, with_budget
 from quark.jobs.folders.best_effort import say_completed
@@ -84,7 +84,7 @@ def run_model(job: FolderJob, named: Path) -> FolderResult:
 def _place_until_verdict(job: FolderJob) -> Iterator[FolderJob]:
     """Yield the job with another output, which becomes its own when the body ends, where there are bounds on a verdict.
 
-    A killed run goes on there with the same command. With an error nothing is left.
+    A killed run goes on there with the same command. With an error nothing is left but blocks that are finished.
     """
     request, output = job.request, Path(job.request.output)
     if not Gates.of(request) or request.keep_anyway:
@@ -94,8 +94,9 @@ def _place_until_verdict(job: FolderJob) -> Iterator[FolderJob]:
     inside = replace(job, request=replace(request, output=str(place / output.name), force=True))
     try:
         yield inside
-    except QuarkError:
-        shutil.rmtree(place, ignore_errors=True)
+    except Exception:
+        if not any(place.glob("*.partial")):
+            shutil.rmtree(place, ignore_errors=True)
         raise
     made = place / output.name
     (move_file if made.is_file() else move_folder)(made, output)
@@ -121,7 +122,8 @@ def _with_verdict(job: FolderJob, result: FolderResult) -> ModelVerdict | None:
     if verdict.held_out and verdict.comparison is not None and verdict.path is not None and result.path.is_dir():
         from quark.torch.writers.model_card import add_figures  # imports torch
 
-        add_figures(result.path, figures_from(verdict.comparison, verdict.samples, verdict.path, LENGTH))
+        with suppress(FormatError):  # a card that travels whole, as its front matter cannot be read
+            add_figures(result.path, figures_from(verdict.comparison, verdict.samples, verdict.path, LENGTH))
     if not job.request.keep_anyway:
         Gates.of(job.request).check(verdict)
     return verdict

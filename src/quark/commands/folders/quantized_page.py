@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from quark.commands.results.quantized import write_quantized_page
 from quark.errors import ConfigError
-from quark.goals.efforts import DEFAULT_TEXT
+from quark.goals.efforts import HELD_OUT_TEXT
 from quark.jobs import FolderRequest
 from quark.jobs.evaluate import EvaluateFolders, evaluate_folders, evaluate_pipeline
 from quark.report.figures import MOST_BARS
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WINDOWS, LENGTH = 16, 256
 """Of a calibration text: how many windows are measured, and their tokens."""
-PACKAGE = "the text of the package"
+PACKAGE = "the package's held-out text"
 BUDGETS = 24
 """Points on the line of what budgets give."""
 
@@ -40,7 +40,7 @@ def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
 
     output, fitted = Path(request.output), result.job.why or request.imatrix or request.sensitivity
     asked = EvaluateFolders(
-        model=request.model, quantized=output, data=request.calib or DEFAULT_TEXT, windows=WINDOWS, length=LENGTH,
+        model=request.model, quantized=output, data=request.calib or HELD_OUT_TEXT, windows=WINDOWS, length=LENGTH,
         device=request.device, dtype=request.dtype, trust_remote_code=request.trust_remote_code,
         keep_unexpected=request.keep_unexpected, stream=request.stream,
         card=request.calib is None and not fitted and not result.parts,
@@ -53,8 +53,9 @@ def page_of_folder(request: FolderRequest, result: FolderResult) -> None:
     measured = evaluate_folders(asked)
     names = [each if isinstance(each, str) else each.name for each in result.job.algorithms]
     words = f"Quantized by {', with '.join([result.job.title, *names])}."
+    verdict = "" if result.verdict is None else f"Verdict: {result.verdict}\n"
     sections = folder_sections(
-        measured, f"{words}\nMeasured on {'the calibration data' if request.calib else PACKAGE}."
+        measured, f"{verdict}{words}\nMeasured on {'the calibration data' if request.calib else PACKAGE}."
     )
     if result.errors:
         sections.insert(2, errors_section(result.errors))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.base.log import logger, severity
-from quark.errors import ConfigError, QuarkError, one_line
+from quark.errors import LONGEST, ConfigError, one_line
 from quark.goals.efforts import DEFAULT_TEXT, HELD_OUT_TEXT
 from quark.jobs.folders.calibration import counted
 from quark.jobs.folders.compared.verdict import Gates, ModelVerdict
@@ -32,6 +32,8 @@ SHARE, SECONDS = 0.2, 20.0
 """The time that a verdict may take: this share of the job, or so many seconds where that is more."""
 MOST, FEWEST = 16, 2
 """Samples that are measured: windows of LENGTH tokens, or what else the model takes."""
+AT_LEAST = 0.1
+"""Seconds for a sample of a model whose time is not known before it runs."""
 READ = 0.5e9
 """Bytes a second that a model is read with, in which it is decoded, too."""
 BOTH = 4.5
@@ -91,10 +93,10 @@ def verdict_of(job: FolderJob, export: Export, seconds: float) -> ModelVerdict |
     if why is None:
         try:
             found = _measured(job, export, None if gates or request.verdict else max(SECONDS, SHARE * seconds))
-        except QuarkError as error:
-            if gates:
+        except Exception as error:
+            if gates or request.verdict:
                 raise
-            found = one_line(error).rstrip(".")
+            found = one_line(error).rstrip(".")[:LONGEST]
         if isinstance(found, ModelVerdict):
             return found
         why = found
@@ -132,7 +134,7 @@ def _measured(job: FolderJob, export: Export, allowed: float | None) -> ModelVer
     count, needed = MOST, 0.0
     if allowed is not None:
         loading, each = _costs(job, export, meta, inputs.continues_text)
-        count = min(MOST, int((allowed - loading) / each)) if each else MOST
+        count = min(MOST, int((allowed - loading) / each))
         needed = loading + FEWEST * each
     if count < FEWEST:
         return (
@@ -144,24 +146,30 @@ def _measured(job: FolderJob, export: Export, allowed: float | None) -> ModelVer
         return f"{inputs.model_class.__name__} takes no text, and there are no data. Possible: --calib"
     path = export.path
     quantized = path if path.is_file() else open_folder(path, request.trust_remote_code)
+    batches = data.batches
     with severity(2):
         pair = open_pair(job.folder, quantized, request.load, request.stream if request.dtype == "auto" else None)
-        comparison = compare_outputs(*pair, data.batches)
+        if allowed is not None and not inputs.continues_text:  # whose time is not known before the first of them
+            before = time.perf_counter()
+            compare_outputs(*pair, batches[:1])
+            now = time.perf_counter()
+            batches = batches[: max(1, int((allowed - (now - start)) / max(now - before, 1e-3)))]
+        comparison = compare_outputs(*pair, batches)
     return ModelVerdict.of(
-        comparison, data=f"{counted(data.batches)} of {data.name}", held_out=data.held_out, path=data.path,
-        samples=len(data.batches), seconds=time.perf_counter() - start,
+        comparison, data=f"{counted(batches)} of {data.name}", held_out=data.held_out, path=data.path,
+        samples=len(batches), seconds=time.perf_counter() - start,
     )  # fmt: skip
 
 
 def _costs(job: FolderJob, export: Export, meta: Any, text: bool) -> tuple[float, float]:
-    """Estimate the seconds in which both models are loaded, and in which both run on one sample; 0: not known."""
+    """Estimate the seconds in which both models are loaded, and at least in which both run on one sample."""
     from quark.jobs.folders.models import float_bytes
     from quark.torch.flows.effort_costs import forward_seconds
     from quark.torch.model.batches import named_device
 
     loading = (float_bytes(job.folder) + export.size()) / READ
     if not text:
-        return loading, 0.0
+        return loading, AT_LEAST
     return loading, BOTH * forward_seconds(meta, LENGTH, named_device(job.request.device))
 
 

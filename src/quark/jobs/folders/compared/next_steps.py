@@ -21,7 +21,11 @@ WIDER = ("int8_wo", "fp8_wo")
 
 def next_steps(job: FolderJob) -> list[str]:
     """The options that a job may be run with again, each as `--option value (price)`; the cheapest first."""
-    return [*_solvers(job), *_wider(job)]
+    found: list[str] = []
+    for steps in (_solvers, _wider):
+        with suppress(QuarkError):  # of a model whose blocks are not found there is no estimate
+            found += steps(job)
+    return found
 
 
 def _solvers(job: FolderJob) -> Iterator[str]:

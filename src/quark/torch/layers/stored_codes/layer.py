@@ -66,6 +66,14 @@ class StoredLayer(QuantLayer):
 
     def codes(self, role: str) -> torch.Tensor:
         """The weight or bias as it is stored, in the tables of the module. Raises AttributeError where it has none."""
+        if (stored := self.codes_if_any(role)) is None:
+            raise AttributeError(f"{type(self).__name__} has no {role}")
+        return stored
+
+    def codes_if_any(self, role: str) -> torch.Tensor | None:
+        """The weight or bias as it is stored; None where it has none, as an expert whose codes lie in a merged tensor
+        while a mixture is loaded.
+        """
         tables: tuple[dict[str, Any], ...] = (self._parameters, self._buffers)
         for table in tables:
             stored: Any = table.get(role)
@@ -74,7 +82,7 @@ class StoredLayer(QuantLayer):
                 stored = table[role] = nn.Parameter(codes, False) if table is self._parameters else codes
             if stored is not None:
                 return stored
-        raise AttributeError(f"{type(self).__name__} has no {role}")
+        return None
 
     def float_numel(self, role: str) -> int:
         """How many values a weight or bias stands for; 0 where there is none."""
@@ -130,7 +138,7 @@ class StoredLayer(QuantLayer):
         """Save codes, also where what moves tensors one by one has put a StoredWeight in their place."""
         for role in ROLES:
             if self._decoder(role) is not None:
-                self.codes(role)
+                self.codes_if_any(role)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
@@ -140,9 +148,10 @@ class StoredLayer(QuantLayer):
         """Refuse floats where codes are: torch would cut their fractions off where the shape is that of the codes."""
         for role in ROLES:
             new, decoder = state_dict.get(f"{prefix}{role}"), self._decoder(role)
-            if new is not None and decoder is not None and new.dtype != self.codes(role).dtype:
+            codes = None if decoder is None else self.codes_if_any(role)
+            if new is not None and codes is not None and new.dtype != codes.dtype:
                 errors.append(
-                    f"{prefix}{role} is {new.dtype}, and the loaded layer holds codes of {self.codes(role).dtype}. "
+                    f"{prefix}{role} is {new.dtype}, and the loaded layer holds codes of {codes.dtype}. "
                     "Possible: quark.torch.dequantize(model), which then takes float values."
                 )
                 state_dict = {name: x for name, x in state_dict.items() if name != f"{prefix}{role}"}
@@ -152,8 +161,10 @@ class StoredLayer(QuantLayer):
         """Move all tensors as `fn` does. Of its casts the dtype becomes that of computing, where it can be one: codes,
         scales and zero points keep theirs, and a cast to a type of codes, to store floats in, leaves the layer alone.
         """
+        if (weight := self.codes_if_any("weight")) is None:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         before = self.compute_dtype
-        probe = torch.zeros(1, dtype=before, device=self.codes("weight").device)
+        probe = torch.zeros(1, dtype=before, device=weight.device)
         after = fn(probe).dtype
         casts = after != before
         decoders = [decoder for decoder in map(self._decoder, ROLES) if decoder is not None]
