@@ -13,11 +13,13 @@ from quark.base.log import logger, severity
 from quark.base.progress import progress
 from quark.errors import ConfigError, DamageError, QuarkError, UsageError, one_line
 from quark.jobs.evaluate import MeasureFiles, MeasureFolders
-from quark.jobs.folders.compared.verdict import Gates, ModelVerdict
+from quark.jobs.folders.compared.verdict import Gates, ModelVerdict, word_of_kl
 from quark.jobs.folders.gguf_files import as_folder
 from quark.jobs.options import option, same_as
 from quark.jobs.request import FolderRequest, JobRequest, Kinds, is_pipeline
 from quark.jobs.words import check_words, members, scheme_names
+from quark.report.page import PageTable
+from quark.report.shown import Shown
 
 if TYPE_CHECKING:
     pass
@@ -99,8 +101,8 @@ class SchemeResult:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class ComparedSchemes:
+@dataclass(frozen=True, repr=False)
+class ComparedSchemes(Shown):
     """The results of a comparison.
 
     Attributes:
@@ -112,6 +114,29 @@ class ComparedSchemes:
     float_model: SchemeResult
     schemes: Sequence[SchemeResult]
     samples: str
+
+    def tables(self) -> list[PageTable]:
+        """A row of each scheme."""
+        float_row = self.float_model
+        language = float_row.perplexity is not None
+        timed = float_row.seconds is not None
+        noted = any(row.reason for row in self.schemes)
+        headers = ["scheme", "size MB", "of float", "SQNR dB", *(["KL nats", "perplexity", "loss"] if language else [])]
+        headers += [*(["latency ms"] if timed else []), *(["note"] if noted else [])]
+        cells = []
+        for row in (float_row, *self.schemes):
+            if row.reason:
+                cells.append([row.name, *[""] * (len(headers) - 2), f"not possible: {row.reason}"])
+                continue
+            line = [row.name, f"{row.size / 1e6:.2f}", f"{row.size / float_row.size:.1%}"]
+            line.append("" if row is float_row else f"{row.sqnr:.2f}")
+            if language:
+                line += ["" if row.kl is None else f"{row.kl:.4g}", f"{row.perplexity or math.nan:.3f}"]
+                line.append("" if row.kl is None else word_of_kl(row.kl))
+            if timed:
+                line.append(f"{(row.seconds or math.nan) * 1e3:.3f}")
+            cells.append(line + [""] * noted)
+        return [PageTable(headers, cells, f"Schemes, measured on {self.samples}")]
 
 
 def resolve_comparison(request: CompareFolders | CompareFiles) -> ComparisonJob:

@@ -27,6 +27,8 @@ from quark.jobs.request import (
     is_gguf,
     is_pipeline,
 )
+from quark.report.page import PageTable
+from quark.report.shown import Shown
 
 if TYPE_CHECKING:
     from quark.core.metrics import Comparison
@@ -132,8 +134,8 @@ class EvaluateFiles(MeasureFiles):
     metric: str | None = same_as(EvaluateFolders, "metric")
 
 
-@dataclass(frozen=True)
-class MeasuredFiles:
+@dataclass(frozen=True, repr=False)
+class MeasuredFiles(Shown):
     """Two ONNX files and what was measured of them.
 
     Attributes:
@@ -164,6 +166,35 @@ class MeasuredFiles:
     def seconds(self) -> Sequence[float]:
         """Latency of each for the first sample."""
         return self.report.latency
+
+    def tables(self) -> list[PageTable]:
+        """Both files, their outputs, a task, and the nodes whose outputs lost most."""
+        report, threads = self.report, self.request.threads
+        both = [
+            (name, f"{size / 1e6:.2f}", f"{seconds * 1e3:.3f}{change}")
+            for name, size, seconds, change in zip(
+                ("float", "quantized"), self.sizes, report.latency,
+                ("", f" (x{report.latency[0] / report.latency[1]:.2f} speed)"), strict=True,
+            )
+        ]  # fmt: skip
+        outputs = [
+            (name, f"{found.cosine:.6f}", f"{found.l2:.6g}", f"{found.psnr:.2f}", f"{found.sqnr:.2f}")
+            for name, found in report.outputs.items()
+        ]
+        layers = [
+            (each.node, each.op_type, each.tensor, f"{each.sqnr:.1f}",
+             "" if each.rescaled else f"{each.damage.cosine:.6f}",
+             "up to the scales of its channels" if each.rescaled else "")
+            for each in report.layers[: self.request.layers]
+        ]  # fmt: skip
+        latency = f"latency ms ({threads} thread{'s' if threads > 1 else ''})"
+        samples = f"{report.samples} sample{'' if report.samples == 1 else 's'} of {self.reader.path.name}"
+        return [
+            PageTable(("", "size MB", latency), both, "Float against quantized"),
+            PageTable(("output", "cosine", "L2", "PSNR dB", "SQNR dB"), outputs, f"Outputs over {samples}"),
+            *([] if self.task is None else [self.task.table()]),
+            PageTable(("node", "op", "tensor", "SQNR dB", "cosine", ""), layers, "Layers, worst output first"),
+        ]
 
 
 EVALUATE: Kinds[EvaluateFolders, EvaluateFiles] = (EvaluateFolders, EvaluateFiles)
@@ -278,8 +309,8 @@ def check_bounds(request: EvaluateFolders, measured: MeasuredFolders) -> None:
     Gates.of(request).check(verdict_on(measured, held_out(request)), "")
 
 
-@dataclass(frozen=True)
-class MeasuredPipeline:
+@dataclass(frozen=True, repr=False)
+class MeasuredPipeline(Shown):
     """Two pipelines of diffusers and what was measured of them.
 
     Attributes:
@@ -290,6 +321,14 @@ class MeasuredPipeline:
 
     components: Mapping[str, MeasuredFolders]
     pictures: Mapping[str, DenoiserCosts]
+
+    def tables(self) -> list[PageTable]:
+        """The tables of each denoiser, with its name."""
+        return [
+            replace(table, title=f"{name}: {table.title}")
+            for name, measured in self.components.items()
+            for table in measured.tables()
+        ]
 
 
 def evaluate_pipeline(request: EvaluateFolders) -> MeasuredPipeline:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from quark.commands.results.tables import counted, samples_in, task_rows
+from quark.commands.results.tables import counted
 from quark.jobs.evaluate import MeasuredPipeline
 from quark.jobs.folders.compared.layer_damage import coded_layers, worst_first
 from quark.jobs.folders.compared.measure import IN_BLOCKS, WHY_SLOW, MeasuredFolders
@@ -64,7 +64,7 @@ def _what_was_done(measured: MeasuredFolders) -> PageTable:
         ("model type", str(config.get("model_type") or config.get("_class_name"))),
         ("format", "gguf" if gguf else str(method_of(config))),
         *((counted(count, "layer"), scheme) for scheme, count in schemes.most_common()),
-        ("measured on", samples_in(measured)),
+        ("measured on", measured.samples),
     ]
     return PageTable(("", ""), rows)
 
@@ -80,7 +80,7 @@ def _costs(measured: MeasuredFolders) -> Section:
             cells += [f"{perplexity[i]:.3f}", f"{perplexity[1] / perplexity[0] - 1:+.2%}" if i else ""]
         rows.append([name, *cells, *(f"{seconds * 1e3:.1f}" for seconds in measured.seconds[i : i + 1])])
     words = WHY_SLOW if measured.seconds else IN_BLOCKS
-    of_task = [PageTable(*task_rows(task)) for task in (measured.task, measured.harness) if task is not None]
+    of_task = [task.table() for task in (measured.task, measured.harness) if task is not None]
     return Section("Size, latency, outputs", words, [PageTable(headers, rows), _outputs(measured), *of_task])
 
 
@@ -90,7 +90,7 @@ def _outputs(measured: MeasuredFolders) -> PageTable:
          f"{output.agreed / output.rows:.2%}" if output.rows else "")
         for name, output in measured.comparison.outputs.items()
     ]  # fmt: skip
-    title = f"Outputs over {samples_in(measured)}"
+    title = f"Outputs over {measured.samples}"
     return PageTable(("output", "SQNR dB", "cosine", "same top-1"), rows, title)
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from quark.commands.results.tables import counted, task_rows
+from quark.commands.results.tables import counted
 from quark.jobs.evaluate import MeasuredFiles
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.padding import without_padding
@@ -81,7 +81,7 @@ def _costs(measured: MeasuredFiles) -> Section:
         [
             PageTable(("", "size MB", "of float", latency, "times as fast"), rows),
             PageTable(headers, outputs, f"Outputs over {counted(report.samples, 'sample')}"),
-            *([] if measured.task is None else [PageTable(*task_rows(measured.task))]),
+            *([] if measured.task is None else [measured.task.table()]),
         ],
     )
 

@@ -17,8 +17,6 @@ from quark.goals.goal import WITHOUT_TOKENIZER
 from quark.jobs.folders.compared.verdict import word_of_kl
 
 if TYPE_CHECKING:
-    from quark.jobs.folders.compared.measure import MeasuredFolders
-    from quark.jobs.folders.compared.task_scores import TaskScores
     from quark.onnx.search.recovery.search import Recovery
     from quark.torch.bit_budget.sensitivity import BudgetChoice, LayerGroup, SensitivityTable
 
@@ -34,33 +32,6 @@ def counted(count: int, noun: str) -> str:
         noun: What is counted, in the singular; its plural ends in s.
     """
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def samples_in(measured: MeasuredFolders) -> str:
-    """The samples that two models were measured on: "2 samples", or "the answers of 12 documents (57 tokens)"."""
-    from quark.torch.llm.answers import AnsweredTexts  # imports torch, which has measured them
-
-    batches = measured.batches
-    return str(batches) if isinstance(batches, AnsweredTexts) else counted(len(batches), "sample")
-
-
-def task_table(task: TaskScores) -> Table:
-    """The scores of both models on a task."""
-    headers, rows, title = task_rows(task)
-    table = new_table(*headers, title=title)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def task_rows(task: TaskScores) -> tuple[Sequence[str], Sequence[Sequence[str]], str]:
-    """The headers, rows and title of a table of what both models reach on a task."""
-    same = "" if task.same is None else f"; equal answers of both {task.same:.2%}"
-    rows = [
-        (name, f"{before:.4f}", f"{after:.4f}", f"{after - before:+.4f}")
-        for name, (before, after) in task.scores.items()
-    ]
-    return ("metric", "float", "quantized", "difference"), rows, f"Task: {task.over}{same}"
 
 
 def choice_rows(choice: GoalChoice) -> Table:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from quark.base.progress import progress
 from quark.core.metrics import Comparison, kl_by_row
 from quark.errors import ConfigError
+from quark.report.page import PageTable
+from quark.report.shown import Shown
 
 if TYPE_CHECKING:
     from quark.jobs.folders.compared.layer_damage import LayerDamage
@@ -79,8 +81,8 @@ class FolderComparison:
         return float(torch.cat(list(self.divergence)).mean())
 
 
-@dataclass(frozen=True)
-class MeasuredFolders:
+@dataclass(frozen=True, repr=False)
+class MeasuredFolders(Shown):
     """Two models and what was measured of them.
 
     Attributes:
@@ -122,6 +124,55 @@ class MeasuredFolders:
     def outputs(self) -> Mapping[str, Comparison]:
         """How near each output is."""
         return {name: output.comparison for name, output in self.comparison.outputs.items()}
+
+    @property
+    def samples(self) -> str:
+        """The samples that were measured: "2 samples", or "the answers of 12 documents (57 tokens)"."""
+        from quark.torch.llm.answers import AnsweredTexts  # imports torch, which has measured them
+
+        count = len(self.batches)
+        answers = isinstance(self.batches, AnsweredTexts)
+        return str(self.batches) if answers else f"{count} sample{'' if count == 1 else 's'}"
+
+    def tables(self, layers: int = 10) -> list[PageTable]:
+        """Both models, their outputs, tasks, timesteps, and the layers whose outputs lost most.
+
+        Args:
+            layers: How many of these.
+        """
+        found = [self._both(), self._outputs(), *(task.table() for task in (self.task, self.harness) if task)]
+        if self.comparison.by_timestep:
+            rows = [(str(bucket), f"{sqnr:.2f}") for bucket, sqnr in self.comparison.by_timestep.rows()]
+            found.append(PageTable(("timesteps", "SQNR dB"), rows, "Outputs by timestep"))
+        known = {name: pair for name, pair in self.damage.items() if not math.isnan(pair[1])}
+        worst = sorted(known.items(), key=lambda item: item[1][1])[:layers]
+        cells = [(name, f"{weight:.1f}", f"{output:.1f}") for name, (weight, output) in worst]
+        headers = ("layer", "weight SQNR dB", "output SQNR dB")
+        return [*found, PageTable(headers, cells, "Layers, worst output first")]
+
+    def _both(self) -> PageTable:
+        """Sizes, perplexity, divergence and latency."""
+        perplexity, kl = self.comparison.perplexity, self.comparison.kl
+        of_text = [*(["perplexity"] if perplexity else []), *([] if kl is None else ["KL nats"])]
+        headers, rows = ["", "size MB", *of_text, *(["latency ms"] if self.seconds else [])], []
+        for index, name in enumerate(("float", "quantized")):
+            cells = [f"{self.sizes[index] / 1e6:.2f}"]
+            if perplexity:
+                change = f" ({perplexity[1] / perplexity[0] - 1:+.2%})" if index else ""
+                cells.append(f"{perplexity[index]:.3f}{change}")
+            if kl is not None:
+                cells.append(f"{kl:.4g}" if index else "")
+            rows.append([name, *cells, *(f"{seconds * 1e3:.1f}" for seconds in self.seconds[index : index + 1])])
+        return PageTable(headers, rows, "Float against quantized")
+
+    def _outputs(self) -> PageTable:
+        """How near each output is."""
+        rows = [
+            (name, f"{found.comparison.sqnr:.2f}", f"{found.comparison.cosine:.6f}",
+             f"{found.agreed / found.rows:.2%}" if found.rows else "")
+            for name, found in self.comparison.outputs.items()
+        ]  # fmt: skip
+        return PageTable(("output", "SQNR dB", "cosine", "same top-1"), rows, f"Outputs over {self.samples}")
 
 
 def measure_folders(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quark.base.log import logger
 from quark.base.progress import progress
 from quark.errors import ConfigError, did_you_mean, one_line
+from quark.report.page import PageTable
 
 if TYPE_CHECKING:
     from quark.torch.flows.parted import PartedModel
@@ -35,6 +36,15 @@ class TaskScores:
     over: str
     scores: Mapping[str, tuple[float, float]]
     same: float | None = None
+
+    def table(self) -> PageTable:
+        """The figures of both models, and their difference."""
+        same = "" if self.same is None else f"; equal answers of both {self.same:.2%}"
+        rows = [
+            (name, f"{before:.4f}", f"{after:.4f}", f"{after - before:+.4f}")
+            for name, (before, after) in self.scores.items()
+        ]
+        return PageTable(("metric", "float", "quantized", "difference"), rows, f"Task: {self.over}{same}")
 
 
 Task = Callable[[Pair, Sequence[Any]], TaskScores]

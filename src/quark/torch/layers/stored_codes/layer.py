@@ -171,11 +171,7 @@ class StoredLayer(QuantLayer):
         if casts and after.is_floating_point and after.itemsize > 1:
             for decoder in decoders:
                 decoder.compute_in(after)
-        branch = branch_of(self)
-        own = [self._parameters.get(role) for role in ROLES if self._decoder(role) is None]
-        # Added or multiplied as they are: a float bias, and a branch.
-        floats = {id(x) for x in (*own, *(() if branch is None else branch.parameters()))}
-        floats = floats if after.itemsize > 1 else set()
+        floats = self._floats() if after.itemsize > 1 else set()
 
         def moved(x: torch.Tensor) -> torch.Tensor:
             made = fn(x)
@@ -183,6 +179,12 @@ class StoredLayer(QuantLayer):
 
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def _floats(self) -> set[int]:
+        """Ids of the tensors that are added or multiplied as they are: a float bias, and those of a branch."""
+        branch = branch_of(self)
+        own = [self._parameters.get(role) for role in ROLES if self._decoder(role) is None]
+        return {id(x) for x in (*own, *(() if branch is None else branch.parameters()))}
 
 
 class StoredLinear(StoredLayer, QuantLinear):

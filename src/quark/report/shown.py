@@ -1,0 +1,52 @@
+"""Results that show themselves as tables: as text where they are printed, as HTML in a notebook."""
+
+from __future__ import annotations
+
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from html import escape
+
+from rich.console import Console
+from rich.table import Table
+
+from quark.base.command_line import new_table
+from quark.report.page import PageTable
+
+WIDTH = 100
+"""Columns of text."""
+
+
+def text_table(table: PageTable) -> Table:
+    """A table for a terminal."""
+    made = new_table(*table.headers, title=table.title or None)
+    for row in table.rows:
+        made.add_row(*row)
+    return made
+
+
+class Shown(ABC):
+    """A result with tables; its fields, which may be whole models, are not what is printed."""
+
+    @abstractmethod
+    def tables(self) -> Sequence[PageTable]:
+        """The tables, as the command prints them."""
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=WIDTH, markup=False, emoji=False)
+        for table in self.tables():
+            console.print(text_table(table))
+        text: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return text.rstrip()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The tables for a notebook. Names come from models, so all text is escaped."""
+        return "".join(map(_html, self.tables()))
+
+
+def _html(table: PageTable) -> str:
+    head = "".join(f"<th>{escape(header)}</th>" for header in table.headers)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    return f"<table><caption>{escape(table.title)}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
