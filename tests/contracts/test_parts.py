@@ -179,6 +179,6 @@ def test_a_command_writes_what_it_writes_at_once(
     if algorithm and found != expected:
         file = "out.gguf" if form == "gguf" else "out"
         lost = [lost_by(name, form, tmp_path / part / file) for part in ("once", "parts")]
-        assert lost[1] == pytest.approx(lost[0], rel=0.1)
+        assert lost[1] <= 1.1 * lost[0]  # other sums, other codes: no worse
     else:
         assert found == expected

@@ -480,6 +480,7 @@ def test_scales_that_are_found_before_leave_the_float_model_to_what_follows() ->
 @pytest.mark.parametrize("name", ["uint4_wo_128", "int4_wo_per_channel", "mxfp4", "nvfp4"])
 def test_scales_searched_by_rows_are_those_of_the_whole_weight(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fix_scales, "PIECE", 3 * 256 + 5)
+    monkeypatch.setattr(fix_scales, "_SIDE_BY_SIDE", 1)  # a weight of this size would be searched beside others
     generator, of = torch.Generator().manual_seed(0), SCHEMES[name].weight
     assert of is not None
     weight, importance = torch.randn(10, 256, generator=generator), torch.rand(256, generator=generator)

@@ -218,8 +218,8 @@ def test_a_block_that_is_taken_away_waits_again(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(FromDisk, "take", looked_at)
     streamed(config("llama", **OPTIONS["all"]), save(tmp_path / "float"), tmp_path / "out", token_batches())
-    # Keys, values, queries and probabilities of three blocks; what is outside of them waits for nothing.
-    assert seen[:3] == [(0, 4)] * 3 and set(seen[3:]) == {(0, 0)}
+    # Keys, values, queries and probabilities of three blocks; tables outside of them stay in their file.
+    assert seen[:3] == [(0, 4)] * 3 and set(seen[3:]) <= {(0, 0)}
 
 
 # What is refused. ----------------------------------------------------------------------------------------------------

@@ -409,7 +409,7 @@ def test_a_name_of_a_file_is_the_file(tmp_path: Path) -> None:
     x = torch.ones(1, 4)
     assert export_onnx(model, tmp_path / "mine.onnx", (x,)) == tmp_path / "mine.onnx"
     with pytest.raises(OutputExistsError):
-        export_onnx(model, tmp_path / "mine.onnx", (x,))
+        export_onnx(model, tmp_path / "mine.onnx", (x,), overwrite=False)
     (tmp_path / "folder.onnx").mkdir()
     assert export_onnx(model, tmp_path / "folder.onnx", (x,)) == tmp_path / "folder.onnx" / "quark_model.onnx"
     assert (tmp_path / "mine.onnx").read_bytes() == (tmp_path / "folder.onnx" / "quark_model.onnx").read_bytes()

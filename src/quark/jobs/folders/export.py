@@ -107,8 +107,8 @@ class Export:
         """Raise for an output that cannot be written, may not be replaced, or is what is read."""
         if self.form in FILES:
             check_file(self.path, self.force)
-        if self._is_named_onnx:
-            check_file(self._beside(RECIPE), self.force)
+            if self._is_named_onnx:
+                check_file(self._beside(RECIPE), self.force)
         else:
             check_apart(self.path, self.source, whole=True)
         check_apart(self.path, data)

@@ -6,21 +6,16 @@ data are and may name functions of files beside it, which run.
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+from quark.base.libraries.huggingface_hub import offline
 from quark.base.log import logger
 from quark.errors import ConfigError, one_line
 from quark.jobs.folders.compared.task_scores import Pair, TaskScores
 from quark.jobs.folders.model_inputs import ModelInputs, StepInputs
 from quark.torch.llm.other_packages import other_package
-
-OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 class Harness:
@@ -58,7 +53,7 @@ class Harness:
                 self.names[index] = str(Path(name).absolute())
                 logger.info("--tasks %s: functions of files beside it run, where it names some.", name)
         self.inputs, self.limit = inputs, limit
-        with _offline():
+        with offline():
             self._lm_eval = other_package("lm_eval", "--tasks", "--data with choices or answers needs no package.")
             self._models = other_package("lm_eval.models.huggingface", "--tasks")
 
@@ -73,7 +68,7 @@ class Harness:
         """Task and name of a figure -> its value; and the tasks."""
         tokenizer = self.inputs.tokenizer
         try:
-            with _offline():
+            with offline():
                 wrapped = self._models.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
                 results = self._lm_eval.simple_evaluate(
                     model=wrapped, tasks=self.names, limit=self.limit, bootstrap_iters=0, log_samples=False
@@ -95,21 +90,3 @@ def _named(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
             if of and not name.endswith("_stderr") and isinstance(value, (int, float)):
                 found[f"{task} {name}" + ("" if of == "none" else f" ({of})")] = float(value)
     return found
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Within: the libraries of Hugging Face ask no server, those that are loaded too."""
-    with mock.patch.dict(os.environ, dict.fromkeys(OFFLINE, "1")):
-        kept = []
-        for module, name in (
-            ("huggingface_hub.constants", OFFLINE[0]), ("datasets.config", OFFLINE[0]), ("datasets.config", OFFLINE[1])
-        ):  # fmt: skip
-            if (loaded := sys.modules.get(module)) is not None and hasattr(loaded, name):
-                kept.append((loaded, name, getattr(loaded, name)))
-                setattr(loaded, name, True)
-        try:
-            yield
-        finally:
-            for loaded, name, value in kept:
-                setattr(loaded, name, value)

@@ -241,9 +241,17 @@ def _owner(module: nn.Module, name: str) -> nn.Module:
     return module.get_submodule(name.rpartition(".")[0])
 
 
+def _stored(module: nn.Module, name: str) -> torch.Tensor:
+    """A tensor of a module as it lies in its tables: the weight of a loaded layer looks float from outside."""
+    tensor: torch.Tensor | None = module._parameters.get(name)
+    tensor = module._buffers.get(name) if tensor is None else tensor
+    found: torch.Tensor = getattr(module, name) if tensor is None else tensor
+    return found
+
+
 def _put(module: nn.Module, name: str, value: torch.Tensor, known: dict[Any, nn.Parameter]) -> None:
     """Let a tensor of a module be this one; parameters that are one in memory are one object."""
-    before: torch.Tensor = getattr(module, name)
+    before = _stored(module, name)
     value = value.detach().to(CPU, before.dtype)
     if name in module._buffers:
         module._buffers[name] = value
@@ -313,7 +321,7 @@ def _hand_over(module: nn.Module, hook: Any, part: OffloadedPart) -> None:
     weights, before = HostWeights(), getattr(hook, "original_devices", {})
     weights.folder = part.folder
     for name in names_brought(module, hook):
-        tensor: torch.Tensor = getattr(_owner(module, name), name.rpartition(".")[2])
+        tensor = _stored(_owner(module, name), name.rpartition(".")[2])
         weights[name] = tensor.detach().to(CPU)
         take_away(module, name)
     hook.weights_map, hook.offload = weights, True
