@@ -23,8 +23,7 @@ from quark.jobs.words import FILE_FORMS, FOLDER_FORMS
 SAMPLES, LENGTH = 128, 512
 """Most calibration samples, and tokens in one of text, where nothing else is asked for."""
 SAMPLES_OF_PACKAGE = 32
-"""Most samples of the text of the package: on a model of 135 million parameters four times as many gain a tenth of the
-loss, and take four times as long."""
+"""Most samples of the text of the package: its prose, dialogue and code, which come before pages about quark."""
 
 
 @dataclass(frozen=True, kw_only=True)
