@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quark.base.log import logger
 from quark.errors import OutputError, UsageError
@@ -18,9 +18,6 @@ from quark.jobs.choose import chosen
 from quark.jobs.folders.job import FolderJob, opener
 from quark.jobs.request import FileRequest, FolderRequest
 from quark.jobs.words import COMFYUI, GGUF, check_words, layer_schemes
-
-if TYPE_CHECKING:
-    pass
 
 NAMED = {".gguf": GGUF, ".safetensors": COMFYUI}
 """End of the name of an output -> its form, where nothing else is said."""

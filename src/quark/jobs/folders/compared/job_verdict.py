@@ -180,7 +180,9 @@ def _held_out(job: FolderJob, inputs: ModelInputs | StepInputs, count: int) -> V
     taken = calibration.most if given else 0
     length = calibration.length or LENGTH
     if given and path is not None and calibration.seed is None and not inputs.is_network:
-        rest = inputs.read(path, taken + count, length, packing=calibration.packing)[taken:]
+        # A padded row of arrays may become several samples, of which calibration read all.
+        read = taken if inputs.reads_text else len(inputs.read(path, taken, length, packing=calibration.packing))
+        rest = inputs.read(path, taken + count, length, packing=calibration.packing)[read:]
         if len(rest) >= FEWEST:
             return VerdictData(rest, f"{path} that calibration did not read", path)
     if inputs.reads_text:
@@ -188,5 +190,5 @@ def _held_out(job: FolderJob, inputs: ModelInputs | StepInputs, count: int) -> V
         return VerdictData(inputs.read(HELD_OUT_TEXT, count, LENGTH), name, HELD_OUT_TEXT)
     if not given or path is None:
         return None
-    read = inputs.read(path, min(count, taken), length, packing=calibration.packing)
-    return VerdictData(read, f"{path}, which calibration read too", path, held_out=False)
+    known = inputs.read(path, min(count, taken), length, packing=calibration.packing)
+    return VerdictData(known, f"{path}, which calibration read too", path, held_out=False)
