@@ -397,7 +397,7 @@ def _module(
             config = for_goal(lambda: model, config, chosen)
             check_module(meta_copy(model), config, chosen)
     quantizer = ModelQuantizer(config)
-    made = quantizer.freeze(quantizer.quantize_model(model, data))
+    made = quantizer.freeze(quantizer.quantize_as_planned(model, data))
     if output is None:
         return made
     path = Path(output)

@@ -261,7 +261,16 @@ def test_a_scope_that_means_nothing_names_what_could_be_meant(exclude: list[Any]
     model = of_nodes(("MatMul", ["x", "w"], "h"), ("MatMul", ["h", "w"], "y"), made=Y)
     feeds = [{"x": np.ones((4, 8), np.float32)}]
     with pytest.raises(ConfigError, match=message):
-        ModelQuantizer(a8w8(exclude=exclude)).quantize_model(model, None, feeds)
+        ModelQuantizer(a8w8(exclude=exclude)).quantize(model, None, feeds)
+
+
+def test_scripts_are_warned_of_names_that_no_node_has(caplog: pytest.LogCaptureFixture) -> None:
+    model, feeds = of_nodes(PRODUCT, made=Y), [{"x": np.ones((4, 8), np.float32)}]
+    with caplog.at_level("WARNING", logger="quark"):
+        done = ModelQuantizer(a8w8(exclude=["y_nodes", "^nowhere.*"])).quantize_model(model, None, feeds)
+    warned = [text for record in caplog.records if "Changes nothing" in (text := record.getMessage())]
+    assert len(warned) == 2 and "'y_nodes'" in warned[0] and "nowhere" in warned[1]
+    assert done is not None and any(node.op_type == "QuantizeLinear" for node in done.graph.node)
 
 
 def test_a_size_of_minus_one_is_an_open_one(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def config(layer: LayerSpec, **options: Any) -> QConfig:
 
 
 def quantize(model: nn.Module, layer: LayerSpec, data: Any = None, **options: Any) -> nn.Module:
-    return ModelQuantizer(config(layer, **options)).quantize_model(model, data)
+    return ModelQuantizer(config(layer, **options)).quantize_as_planned(model, data)
 
 
 def inputs(count: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -286,6 +286,23 @@ def test_a_pattern_without_a_match_names_the_nearest() -> None:
         quantize(mlp(), LayerSpec(weight=INT8), layer_type_quant_config={nn.Conv2d: config_of_layer(STATIC)})
     with pytest.raises(ConfigError, match="Nothing to quantize"):
         quantize(mlp(), LayerSpec(weight=INT8), exclude=["*"])
+
+
+def test_scripts_are_warned_of_what_matches_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Published command lines have such patterns, and run where they were written."""
+    unmatched = {
+        "exclude": ["lm_head", "[]", "*.gate.linear", "model.layers.0"],
+        "layer_quant_config": {"*.q_prj": config_of_layer(STATIC)},
+        "layer_type_quant_config": {nn.Conv2d: config_of_layer(STATIC)},
+    }
+    with caplog.at_level("WARNING", logger="quark"):
+        done = ModelQuantizer(config(LayerSpec(weight=INT8), **unmatched)).quantize_model(tiny_llama())
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 5 and all(text.startswith("Changes nothing: ") for text in warned)
+    for pattern in ("'[]'", "'*.gate.linear'", "'model.layers.0'", "'*.q_prj'", "Conv2d"):
+        assert sum(pattern in text for text in warned) == 1, pattern
+    other = quantize(tiny_llama(), LayerSpec(weight=INT8), exclude=["lm_head"])
+    assert {*quantized_layers(done)} == {*quantized_layers(other)}
 
 
 def test_quantizing_twice_freezing_a_float_model_and_later_features_are_refused() -> None:

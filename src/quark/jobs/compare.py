@@ -254,7 +254,7 @@ def _of_file(request: CompareFiles, job: ComparisonJob) -> ComparedSchemes:
             file = Path(folder) / "quantized.onnx"
             for reader in filter(None, (calib, data)):
                 reader.rewind()
-            quantizer.quantize_model(model, file, calib)
+            quantizer.quantize(model, file, calib)
             data.rewind()
             report = compare_models(model, file, data, request.samples, request.threads)
             before, seconds = report.latency

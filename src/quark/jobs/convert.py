@@ -192,4 +192,4 @@ def _requantized(model: Any, scheme: str, request: ConvertRequest) -> Any:
     model = dequantize(model)
     asked = FolderRequest(model=request.model)
     quantizer = ModelQuantizer(gguf_config(model, scheme) if mixed else scheme_config(asked, None, scheme))
-    return quantizer.freeze(quantizer.quantize_model(model))
+    return quantizer.freeze(quantizer.quantize_as_planned(model))

@@ -225,7 +225,7 @@ def _write_solved(
     steps = data_of(request.calib, source.folder.name)
     data = replace(Calibration.of(request), path=steps).read(inputs_of(source.folder, model))
     names = join_layers(model, plan)
-    quantized = ModelQuantizer(config_for(names, plan, algorithms or None)).quantize_model(model, data)
+    quantized = ModelQuantizer(config_for(names, plan, algorithms or None)).quantize_as_planned(model, data)
     write(file, overwrite, solved=SolvedDenoiser.of(quantized, names))
 
 

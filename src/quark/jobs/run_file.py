@@ -204,7 +204,7 @@ class _Writing:
         if isinstance(self.reader, PathDataReader):
             self.reader.rewind()
         if self.recovery is None:
-            quantizer.quantize_model(self.model, self.output, self.reader)
+            quantizer.quantize(self.model, self.output, self.reader)
             return "", None
         # The best may have other types than the name of the config says, and nodes in float.
         others = others or {}

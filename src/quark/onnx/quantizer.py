@@ -16,6 +16,7 @@ from quark.base.checked import snapshot
 from quark.base.files import check_apart, check_file
 from quark.base.log import logger
 from quark.core.metrics import Metric
+from quark.core.names.patterns import unmatched_as_documented
 from quark.errors import CalibrationError, ConfigError, DamageError, NotSupportedError
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.inputs import model_inputs
@@ -131,6 +132,25 @@ class ModelQuantizer:
             FormatError: The model is not a valid ONNX model.
             NonFiniteError: A weight or an activation has NaN or infinity.
             QuarkError: Any other reason; its message says what to do. No file is written after an error.
+        """
+        with unmatched_as_documented():
+            return self.quantize(model_input, model_output, calibration_data_reader, calibration_data_path, algorithms)
+
+    def quantize(
+        self,
+        model_input: Model,
+        model_output: str | os.PathLike[str] | None = None,
+        calibration_data_reader: Any = None,
+        calibration_data_path: str | None = None,
+        algorithms: Sequence[Any] | None = None,
+    ) -> onnx.ModelProto | None:
+        """Quantize as `quantize_model` does, where a scope of the config that matches no node is an error.
+
+        Args:
+            model_input, model_output, calibration_data_reader, calibration_data_path, algorithms: As there.
+
+        Raises:
+            ConfigError: As there, and for a name or a pattern that matches nothing.
         """
         from quark.onnx.evaluation.cpu_price import cpu_price, in_integers_unasked, saturating_layers
         from quark.onnx.search.lost_outputs.damage import SpreadSamples

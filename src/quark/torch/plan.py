@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from quark.base.log import logger, severity
-from quark.core.names.patterns import first_match, matches, matches_any, require_matches
+from quark.core.names.patterns import first_match, matches, matches_any, require_matches, unmatched
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, ShapeError, StructureError
 from quark.torch.calibration.experts import expert_of
@@ -347,7 +347,7 @@ def _require_calibrated_experts(config: QConfig, layers: Mapping[str, LayerSpec]
 def _require_present(
     config: QConfig, model: nn.Module, candidates: Mapping[str, nn.Module], beside: Collection[str]
 ) -> None:
-    """Raise ConfigError for a pattern or a class in the config that nothing in the model has."""
+    """Say `unmatched` of a pattern or a class in the config that nothing in the model has."""
     # Experts that are kept fused may be excluded by the names that their layers would have.
     names = {name for name, _ in model.named_modules()} | quantizable_layers(model) | {*beside}
     if any(isinstance(algorithm, SVDQuantConfig) for algorithm in config.algo_config or []):
@@ -431,23 +431,23 @@ def _to_exclude(
 
 
 def require_layers(patterns: list[str], names: set[str], candidates: Collection[str]) -> None:
-    """Raise for an exclude pattern that names a block but none of the layers in it: it would exclude nothing."""
+    """Say `unmatched` of an exclude pattern that names a block and none of the layers in it: it excludes nothing."""
     for pattern in patterns:
         matched = [name for name in names if matches(name, pattern)]
         inside = any(layer.startswith(f"{name}.") for name in matched for layer in candidates)
         if inside and not any(name in candidates for name in matched):
-            raise ConfigError(
+            unmatched(
                 f"exclude: {pattern!r} matches the module {matched[0]!r} but none of the layers in it. "
                 f"Possible: {pattern + '.*'!r}."
             )
 
 
 def require_types(config: QConfig, present: set[type[nn.Module]], none: str) -> None:
-    """Raise ConfigError, beginning with what `none` says, for a class in the config that no layer is of."""
+    """Say `unmatched`, beginning with what `none` says, of a class in the config that no layer is of."""
     for layer_type in config.layer_type_quant_config:
         if not any(issubclass(kind, layer_type) for kind in present):
             names = sorted({kind.__name__ for kind in present})
-            raise ConfigError(
+            unmatched(
                 f"layer_type_quant_config: {none} is a {layer_type.__name__}. Present: {', '.join(names) or 'none'}."
             )
 

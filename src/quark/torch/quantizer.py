@@ -15,6 +15,7 @@ from quark.base.checked import snapshot
 from quark.base.libraries.transformers import is_transformers_model
 from quark.base.log import logger, severity
 from quark.base.steps import step
+from quark.core.names.patterns import unmatched_as_documented
 from quark.core.quantize import fake_quantize
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.calibration.calibrate import calibrate_activations, calibrate_weights, share_scales
@@ -100,13 +101,14 @@ class ModelQuantizer:
             each algorithm.
 
         Raises:
-            ConfigError: A pattern matches no layer, or the config does not fit the model.
+            ConfigError: The config does not fit the model. A pattern that matches no layer is a warning.
             ShapeError: A group size does not divide a layer.
             CalibrationError: Calibration data are missing, do not fit the model, or do not reach a layer.
             NonFiniteError: A weight or an activation has NaN or infinity.
             NotSupportedError, StructureError: An algorithm cannot run on this model.
         """
-        return self.quantize_as_planned(model, dataloader)
+        with unmatched_as_documented():
+            return self.quantize_as_planned(model, dataloader)
 
     def quantize_as_planned(
         self, model: nn.Module, dataloader: Iterable[Any] | None = None, plan: Plan | None = None
@@ -116,6 +118,9 @@ class ModelQuantizer:
         Args:
             model, dataloader: As there.
             plan: Of the same config; None: it is made of the model.
+
+        Raises:
+            ConfigError: As there, and for a pattern that matches no layer.
         """
         if self.config.quant_flow is QuantFlow.file2file:
             raise ConfigError("quant_flow=file2file takes no model: call direct_quantize_checkpoint(source, output).")
@@ -288,10 +293,11 @@ class ModelQuantizer:
         if keep_excluded_layers_as_original_model_state:
             raise NotSupportedError("keep_excluded_layers_as_original_model_state is not part of this version.")
         devices = [device] if isinstance(device, str) else list(device or ["cpu"])
-        quantize_files(
-            self.config, OpenedFolder(Path(pretrained_model_path)), Path(save_path), devices=devices, workers=workers,
-            overwrite=overwrite, keep_unexpected=keep_unexpected, target=FolderTarget(**options),
-        )  # fmt: skip
+        with unmatched_as_documented():
+            quantize_files(
+                self.config, OpenedFolder(Path(pretrained_model_path)), Path(save_path), devices=devices,
+                workers=workers, overwrite=overwrite, keep_unexpected=keep_unexpected, target=FolderTarget(**options),
+            )  # fmt: skip
 
 
 def _algorithms(config: QConfig) -> list[Algorithm]:

@@ -33,7 +33,7 @@ IDS = torch.arange(48).reshape(3, 16)
 
 def quantize(model: nn.Module, scheme: str, **options: Any) -> nn.Module:
     config = LLMTemplate.get("any").get_config(scheme, **options)
-    return ModelQuantizer(config).quantize_model(model, [IDS])
+    return ModelQuantizer(config).quantize_as_planned(model, [IDS])
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Which layer gets which spec: exclude > by name > by type > global; a pattern that matches nothing is an error.
+"""Which layer gets which spec: exclude > by name > by type > global. A pattern that matches nothing is an error.
+
+In the calls that published scripts make it is a warning, as it changes nothing there: `unmatched_as_documented`.
 
 A pattern is an fnmatch pattern on the full name ("*.q_proj", "lm_head"), or "re:" and a regular expression that
 matches the whole name.
@@ -7,10 +9,13 @@ matches the whole name.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 from quark.base.bounded_regex import full_match
+from quark.base.log import logger
 from quark.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -41,8 +46,35 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
     return any(matches(name, pattern) for pattern in patterns)
 
 
+_warned: ContextVar[set[str] | None] = ContextVar("what was warned of, where a pattern without a match is a warning")
+
+
+@contextmanager
+def unmatched_as_documented() -> Iterator[None]:
+    """Within: what matches nothing is a warning, each once, as in the calls that published scripts make."""
+    token = _warned.set(set())
+    try:
+        yield
+    finally:
+        _warned.reset(token)
+
+
+def unmatched(message: str) -> None:
+    """Raise ConfigError for something in a config that the model does not have, or warn; see `unmatched_as_documented`.
+
+    Args:
+        message: What it is, and what the model has, in whole sentences.
+    """
+    warned = _warned.get(None)
+    if warned is None:
+        raise ConfigError(message)
+    if message not in warned:
+        warned.add(message)
+        logger.warning("Changes nothing: %s", message)
+
+
 def require_matches(patterns: Iterable[str], names: Iterable[str], where: str) -> None:
-    """Raise ConfigError for the first pattern that matches none of `names`.
+    """Say `unmatched` of each pattern that matches none of `names`.
 
     Args:
         patterns: Patterns as the user wrote them.
@@ -61,4 +93,4 @@ def require_matches(patterns: Iterable[str], names: Iterable[str], where: str) -
             # Of many names their last parts, which is what a pattern mostly ends with.
             ends = set(names) if len(names) <= 12 else {name.rsplit(".", 1)[-1] for name in names}
             hint = f"Names that contain it: {', '.join(near)}." if near else did_you_mean(literal, ends)
-            raise ConfigError(f"{where}: the pattern {pattern!r} matches no layer. {hint}")
+            unmatched(f"{where}: the pattern {pattern!r} matches no layer. {hint}")

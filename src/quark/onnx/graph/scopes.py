@@ -1,4 +1,4 @@
-"""Scopes: node names, regular expressions and subgraphs, resolved to nodes. What matches nothing is an error.
+"""Scopes: node names, regular expressions and subgraphs, resolved to nodes. What matches nothing is `unmatched`.
 
 They speak of the model that the user knows: `prepare` resolves them to names before the passes change the graph. A
 node that takes the place of another stands for it (`edit.STANDS_FOR`); one that a pass removes is simply gone. Nodes of
@@ -7,12 +7,11 @@ one name, as exporters write them, have been told apart (`model_file.name_nodes`
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import onnx_ir as ir
 
-from quark.core.names.patterns import Scope, Subgraph, matches, require_matches
+from quark.core.names.patterns import Scope, Subgraph, matches, require_matches, unmatched
 from quark.errors import ConfigError, did_you_mean
 from quark.onnx.graph.edit import STANDS_FOR
 from quark.onnx.graph.model_file import SHARED_NAME
@@ -39,15 +38,18 @@ def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str, bodies: bool 
             found |= {node for name, node in nodes.items() if {name, node.meta.get(STANDS_FOR)} & scope}
         elif isinstance(scope, str):
             if _is_name(scope):
-                pattern = "re:" + re.escape(scope)
-            elif scope.startswith("re:"):
+                found |= {node for name, node in nodes.items() if name == scope}
+                continue
+            if scope.startswith("re:"):
                 pattern = scope
             else:
                 pattern = f"re:{scope}{'' if scope.endswith('$') else '.*'}"
             require_matches([pattern], nodes, where)
             found |= {node for name, node in nodes.items() if matches(name, pattern)}
         else:
-            require_names((*scope[0], *scope[1]), model, where, bodies)
+            for name in (*scope[0], *scope[1]):
+                if name not in nodes:
+                    raise ConfigError(_absent(name, nodes, where))
             found |= _between(scope, nodes, where)
     return found
 
@@ -58,14 +60,18 @@ def _by_name(model: ir.Model, bodies: bool) -> dict[str, ir.Node]:
 
 
 def require_names(names: Iterable[str], model: ir.Model, where: str, bodies: bool = False) -> None:
-    """Raise ConfigError for the first name that no node has, or several; names the nearest."""
+    """Say `unmatched` of each name that no node has, with the nearest. Raises ConfigError for one of several nodes."""
     nodes = _by_name(model, bodies)
     shared = {str(node.meta[SHARED_NAME]) for node in nodes.values() if SHARED_NAME in node.meta}
     for name in names:
         if name in shared:
             raise ConfigError(f"{where}: several nodes have the name {name!r}. Give them names of their own first.")
         if name not in nodes:
-            raise ConfigError(f"{where}: no node has the name {name!r}. {did_you_mean(name, nodes)}")
+            unmatched(_absent(name, nodes, where))
+
+
+def _absent(name: str, nodes: Collection[str], where: str) -> str:
+    return f"{where}: no node has the name {name!r}. {did_you_mean(name, nodes)}"
 
 
 def _is_name(scope: str) -> bool:
@@ -83,7 +89,7 @@ def outside(first: Iterable[str], last: Iterable[str], model: ir.Model) -> set[i
     found: set[ir.Node] = set()
     for names, where, forward in ((first, "InputNodes", False), (last, "OutputNodes", True)):
         require_names(names := list(names), model, where)
-        named = {nodes[name] for name in names}
+        named = {nodes[name] for name in names if name in nodes}
         found |= _reach(named, forward) - named
     return found
 

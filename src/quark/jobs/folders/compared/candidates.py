@@ -59,7 +59,7 @@ class Candidates:
         if not self.streams:
             quantizer = ModelQuantizer(config)
             made = load_model(self.folder, self.loading, dequantize=True)
-            after = quantizer.freeze(quantizer.quantize_model(made, samples))
+            after = quantizer.freeze(quantizer.quantize_as_planned(made, samples))
             prepare(self.before.model, coded_layers(after).__contains__)
             return compare_outputs(self.before, PartedModel(after), batches)
         with scratch_folder(Path(tempfile.gettempdir())) as place:

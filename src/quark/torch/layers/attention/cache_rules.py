@@ -154,7 +154,7 @@ def require_cache_patterns(config: QConfig, model: nn.Module, layers: Mapping[st
         _refuse_latent(model, modules, feeding)
     for pattern in config.kv_cache_quant_config:
         matched = [name for name in linear if matches(name, pattern)]
-        if any(name in feeding for name in matched):
+        if not matched or any(name in feeding for name in matched):
             continue
         if all(cache_owner(modules, name) is None for name in matched):
             parent = type(modules[matched[0].rpartition(".")[0]]).__name__
