@@ -321,6 +321,7 @@ def test_model_json() -> None:
     assert list(data) == [
         "quant_method", "quant_mode", "version", "global_quant_config", "exclude", "layer_quant_config",
         "layer_type_quant_config", "kv_cache_quant_config", "kv_cache_post_rope", "softmax_quant_spec", "algo_config",
+        "algo_config_of_quark",
     ]  # fmt: skip
     assert data["quant_method"] == "quark" and data["quant_mode"] == "eager_mode"
     assert list(data["layer_type_quant_config"]) == ["Conv2d", "Embedding"]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from quark.base.checked import checked_dataclass
+from typing_extensions import Self
+
+from quark.base.checked import checked_dataclass, known_keys
 from quark.errors import ConfigError
 
 __all__ = [
@@ -21,6 +23,8 @@ __all__ = [
 
 Layers = list[dict[str, Any]]
 Modules = list[str]
+OWN = {"own": True}
+"""Metadata of a field that AMD Quark's class does not have."""
 
 
 @dataclass
@@ -37,10 +41,22 @@ class AlgoConfig:
     """
 
     keep_better: bool = field(default=False, kw_only=True, compare=False)
+    is_documented: ClassVar[bool] = True
+    """Whether AMD Quark reads such a config from a checkpoint."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields of the algorithm as JSON values, as checkpoints store them."""
+        """Return the fields of the algorithm as JSON values."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "keep_better"}
+
+    def documented_dict(self) -> dict[str, Any]:
+        """Return the fields that AMD Quark's class of this name has, which refuses others; as JSON values."""
+        own = {entry.name for entry in dataclasses.fields(self) if entry.metadata.get("own")}
+        return {name: value for name, value in self.to_dict().items() if name not in own}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Read what `to_dict` returned. Raises ConfigError for a field that the class does not have."""
+        return cls(**known_keys(data, cls))
 
 
 class PreQuantOptConfig(AlgoConfig):
@@ -112,6 +128,7 @@ class ImportanceScaleConfig(AlgoConfig):
         model_decoder_layers: As in `SmoothQuantConfig`.
     """
 
+    is_documented: ClassVar[bool] = False
     name: str = "importance"
     inside_layer_modules: Modules = field(default_factory=list)
     model_decoder_layers: str = ""
@@ -128,6 +145,7 @@ class ImatrixConfig(AlgoConfig):
         tensors: Name of a layer -> name of its tensor in the file.
     """
 
+    is_documented: ClassVar[bool] = False
     name: str = "imatrix"
     file: str = ""
     tensors: dict[str, str] = field(default_factory=dict)
@@ -189,9 +207,9 @@ class GPTQConfig(_ColumnOrder, AlgoConfig):
     static_groups: bool = True
     inside_layer_modules: Modules = field(default_factory=list)
     model_decoder_layers: str = ""
-    group_aware_order: bool = False
-    refine_passes: int = 1
-    fisher: bool | Literal["auto"] = False
+    group_aware_order: bool = field(default=False, metadata=OWN)
+    refine_passes: int = field(default=1, metadata=OWN)
+    fisher: bool | Literal["auto"] = field(default=False, metadata=OWN)
 
 
 @checked_dataclass
@@ -212,9 +230,9 @@ class GPTAQConfig(_ColumnOrder, AlgoConfig):
     static_groups: bool = True
     inside_layer_modules: Modules = field(default_factory=list)
     model_decoder_layers: str = ""
-    group_aware_order: bool = False
-    refine_passes: int = 1
-    fisher: bool | Literal["auto"] = False
+    group_aware_order: bool = field(default=False, metadata=OWN)
+    refine_passes: int = field(default=1, metadata=OWN)
+    fisher: bool | Literal["auto"] = field(default=False, metadata=OWN)
 
 
 @checked_dataclass
@@ -236,9 +254,9 @@ class QronosConfig(_ColumnOrder, AlgoConfig):
     static_groups: bool = True
     alpha: float = 1e-3
     beta: float = 1e4
-    group_aware_order: bool = False
-    refine_passes: int = 1
-    fisher: bool | Literal["auto"] = False
+    group_aware_order: bool = field(default=False, metadata=OWN)
+    refine_passes: int = field(default=1, metadata=OWN)
+    fisher: bool | Literal["auto"] = field(default=False, metadata=OWN)
 
 
 @checked_dataclass
@@ -283,7 +301,7 @@ class RotationConfig(PreQuantOptConfig):
         True
     """
 
-    scaling_layers: dict[str, Layers] = field(default_factory=dict)
+    scaling_layers: dict[str, Layers] | None = field(default_factory=dict)
     name: str = "rotation"
     r1: bool = True
     r2: bool = False
@@ -303,9 +321,9 @@ class RotationConfig(PreQuantOptConfig):
     trainable: bool = False
     train_smooth: bool | None = None
     smooth_positions: list[str] | None = None
-    train_steps: int = 100
-    train_batch_size: int = 8
-    train_lr: float = 1.0
+    train_steps: int = field(default=100, metadata=OWN)
+    train_batch_size: int = field(default=8, metadata=OWN)
+    train_lr: float = field(default=1.0, metadata=OWN)
 
     @classmethod
     def _accept(cls, values: dict[str, Any]) -> None:
@@ -347,6 +365,7 @@ class AutoRoundConfig(AlgoConfig):
         fisher: As in `GPTQConfig`; the errors are those of the output of the block.
     """
 
+    is_documented: ClassVar[bool] = False
     name: str = "autoround"
     iters: int = 200
     lr: float = 1 / 200
@@ -355,7 +374,7 @@ class AutoRoundConfig(AlgoConfig):
     batch_size: int = 8
     inside_layer_modules: Modules = field(default_factory=list)
     model_decoder_layers: str = ""
-    fisher: bool | Literal["auto"] = False
+    fisher: bool | Literal["auto"] = field(default=False, metadata=OWN)
 
 
 @checked_dataclass
@@ -370,6 +389,7 @@ class DistillationConfig(AlgoConfig):
         batch_size: Samples of a step, 1 or more, if they have the same length.
     """
 
+    is_documented: ClassVar[bool] = False
     name: str = "distillation"
     epochs: int = 2
     lr: float | None = None
@@ -425,8 +445,8 @@ class SVDQuantConfig(AlgoConfig):
     gptq_blocksize: int = 128
     gptq_percdamp: float = 0.01
     gptq_actorder: bool = False
-    correction_layers: list[str] | None = None
-    refine_passes: int = 8
+    correction_layers: list[str] | None = field(default=None, metadata=OWN)
+    refine_passes: int = field(default=8, metadata=OWN)
 
     def _check(self) -> None:
         least = {"svd_rank": 1, "alpha_search_max_samples": 1, "min_layer_size": 1, "refine_passes": 0}

@@ -192,7 +192,9 @@ class QConfig:
 
         It describes the quantized model: fields that only say how quantization ran are not in it.
         """
-        types = self.layer_type_quant_config.items()
+        types, algorithms = self.layer_type_quant_config.items(), self.algo_config or []
+        whole = [algo.to_dict() for algo in algorithms]
+        documented = [algo.documented_dict() for algo in algorithms if algo.is_documented]
         return {
             "quant_method": "quark",
             "quant_mode": self.quant_mode.name,
@@ -204,7 +206,8 @@ class QConfig:
             "kv_cache_quant_config": {key: layer.to_dict() for key, layer in self.kv_cache_quant_config.items()},
             "kv_cache_post_rope": self.kv_cache_post_rope,
             "softmax_quant_spec": _to_json(self.softmax_quant_spec),
-            "algo_config": [algo.to_dict() for algo in self.algo_config] if self.algo_config else None,
+            "algo_config": documented or None,
+            **({} if documented == whole else {OWN_ALGORITHMS: whole}),
         }
 
     @classmethod
@@ -229,8 +232,7 @@ class QConfig:
         values["layer_type_quant_config"] = {_layer_type(k): QLayerConfig.from_dict(v) for k, v in types.items()}
         if "softmax_quant_spec" in values:
             values["softmax_quant_spec"] = _from_json(values["softmax_quant_spec"])
-        if "algo_config" in values:
-            algos = values["algo_config"]
+        if algos := data.get(OWN_ALGORITHMS) or values.get("algo_config"):
             values["algo_config"] = [recorded_algo_config(a) for a in (algos if isinstance(algos, list) else [algos])]
         return cls(**values)
 
@@ -263,8 +265,11 @@ class QConfig:
 QuantizationConfig = QLayerConfig
 Config = QConfig
 
+OWN_ALGORITHMS = "algo_config_of_quark"
+"""Key of the algorithms with all of their fields, where AMD Quark's classes lack some of them or of their fields."""
 _CHECKPOINT_KEYS = frozenset(
     {
+        OWN_ALGORITHMS,
         "quant_method",
         "export",
         "exclude_patterns",
