@@ -112,7 +112,6 @@ def test_every_algorithm_runs_from_end_to_end(
     ("more", "message"),
     [
         ("--use_tp", "tensor parallelism"),
-        ("--quant_scheme fp8 --no_keep_prequantized_layers", "keep_prequantized_layers"),
         ("--skip_quantization --use_mlperf_rouge", "Python pickles"),
         ("--skip_quantization --model_attn_implementation flash_attention_2", "FlashAttention2"),
     ],
@@ -128,7 +127,8 @@ def test_what_cannot_be_obeyed_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("--group_size 32", "uint4_wo_32"),
+        ("--quant_scheme fp8 --group_size 32", "a scheme whose name has one"),
+        ("--quant_scheme w_uint4_per_grup_asym", "no scheme 'w_uint4_per_grup_asym'"),
         ("--params_load", "--json_path"),
         ("--revision main", "of a model on the hub"),
         ("--custom_mode awq --export_weight_format fake_quantized", "--custom_mode quark only"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import torch
 
 from quark.common.profiler import GlobalProfiler, ProfileStep
 from quark.contrib.llm_eval import eval_model
-from quark.errors import QuarkError
+from quark.core.schemes import OLD_SCHEMES
+from quark.errors import QuarkError, did_you_mean
 from quark.torch import (
     LLMTemplate,
     ModelQuantizer,
@@ -60,7 +62,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--skip_quantization", action="store_true")
     add("--file2file_quantization", action="store_true")
     add("--group_size", type=int, help="of older scripts: part of a scheme's name now, as in uint4_wo_128")
-    add("--quant_scheme", choices=LLMTemplate.get_supported_schemes())
+    add("--quant_scheme", help="a scheme, or its name in older versions (w_uint4_per_group_asym)")
     add("--layer_quant_scheme", action="append", nargs=2, metavar=("PATTERN", "SCHEME"))
     add("--kv_cache_dtype", "--kv_cache_quant_scheme", choices=["fp8"])
     add("--min_kv_scale", type=float, default=0.0)
@@ -103,8 +105,14 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     for name, size in (("context", 1024), ("sample", 512), ("patch", None)):
         add(f"--ppl_eval_for_kv_cache_{name}_size", type=int, default=size)
     args = parser.parse_args(words)
-    if args.group_size is not None:
-        parser.error(f"--group_size: name the size in the scheme, as --quant_scheme uint4_wo_{args.group_size}")
+    if args.quant_scheme in OLD_SCHEMES:
+        args.quant_scheme = OLD_SCHEMES[args.quant_scheme]
+    if args.group_size is not None:  # of older scripts; the group size is part of the name of a scheme now
+        args.quant_scheme = re.sub(r"_\d+$", f"_{args.group_size}", args.quant_scheme or "")
+        if not args.quant_scheme.endswith(f"_{args.group_size}"):
+            parser.error(f"--group_size {args.group_size} goes with a scheme whose name has one, as uint4_wo_128")
+    if args.quant_scheme is not None and args.quant_scheme not in (schemes := LLMTemplate.get_supported_schemes()):
+        parser.error(f"--quant_scheme: no scheme {args.quant_scheme!r}. {did_you_mean(args.quant_scheme, schemes)}")
     if args.params_load and not (args.json_path and args.safetensors_path):
         parser.error("--params_load needs --json_path and --safetensors_path")
     if args.revision is not None and Path(args.model_dir).is_dir():

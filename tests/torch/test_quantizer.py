@@ -315,8 +315,10 @@ def test_quantizing_twice_freezing_a_float_model_and_later_features_are_refused(
 
     with pytest.raises(NotSupportedError, match="UnknownAlgoConfig"):
         ModelQuantizer(config(LayerSpec(weight=INT8), algo_config=[UnknownAlgoConfig("of another version")]))
-    with pytest.raises(NotSupportedError, match="keep_prequantized_layers=False"):
-        ModelQuantizer(config(LayerSpec(weight=INT8), keep_prequantized_layers=False))
+    again = ModelQuantizer(config(LayerSpec(weight=INT8), keep_prequantized_layers=False))
+    with pytest.raises(NotSupportedError, match="keep_prequantized_layers=False: .* is quantized"):
+        again.quantize_model(ModelQuantizer.freeze(model))
+    assert quantized_layers(again.quantize_model(mlp()))
     with pytest.raises(ConfigError, match="Unknown scheme 'int9'"):
         ModelQuantizer("int9")
 

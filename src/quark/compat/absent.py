@@ -63,8 +63,20 @@ ABSENT: dict[str, tuple[str, str]] = {
     ),
     "quark.torch.export.nn.modules.qparamslinear": ("QParamsLinearWithRotation", FOLDERS),
     "quark.torch.quantization.tensor_quantize": (
-        "FakeQuantizeBase ScaledFakeQuantize NonScaledFakeQuantize SequentialQuantize",
+        "FakeQuantizeBase ScaledFakeQuantize NonScaledFakeQuantize SequentialQuantize FrozenScaledFakeQuantize",
         "the quantizers of a layer are its input_quantizer, weight_quantizer and output_quantizer",
+    ),
+    "quark.torch.quantization.config.template": (
+        "QuantizationSchemeCollection QuantizationScheme",
+        "LLMTemplate.get_supported_schemes, LLMTemplate.register_scheme",
+    ),
+    "quark.torch.utils.accelerate_helper": (
+        "untie_parameters clone_align_devices_hook OffloadParameter offload_to_weights_map update_offload_parameter",
+        "ModelQuantizer takes models with a device_map, and ties stay ties",
+    ),
+    "quark.torch.utils.pack": (
+        "PackMethod Pack_2_bits Pack_uint2 Pack_3_bits Pack_4_bits Pack_8_bits Pack_mxfp4 Pack_mxfp6 Pack_fp4 Pack_fp6",
+        "create_pack_method, and export_safetensors, which packs",
     ),
     "quark.torch.quantization.model_transformation": (
         "process_model_transformation",

@@ -124,6 +124,9 @@ OLD_SCHEMES: dict[str, str] = {
     "w_mx6_a_mx6": "mx6",
     "w_mx9_a_mx9": "mx9",
     "w_bfp16_a_bfp16": "bfp16",
+    "w_mxfp6_e2m3": "mxfp6_e2m3_weight_only",
+    "w_mxfp8_a_mxfp8": "mxfp8_e4m3",
+    "w_mx_fp8_a_mx_fp8": "mxfp8_e4m3",
 }
 """Names of schemes up to version 0.10."""
 

@@ -76,10 +76,6 @@ class ModelQuantizer:
         if not isinstance(config, QConfig):
             raise ConfigError(f"ModelQuantizer takes a QConfig or the name of a scheme, got {type(config).__name__}.")
         self.config = snapshot(config)
-        if not config.keep_prequantized_layers:
-            raise NotSupportedError(
-                "keep_prequantized_layers=False is documented but not part of this version: leave it at its default."
-            )
         check_cache_config(self.config)
         _algorithms(self.config)
 
@@ -142,7 +138,10 @@ class ModelQuantizer:
                 return quantize_graph(model, self.config, data)
             if isinstance(model, fx.GraphModule):
                 raise ConfigError("This is an exported graph: pass quant_mode=QuantizationMode.fx_graph_mode.")
-            algorithms, before = _algorithms(self.config), layers_quantized_before(model)
+            algorithms, before = (
+                _algorithms(self.config),
+                layers_quantized_before(model, self.config.keep_prequantized_layers),
+            )
             if algorithms and isinstance(dataloader, Iterator) and data is not None:
                 data = list(data)  # read more than once
             with onloaded(model) as offloaded, prepared(model, self.config):

@@ -27,8 +27,8 @@ FIELDS = {
     "gptq": "name block_size damp_percent desc_act static_groups inside_layer_modules model_decoder_layers",
     "gptaq": "name block_size damp_percent alpha desc_act static_groups inside_layer_modules model_decoder_layers",
     "qronos": "name block_size desc_act static_groups alpha beta inside_layer_modules model_decoder_layers",
-    "rotation": "name scaling_layers r1 r2 r3 r4 rotation_size random_r1 random_r2 backbone model_decoder_layers v_proj "
-    "o_proj self_attn mlp online_r1_rotation online_config trainable train_smooth smooth_positions",
+    "rotation": "name scaling_layers r1 r2 r3 r4 rotation_size random_r1 random_r2 backbone model_decoder_layers "
+    "v_proj o_proj self_attn mlp online_r1_rotation online_config trainable train_smooth smooth_positions",
     "svdquant": "name svd_rank smooth_alpha search_alpha alpha_candidates alpha_search_max_samples exclude_patterns "
     "min_layer_size use_gptq gptq_n_bits gptq_symmetric gptq_group_size gptq_blocksize gptq_percdamp gptq_actorder",
 }  # fmt: skip

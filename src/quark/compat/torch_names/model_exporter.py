@@ -7,13 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from quark.errors import ConfigError
 from quark.torch.checkpoint.importer import import_model_from_safetensors
+from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.config import QConfig
 from quark.torch.writers.onnx.export import export_onnx
 from quark.torch.writers.safetensors import export_gguf, export_safetensors
+
+
+def _load_weights_from_safetensors(model_info_dir: str) -> dict[str, torch.Tensor]:
+    """Read the tensors of a folder as they are stored. Raises FormatError for a folder without safetensors."""
+    return {name: file.read(name) for file in OpenedFolder(Path(model_info_dir)).files for name in file.names}
 
 
 class ModelExporter:

@@ -17,7 +17,7 @@ from typing_extensions import dataclass_transform
 from quark.base.checked import checked_dataclass
 from quark.errors import ConfigError, did_you_mean
 from quark.torch.config.tensor import observer_classes as obs
-from quark.torch.config.tensor.enums import Dtype, TQTThresholdInitMeth
+from quark.torch.config.tensor.enums import Dtype, RoundType, ScaleType, TQTThresholdInitMeth
 from quark.torch.config.tensor.tensor_config import QTensorConfig
 
 __all__ = [
@@ -86,6 +86,11 @@ class DataTypeSpec:
         if self.dtype is Dtype.mx:
             del values["is_dynamic"]
         return QTensorConfig(self.dtype, **{**self.fixed, **values})
+
+    @classmethod
+    def _accept(cls, values: dict[str, Any]) -> None:
+        """A guide gives `ScaleType.float` where the class takes its name."""
+        values.update({name: value.name for name, value in values.items() if isinstance(value, (ScaleType, RoundType))})
 
     def _check(self) -> None:
         if not hasattr(self, "dtype"):

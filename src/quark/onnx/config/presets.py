@@ -45,6 +45,8 @@ PARTS: Mapping[str, Callable[[], Any]] = {
     "DefaultConfigMapping": get_default_config_mapping,
 }
 """A documented name beside those of configurations -> what makes it."""
+NAMES = [*__all__, *QROWS, *PARTS, *(f"{row}_CONFIG" for row in ROWS)]
+"""All names: `from quark.onnx.quantization.config.custom_config import *` gives an object for each."""
 
 
 def __getattr__(name: str) -> Any:

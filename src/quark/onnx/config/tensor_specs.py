@@ -14,7 +14,8 @@ from quark.base.checked import checked, known_keys, member
 from quark.core.dtypes import DTYPES
 from quark.core.names.registry import Registry
 from quark.errors import ConfigError
-from quark.onnx.config.enums import CalibMethod, QuantGranularity, ScaleType
+from quark.onnx.config.enums import CalibMethod, ExtendedQuantType, QuantGranularity, QuantType, ScaleType
+from quark.onnx_ops.operators import BFP_FORMATS
 
 __all__ = [
     "BFP16", "MX4", "MX6", "MX9", "MXFP4E2M1", "MXFP6E2M3", "MXFP6E3M2", "MXFP8E4M3", "MXFP8E5M2", "BFP16Spec",
@@ -48,6 +49,21 @@ class DataType:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def bitwidth(self) -> int:
+        """Bits of a value; of the block formats with a shared exponent, `bit_width` of BFPAttributes."""
+        return BFP_FORMATS[self.core][1] if self.core in BFP_FORMATS else DTYPES[self.core].bits
+
+    @property
+    def map_onnx_format(self) -> Enum:
+        """The element type of the flat QuantizationConfig that is this one, or the family that it belongs to."""
+        if self.core in BFP_FORMATS:
+            return ExtendedQuantType.QBFP
+        if self.block:
+            return ExtendedQuantType.QMX
+        small = self.name in ("Int8", "UInt8", "Int4", "UInt4")
+        return QuantType[f"Q{self.name}"] if small else ExtendedQuantType.from_string(f"Q{self.name}")
 
 
 DATA_TYPES: Registry[DataType] = Registry("data type")

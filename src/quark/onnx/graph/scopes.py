@@ -37,21 +37,22 @@ def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str, bodies: bool 
         if isinstance(scope, frozenset):
             found |= {node for name, node in nodes.items() if {name, node.meta.get(STANDS_FOR)} & scope}
         elif isinstance(scope, str):
-            if _is_name(scope):
-                found |= {node for name, node in nodes.items() if name == scope}
-                continue
-            if scope.startswith("re:"):
-                pattern = scope
-            else:
-                pattern = f"re:{scope}{'' if scope.endswith('$') else '.*'}"
-            require_matches([pattern], nodes, where)
-            found |= {node for name, node in nodes.items() if matches(name, pattern)}
+            found |= _matching(scope, nodes, where)
         else:
             for name in (*scope[0], *scope[1]):
                 if name not in nodes:
                     raise ConfigError(_absent(name, nodes, where))
             found |= _between(scope, nodes, where)
     return found
+
+
+def _matching(scope: str, nodes: dict[str, ir.Node], where: str) -> set[ir.Node]:
+    """The nodes of a name, or of a pattern that is said to match none."""
+    if _is_name(scope):
+        return {node for name, node in nodes.items() if name == scope}
+    pattern = scope if scope.startswith("re:") else f"re:{scope}{'' if scope.endswith('$') else '.*'}"
+    require_matches([pattern], nodes, where)
+    return {node for name, node in nodes.items() if matches(name, pattern)}
 
 
 def _by_name(model: ir.Model, bodies: bool) -> dict[str, ir.Node]:

@@ -19,12 +19,17 @@ _QuantizedBefore = dict[str, LayerSpec]
 """Full name of a layer -> what is quantized in it."""
 
 
-def layers_quantized_before(model: nn.Module) -> _QuantizedBefore:
+def layers_quantized_before(model: nn.Module, kept: bool = True) -> _QuantizedBefore:
     """The quantized layers of a model that was loaded from a checkpoint, or quantized in part and frozen.
+
+    Args:
+        model: Any model.
+        kept: Whether they are to stay as they are.
 
     Raises:
         ConfigError: A layer's weight is not frozen: its float values are still there, and may be changed.
-        NotSupportedError: More than weights and inputs is quantized, which the config of the rest cannot say too.
+        NotSupportedError: They are not to stay. Or more than weights and inputs is quantized, which the config of the
+            rest cannot say too.
     """
     before = {}
     for name, layer in quantized_layers(model).items():
@@ -33,6 +38,11 @@ def layers_quantized_before(model: nn.Module) -> _QuantizedBefore:
             raise ConfigError(
                 f"The model holds quantized layers already ({name}), which are not frozen. Possible: freeze(model) "
                 "first, so that what is left in float can be quantized; or the float model."
+            )
+        if not kept:
+            raise NotSupportedError(
+                f"keep_prequantized_layers=False: {name} is quantized, and to quantize it anew is not part of this "
+                "version. Possible: leave it at its default, or the float model."
             )
         if layer.spec.output is not None:
             raise NotSupportedError(

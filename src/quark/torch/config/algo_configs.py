@@ -42,7 +42,7 @@ class AlgoConfig:
 
     keep_better: bool = field(default=False, kw_only=True, compare=False)
     is_documented: ClassVar[bool] = True
-    """Whether AMD Quark reads such a config from a checkpoint."""
+    """True where AMD Quark reads such a config from a checkpoint."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields of the algorithm as JSON values."""

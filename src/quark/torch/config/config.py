@@ -113,7 +113,8 @@ class QConfig:
         quant_flow: `standard`; `per_block` with one block at a time on the GPU; `file2file` without a model in memory.
         gpu_resident_blocks: Number of blocks that stay on the GPU with `per_block`.
         sync_moe_expert_input_amax: Whether the experts of a block share the range of their inputs.
-        keep_prequantized_layers: Layers that are quantized already stay unchanged. False is not part of this version.
+        keep_prequantized_layers: Layers that are quantized already stay unchanged. False is for models without such
+            layers.
         weight_format: How the checkpoint from which the config was read stores weights; None for a new config.
         calibrate_all_experts: Calibrate each expert of a mixture with all tokens, instead of those that its router
             sends to it. The outputs of the float model stay the same.
