@@ -41,7 +41,7 @@ OVER_REGISTRIES = {
     "contracts/test_export_onnx.py": 4,
     "contracts/test_parts.py": 4,
     "contracts/test_parts.py::test_a_command_writes_what_it_writes_at_once": 80,
-    "contracts/test_torch_algorithms.py::test_its_surroundings_change_nothing": 4,
+    "contracts/test_surroundings.py": 4,
     "contracts/test_exported_dtypes.py": 4,
     "contracts/test_float_layers.py": 30,
     "contracts/test_float_tensors.py": 40,

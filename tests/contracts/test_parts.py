@@ -26,32 +26,14 @@ from quark.torch import ModelQuantizer, gguf_config, import_model_from_gguf, imp
 from quark.torch.algorithms import ALGORITHMS
 from quark.torch.config.algo_configs import (
     AlgoConfig,
-    AWQConfig,
-    GPTAQConfig,
     GPTQConfig,
-    QronosConfig,
-    SVDQuantConfig,
 )
 from quark.torch.formats import FORMATS
 from tests.commands.program import quark
-from tests.contracts.test_torch_algorithms import SEEN, logits, quantized, row_of, solved
+from tests.contracts.test_torch_algorithms import IN_OTHER_ORDER, SEEN, logits, quantized, row_of, solved
 from tests.models.families import family
 from tests.models.parts import make_parts_small
 from tests.models.torch_zoo import LANGUAGE_MODEL, tiny_llama
-
-IN_OTHER_ORDER: dict[type[AlgoConfig], float] = {
-    GPTQConfig: 0.01,
-    GPTAQConfig: 0.01,
-    QronosConfig: 0.03,
-    AWQConfig: 0.01,
-    SVDQuantConfig: 0.25,
-}
-"""Algorithms that read second moments, whose sums are of other lengths here -> share by which what is lost may differ.
-
-A sum of n products in another order is off by n / 2^24 of itself at most. A value that lies so near to the middle of
-two codes gets the other one, and what comes after makes up for it. A branch of SVDQuant is chosen of 27, of which some
-lose the same within that.
-"""
 
 
 @pytest.mark.parametrize(

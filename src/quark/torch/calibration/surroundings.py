@@ -1,5 +1,7 @@
 """The surroundings of a job: what a program has set in torch for its own arithmetic changes no code of a model.
 
+It does not change what is loaded of a file either.
+
 Autocast would round the products of solvers to 16 bits, a default dtype of 64 bits make tensors that others do not fit,
 and products in TF32 or bfloat16 lose the digits that second moments need.
 """

@@ -14,6 +14,7 @@ from torch import nn
 
 from quark.base.libraries.transformers import empty_of_class
 from quark.errors import FormatError, QuarkError, as_format_error
+from quark.torch.calibration.surroundings import own_arithmetic
 from quark.torch.checkpoint.float_model import load_whole
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored, mark_loaded
 from quark.torch.checkpoint.opened import OpenedFolder
@@ -38,6 +39,7 @@ FOREIGN = frozenset((*FORMATS, *AUTO_ROUND)) - {"quark"}
 """Values of `quant_method` for which transformers would need packages of others, or a GPU, and quark needs neither."""
 
 
+@own_arithmetic()
 @with_weights
 def import_model_from_safetensors(
     model: nn.Module | None,

@@ -14,6 +14,7 @@ from torch import fx, nn
 from quark.base.files import atomic_file, digest_of
 from quark.base.json_objects import plain_json
 from quark.errors import ConfigError, FormatError, NotSupportedError
+from quark.torch.calibration.surroundings import own_arithmetic
 from quark.torch.checkpoint.importer import load_into
 from quark.torch.checkpoint.loading import FAKE_QUANTIZED, REAL_QUANTIZED
 from quark.torch.checkpoint.shards import entries, save_tensors
@@ -89,6 +90,7 @@ def save_params(
     return folder / f"{model_type}.json"
 
 
+@own_arithmetic()
 @with_weights
 def load_params(
     model: nn.Module | None = None,

@@ -26,6 +26,7 @@ from quark.gguf.hyperparameters import refuse_other_config
 from quark.gguf.names import block_of, expert_of, import_gguf, part_name
 from quark.gguf.reader import open_gguf, release_pages
 from quark.gguf.types import CASTS, SPECS
+from quark.torch.calibration.surroundings import own_arithmetic
 from quark.torch.checkpoint.importer import load_stored
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
@@ -59,6 +60,7 @@ def import_model_from_gguf(model: nn.Module, file: str | os.PathLike[str]) -> nn
     return import_opened(model, path, open_gguf(path))
 
 
+@own_arithmetic()
 @with_weights
 def import_opened(model: nn.Module, path: Path, reader: Any) -> nn.Module:
     """The model with the values of a GGUF file that is open, its layers quantized as the file has them."""
