@@ -19,6 +19,7 @@ from quark.jobs.folders.compared.layer_damage import LayerDamage
 from quark.jobs.folders.compared.measure import compare_outputs
 from quark.jobs.request import AS_STORED, Loading
 from quark.torch.algorithms.block_loop import is_inside
+from quark.torch.calibration import work_device
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.flows.parted import PartedModel, parts_of
 from quark.torch.layers import QuantLayer
@@ -26,6 +27,7 @@ from tests.commands.program import quark as program
 from tests.models.denoisers import denoiser, step
 from tests.models.families import family
 from tests.models.model_folders import model_folder
+from tests.pretended_gpu import PretendedGpu
 
 IDS = [torch.randint(0, 64, (1, length), generator=torch.Generator().manual_seed(length)) for length in (16, 16, 9)]
 DENOISERS = ("sd3", "flux", "unet")
@@ -69,9 +71,11 @@ def quantized(model: Path, out: Path, scheme: str = "int8_wo", form: str = "quar
     assert done.code == 0, done.err
 
 
-def pair_of(model: Path, quantized: Path, stream: bool) -> tuple[PartedModel, PartedModel]:
+def pair_of(
+    model: Path, quantized: Path, stream: bool, loading: Loading = AS_STORED
+) -> tuple[PartedModel, PartedModel]:
     after = quantized if quantized.suffix == ".gguf" else OpenedFolder(quantized)
-    return pairs.open_pair(OpenedFolder(model), after, AS_STORED, stream)
+    return pairs.open_pair(OpenedFolder(model), after, loading, stream)
 
 
 def figures(pair: tuple[PartedModel, PartedModel], batches: Sequence[Any]) -> dict[str, Any]:
@@ -115,6 +119,23 @@ def test_a_block_of_each_model_is_in_memory_at_a_time(tmp_path: Path) -> None:
             part.run(index, batch)
     assert seen == [*blocks, None] and len(blocks) > 1
     assert all(x.is_meta for each in pair for x in each.model.parameters())
+
+
+def test_what_the_last_block_gives_has_come_to_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches wait on the host of a GPU, and what comes after the blocks runs there."""
+    folder, batches = made("llama", tmp_path / "float")
+    quantized(folder, tmp_path / "out")
+
+    def outputs(loading: Loading) -> list[torch.Tensor]:
+        pair = pair_of(folder, tmp_path / "out", True, loading)
+        parts = parts_of(pair, batches, pair[0].find_blocks(batches[0], ()))
+        return [each.logits for part in parts for i, x in enumerate(batches) for each in part.run(i, x) if each]
+
+    expected = outputs(AS_STORED)
+    monkeypatch.setattr(work_device, "ON_DEVICE", 0)
+    with PretendedGpu():
+        found = outputs(Loading(device="cuda"))
+    assert len(found) == 2 * len(batches) and all(map(torch.equal, found, expected))
 
 
 def test_codes_of_a_block_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
