@@ -11,7 +11,9 @@ from quark.core.granularity import PerGroup
 from quark.torch import ModelQuantizer
 from quark.torch.calibration import spill, work_device
 from quark.torch.calibration.spill import SpillFile
+from quark.torch.calibration.work_device import WorkDevice
 from quark.torch.config.algo_configs import AlgoConfig, AWQConfig, GPTQConfig, QronosConfig, SmoothQuantConfig
+from quark.torch.model.blocks import Call
 from tests.models.families import family
 from tests.models.torch_zoo import tiny_llama, token_batches
 from tests.torch.algorithms.test_algorithms import config, spec
@@ -84,6 +86,13 @@ def test_a_full_disk_leaves_tensors_in_memory(monkeypatch: pytest.MonkeyPatch) -
     before, place = second.clone(), bytes_of(second)
     assert lot.spill([second]) == [] and bytes_of(second) == place and torch.equal(second, before)
     assert lot.spill([first]) == []
+
+
+@pytest.mark.parametrize(("samples", "spills"), [(5, False), (7, True)])
+def test_batches_of_few_samples_are_spilled(samples: int, spills: bool) -> None:
+    """Seven of 512 tokens, 768 channels wide, held 80 MB while the last layer of an MLP of 5632 channels was solved."""
+    calls = [Call((torch.empty(1, 512, 768, dtype=torch.bfloat16),), {}) for _ in range(samples)]
+    assert isinstance(WorkDevice.of(torch.device("cpu"), 0).halted([], calls), SpillFile) is spills
 
 
 ALGORITHMS: dict[str, AlgoConfig] = {

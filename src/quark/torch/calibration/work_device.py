@@ -26,8 +26,9 @@ COPIES = 6
 """How often hidden states may be there at once: what a block reads and what it gives, in three series of blocks."""
 LEAST = 1 << 12
 """Bytes below which a tensor stays on a GPU: a few for each batch."""
-MUCH = 1 << 26
-"""Bytes of inputs of a block from which on a CPU spills its halted batches: they hold several times as much."""
+MUCH = 1 << 22
+"""Bytes of inputs of a block from which on a CPU spills its halted batches, which hold many times as much: those of a
+wide MLP that wait for its last layer, with what the allocator keeps beside them, about 15 times."""
 
 
 @dataclass(frozen=True)
