@@ -344,3 +344,8 @@ def _short(value: TensorConfigs) -> str:
     size = f" {value.group_size}" if value.group_size else ""
     extra = (" asymmetric" if value.symmetric is False else "") + (" live" if value.is_dynamic else "")
     return f"{value.dtype.name} {scheme}{size}{extra}".replace("  ", " ").strip()
+
+
+def algorithms_in(stored: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every record of an algorithm in a `QConfig.to_dict()`, of those with the documented fields and with all."""
+    return [record for key in ("algo_config", OWN_ALGORITHMS) for record in stored.get(key) or ()]

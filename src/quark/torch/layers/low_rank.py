@@ -18,6 +18,7 @@ from quark.core.names.patterns import matches_any
 from quark.core.spec import TensorSpec
 from quark.errors import ConfigError
 from quark.torch.config.algo_configs import SVDQuantConfig
+from quark.torch.config.config import algorithms_in
 
 BRANCH = "correction"
 """Name of the branch, a module of the layer."""
@@ -125,7 +126,7 @@ def hold_branches(model: nn.Module, config: SVDQuantConfig) -> None:
 def record_branches(stored: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """A `QConfig.to_dict()` whose SVDQuant lists the layers of this model that have a branch."""
     names = [name for name, _ in branches(model)]
-    for algo in stored.get("algo_config") or []:
+    for algo in algorithms_in(stored):
         if algo.get("name") == "svdquant":
             algo["correction_layers"] = names
     return stored

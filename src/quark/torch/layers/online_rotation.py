@@ -23,6 +23,7 @@ from torch import nn
 from quark.core.solvers.hadamard import Rotation, is_hadamard, is_sylvester
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch.config.algo_configs import OnlineRotationConfig, RotationConfig
+from quark.torch.config.config import algorithms_in
 
 BUFFER = "input_rotation"
 """Name of the stored matrix, on the layer."""
@@ -96,7 +97,7 @@ def hold_rotations(model: nn.Module, config: RotationConfig) -> None:
 def record_rotations(stored: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """A `QConfig.to_dict()` whose rotation lists the layers of this model whose inputs are rotated."""
     names = [name for name, _ in input_rotations(model)]
-    for algo in stored.get("algo_config") or []:
+    for algo in algorithms_in(stored):
         if algo.get("name") in ("rotation", "quarot") and names:
             online = algo.get("online_config") or asdict(OnlineRotationConfig(shared_parallel=False))
             algo["online_config"] = {**online, "online_rotation_layers": names}
