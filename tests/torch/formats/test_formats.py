@@ -426,3 +426,18 @@ def test_codes_of_frozen_weights_are_those_that_decode_to_them(name: str, monkey
     monkeypatch.setattr(QuarkLayout, "_store_compiled", lambda *_: None)
     assert torch.equal(found[""].view(torch.uint8), layout.store(x, params, frozen=True)[""].view(torch.uint8))
     assert torch.equal(layout.load_codes(found[""], shape), layout.codes(x, params, frozen=True))
+
+
+def test_zero_points_of_a_wider_type_are_read(tmp_path: Path) -> None:
+    """AMD Quark writes int32 beside float values of int8."""
+    model = frozen("int8", torch.float32)
+    export_safetensors(model, tmp_path / "out", weight_format="fake_quantized")
+    file, name = tmp_path / "out" / "model.safetensors", "model.layers.0.mlp.up_proj.input_zero_point"
+    tensors = load_file(file)
+    wide = {key: value.int() if key.endswith("input_zero_point") else value for key, value in tensors.items()}
+    assert wide[name].dtype == torch.int32 != tensors[name].dtype
+    save_file(wide, file, {"format": "pt"})
+    assert torch.equal(logits(import_model_from_safetensors(tiny_llama(), tmp_path / "out")), logits(model))
+    save_file({**wide, name: torch.full_like(wide[name], 300)}, file, {"format": "pt"})
+    with pytest.raises(FormatError, match=f"{name} is torch.int32 in the checkpoint; torch.int8 is needed"):
+        import_model_from_safetensors(tiny_llama(), tmp_path / "out")

@@ -138,11 +138,16 @@ def _module_name(stored: str, names: Mapping[str, str]) -> str | None:
 
 
 def _as_wanted(name: str, stored: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """A stored tensor; one scale or zero point in the shape that the model has for it.
+    """A stored tensor; one scale or zero point in the shape that the model has for it, and integers in its dtype.
 
-    Programs write the one scale of a tensor as a scalar, as a vector or as a matrix of one value.
+    Programs write the one scale of a tensor as a scalar, as a vector or as a matrix of one value, and zero points as
+    int32 where the codes are int8.
     """
     leaf = name.rpartition(".")[2]
+    integers = not (stored.is_floating_point() or wanted.is_floating_point())
+    if leaf == "zero_point" and integers and stored.dtype != wanted.dtype and not stored.is_meta:
+        narrow = stored.to(wanted.dtype)
+        stored = narrow if torch.equal(narrow.to(stored.dtype), stored) else stored
     return stored.reshape(wanted.shape) if leaf != "weight" and stored.numel() == wanted.numel() == 1 else stored
 
 
