@@ -24,12 +24,12 @@ from quark.torch import LLMTemplate, ModelQuantizer
 
 SCHEMES = (
     "int8_wo",
-    "fp8",
+    "ptpc_fp8",
     "mxfp6_e2m3",
     "uint4_wo_32",
     "uint4_wo_64",
     "mxfp4_weight_only",
-    "nvfp4",
+    "nvfp4_weight_only",
     "mxfp4",
     "int2_wo_64",
 )
