@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from quark.errors import FormatError
-from quark.torch.flows.adapters import CONFIG, WEIGHTS, base_of
+from quark.core.metrics import sqnr
+from quark.torch.flows.adapters import CONFIG, WEIGHTS, base_of, merged
+from tests.models.families import family
 
 
 @pytest.fixture
@@ -47,3 +49,36 @@ def test_its_files_are_whole_and_its_own(adapter: Path, name: str) -> None:
     (adapter / name).write_bytes(kept.read_bytes()[:-1])
     with pytest.raises(FormatError, match=r"truncated|not JSON"):
         base_of(adapter)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize(
+    ("options", "tied"),
+    [
+        ({"target_modules": ["embed_tokens", "q_proj"]}, False),
+        ({"target_modules": ["lm_head"]}, False),
+        ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, True),
+        ({"target_modules": ["q_proj"]}, True),
+    ],
+)
+def test_an_adapter_on_a_weight_that_two_layers_share_changes_one_of_them(
+    options: dict[str, object], tied: bool, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    family("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(
+        family("llama", tie_word_embeddings=True), peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options)
+    )
+    for weight in model.parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(tmp_path / "adapter")
+    said = json.loads((tmp_path / "adapter" / CONFIG).read_text()) | {"base_model_name_or_path": "../base"}
+    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(said))
+    ids = torch.arange(2, 40)[None]
+    with merged(tmp_path / "adapter", tmp_path / "out") as folder, torch.no_grad():
+        whole = AutoModelForCausalLM.from_pretrained(folder)
+        assert whole.config.tie_word_embeddings is tied
+        assert sqnr(model.eval()(ids).logits, whole(ids).logits) > 100  # that of a sum in another order

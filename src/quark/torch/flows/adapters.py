@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from quark.base.files import temporary_folder
 from quark.base.json_objects import plain_json
 from quark.base.libraries.transformers import import_transformers
@@ -24,6 +27,8 @@ from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import TensorFile
 from quark.torch.checkpoint.sources.methods import AS_FLOAT
 from quark.torch.model.folder_files import file_of, side_files
+from quark.torch.model.tied_weights import tying_configs
+from quark.torch.writers.adapters import adapted_layers
 from quark.torch.writers.model_card import CACHE
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -124,5 +129,52 @@ def _merged_model(folder: Path, base: OpenedFolder, stored: set[str]) -> Any:
         )
     if not hasattr(model, "merge_and_unload") or not getattr(model.base_model, "merge_and_unload", None):
         raise NotSupportedError(f"{folder}: an adapter of the kind {model.peft_type} cannot be merged into its base.")
-    with as_format_error(folder, f"cannot be merged into {base.path}"):
-        return model.merge_and_unload(safe_merge=True)
+    untied = _untie_adapted(model)
+    with as_format_error(folder, f"cannot be merged into {base.path}"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
+        whole = model.merge_and_unload(safe_merge=True)
+    _tie_equals(whole, untied)
+    return whole
+
+
+def _untie_adapted(model: Any) -> list[list[str]]:
+    """Give each layer its own weight where layers share one to which an adapter of one of them would be added.
+
+    Args:
+        model: With the adapter in it, of PEFT.
+
+    Returns:
+        Names in the model without it of parameters that were one.
+    """
+    owners: dict[int, list[tuple[str, Any, str]]] = {}
+    for name, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append((name, module, leaf))
+    adapted = {id(layer): name for name, (_, layer) in adapted_layers(model).items()}
+    untied = []
+    for shared in owners.values():
+        if len(shared) > 1 and any(id(module) in adapted for _, module, _ in shared):
+            places = [(adapted.get(id(module), name), leaf) for name, module, leaf in shared]
+            untied.append([f"{name}.{leaf}".removeprefix("base_model.model.") for name, leaf in places])
+            for _, module, leaf in shared[1:]:
+                module._parameters[leaf] = nn.Parameter(module._parameters[leaf].detach().clone(), requires_grad=False)
+    return untied
+
+
+def _tie_equals(whole: Any, untied: list[list[str]]) -> None:
+    """Let parameters be one again that an adapter left equal, and say of the others in the config that they are not.
+
+    Args:
+        whole: The merged model.
+        untied: Names of parameters that were one before.
+    """
+    for names in untied:
+        first, *others = (whole.get_parameter(name) for name in names)
+        tied = all(torch.equal(first, other) for other in others)
+        for name in names[1:] if tied else ():
+            parent, _, leaf = name.rpartition(".")
+            setattr(whole.get_submodule(parent), leaf, first)
+        for config in tying_configs(whole):
+            config.tie_word_embeddings = tied
+        if not tied:
+            logger.info("The adapter makes two weights of one, which was that of %s.", " and ".join(names))
