@@ -20,9 +20,9 @@ from transformers import ViTConfig, ViTForImageClassification
 import quark as package
 from quark.core.metrics import kl, kl_by_row
 from quark.errors import ConfigError
-from quark.jobs.folders.compared.layer_damage import input_range
 from quark.jobs.folders.models import load_model
 from quark.torch.checkpoint.opened import OpenedFolder
+from quark.torch.flows.compared.layer_damage import input_range
 from quark.torch.layers.replace import quantized_layers
 from quark.torch.llm.text import token_windows
 from tests.commands.program import Done, quark

@@ -15,12 +15,12 @@ import transformers
 import quark
 from quark.errors import ConfigError
 from quark.jobs.folders.compared import pairs
-from quark.jobs.folders.compared.layer_damage import LayerDamage
 from quark.jobs.folders.compared.measure import compare_outputs
 from quark.jobs.request import AS_STORED, Loading
 from quark.torch.algorithms.block_loop import is_inside
 from quark.torch.calibration import work_device
 from quark.torch.checkpoint.opened import OpenedFolder
+from quark.torch.flows.compared.layer_damage import LayerDamage
 from quark.torch.flows.parted import PartedModel, parts_of
 from quark.torch.layers import QuantLayer
 from tests.commands.program import quark as program

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from quark.jobs.folders.compared.measure import MeasuredFolders
     from quark.onnx import PathDataReader
     from quark.onnx.evaluation.compare_models import Report
-    from quark.torch.flows.denoiser_costs import DenoiserCosts
+    from quark.torch.flows.compared.denoiser_costs import DenoiserCosts
 
 IN_BLOCKS = "Load one block of each model at a time; the results are the same. Default: if memory is too small."
 
@@ -257,11 +257,11 @@ def _evaluate(request: EvaluateFolders) -> MeasuredFolders:
     # The flow imports torch: when it runs, so that --help is instant.
     from quark.jobs.folders.card import check_card, figures_of
     from quark.jobs.folders.compared.harness import Harness
-    from quark.jobs.folders.compared.layer_damage import coded_layers
     from quark.jobs.folders.compared.measure import ALL, measure_folders
     from quark.jobs.folders.compared.pairs import open_pair
     from quark.jobs.folders.compared.tasks import task_of, with_tasks
     from quark.jobs.folders.models import inputs_of, open_folder
+    from quark.torch.flows.compared.coded_layers import coded_layers
     from quark.torch.writers.model_card import add_figures
 
     model, quantized, data = request.model, request.quantized, held_out(request)

@@ -6,12 +6,12 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
-from quark.base.command_line import new_table
 from quark.report.page import PageTable
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 WIDTH = 100
 """Columns of text."""
@@ -19,6 +19,8 @@ WIDTH = 100
 
 def text_table(table: PageTable) -> Table:
     """A table for a terminal."""
+    from quark.base.command_line import new_table  # with rich: when something is printed
+
     made = new_table(*table.headers, title=table.title or None)
     for row in table.rows:
         made.add_row(*row)
@@ -33,6 +35,8 @@ class Shown(ABC):
         """The tables, as the command prints them."""
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console(file=io.StringIO(), width=WIDTH, markup=False, emoji=False)
         for table in self.tables():
             console.print(text_table(table))

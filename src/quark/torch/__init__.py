@@ -35,7 +35,8 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.torch.config.tensor.enums import *
     from quark.torch.config.tensor.observer_classes import *
     from quark.torch.config.tensor.tensor_config import *
-    from quark.torch.flows.denoiser_costs import compare_denoisers as compare_denoisers
+    from quark.torch.flows.compared.denoiser_costs import compare_denoisers as compare_denoisers
+    from quark.torch.flows.compared.layer_errors import layer_errors as layer_errors
     from quark.torch.flows.on_load.config import QuantizeOnLoad as QuantizeOnLoad
     from quark.torch.kernels import accelerate as accelerate
     from quark.torch.model.calibration_data.recorded_steps import record_steps as record_steps
@@ -56,7 +57,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "quark.torch.checkpoint.save_params": ("load_params", "save_params"),
     "quark.torch.config.llm_template": ("LLMTemplate",),
     "quark.compat.torch_names.not_supported": ("ModelPruner",),
-    "quark.torch.flows.denoiser_costs": ("compare_denoisers",),
+    "quark.torch.flows.compared.denoiser_costs": ("compare_denoisers",),
+    "quark.torch.flows.compared.layer_errors": ("layer_errors",),
     "quark.torch.flows.on_load.config": ("QuantizeOnLoad",),
     "quark.compat.torch_names.native_inference": (
         "RuntimeOptions", "disable_native_inference", "enable_native_inference",

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quark.errors import FormatError
 from quark.core.metrics import sqnr
+from quark.errors import FormatError
 from quark.torch.flows.adapters import CONFIG, WEIGHTS, base_of, merged
 from tests.models.families import family
 

@@ -10,12 +10,13 @@ import torch
 
 from quark.commands.results.tables import counted
 from quark.jobs.evaluate import MeasuredPipeline
-from quark.jobs.folders.compared.layer_damage import coded_layers, worst_first
 from quark.jobs.folders.compared.measure import IN_BLOCKS, WHY_SLOW, MeasuredFolders
 from quark.report.figures import MOST_BARS, bars, histogram, token_divergence
 from quark.report.page import Figure, PageTable, Section
 from quark.torch.checkpoint.sources.methods import method_of
-from quark.torch.flows.denoiser_costs import picture_section, range_section, timestep_section
+from quark.torch.flows.compared.coded_layers import coded_layers
+from quark.torch.flows.compared.denoiser_costs import picture_section, range_section, timestep_section
+from quark.torch.flows.compared.layer_damage import worst_first
 from quark.torch.layers.base import QuantLayer
 from quark.torch.model.model_folder import read_config
 from quark.torch.writers.model_card import described

@@ -13,7 +13,7 @@ from quark.errors import ConfigError, QuarkError, one_line
 from quark.jobs.folders.compared.measure import MeasuredFolders
 
 if TYPE_CHECKING:
-    from quark.torch.flows.denoiser_costs import DenoiserCosts
+    from quark.torch.flows.compared.denoiser_costs import DenoiserCosts
 
 PROMPTS = ("a photograph of a red fox in the snow", "a watercolor of a harbour at dawn")
 """Where no others are asked for."""
@@ -37,7 +37,7 @@ def pictures_of(
     """
     import diffusers
 
-    from quark.torch.flows.denoiser_costs import compare_denoisers
+    from quark.torch.flows.compared.denoiser_costs import compare_denoisers
 
     given = {name: found.before for name, found in measured.items()}
     dtype = next(iter(next(iter(given.values())).parameters())).dtype

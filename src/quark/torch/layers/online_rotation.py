@@ -140,6 +140,11 @@ class StoredRotation:
             return Rotation(len(self.matrix)).apply(wide * self.signs.to(wide)).reshape(x.shape).to(x.dtype)
         return (wide @ self.matrix.to(wide)).reshape(x.shape).to(x.dtype)
 
+    def undo(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x rotated back, in blocks of the size of the matrix; the dtype stays."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(-1, len(self.matrix))
+        return (wide @ self.matrix.to(wide).T).reshape(x.shape).to(x.dtype)
+
 
 # Queries and keys -----------------------------------------------------------------------------------------------------
 

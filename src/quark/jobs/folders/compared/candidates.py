@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from quark.base.files import scratch_folder
-from quark.jobs.folders.compared.layer_damage import coded_layers
 from quark.jobs.folders.compared.measure import FolderComparison, compare_outputs
 from quark.jobs.folders.compared.pairs import open_pair
 from quark.jobs.folders.export import Export
@@ -19,6 +18,7 @@ from quark.jobs.words import GGUF
 from quark.torch import ModelQuantizer
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.config.config import QConfig
+from quark.torch.flows.compared.coded_layers import coded_layers
 from quark.torch.flows.from_disk import stream
 from quark.torch.flows.parted import PartedModel
 from quark.torch.model.passes import prepare

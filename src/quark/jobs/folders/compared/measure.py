@@ -17,11 +17,11 @@ from quark.report.page import PageTable
 from quark.report.shown import Shown
 
 if TYPE_CHECKING:
-    from quark.jobs.folders.compared.layer_damage import LayerDamage
     from quark.jobs.folders.compared.task_scores import TaskScores
     from quark.jobs.folders.model_inputs import ModelInputs, StepInputs
     from quark.report.figures import ClippedHistogram
     from quark.torch.calibration.timesteps import RangesByTimestep
+    from quark.torch.flows.compared.layer_damage import LayerDamage
     from quark.torch.flows.parted import PartedModel
 
 ALL = 1 << 62
@@ -196,8 +196,8 @@ def measure_folders(
         ConfigError: Their outputs have other shapes.
         CalibrationError: They do not take a batch.
     """
-    from quark.jobs.folders.compared.layer_damage import LayerDamage  # imports torch: after --help
     from quark.jobs.folders.models import folder_bytes
+    from quark.torch.flows.compared.layer_damage import LayerDamage  # imports torch: after --help
 
     before, after = (each.model for each in models)
     layers = LayerDamage(before, after, page)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from quark.base.log import logger
 from quark.errors import ConfigError
-from quark.jobs.folders.compared.layer_damage import coded_layers
 from quark.jobs.folders.flows import fits_memory
 from quark.jobs.folders.models import check_loading, float_bytes, load_model
 from quark.jobs.request import Loading
 from quark.torch import import_model_from_gguf
 from quark.torch.checkpoint.opened import OpenedFolder
+from quark.torch.flows.compared.coded_layers import coded_layers
 from quark.torch.flows.parted import PartedModel, float_in_parts, gguf_in_parts, quantized_in_parts
 from quark.torch.model.passes import prepare
 

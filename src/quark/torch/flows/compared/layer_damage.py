@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from quark.core.granularity import PerTensor
-from quark.core.metrics import sqnr
+from quark.core.metrics import Comparison, sqnr
 from quark.core.quantize import fake_quantize
 from quark.report.figures import ClippedHistogram
+from quark.torch.flows.compared.coded_layers import coded_layers, rotated_input, unrotated_weight
+from quark.torch.flows.compared.moved_layers import LayerMove, Moves
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.fake_quant import FakeQuantize
-from quark.torch.layers.replace import quantized_layers
 
 MOST_HISTOGRAMS = 6
 HUGE = 1e30
@@ -25,11 +26,12 @@ HUGE = 1e30
 
 
 class LayerDamage:
-    """Weight SQNR and output SQNR in dB of the layers whose weights come from codes, on one batch.
+    """Weight SQNR and output SQNR in dB of the layers whose weights come from codes, on one batch or several.
 
     The output SQNR compares what the layer gives inside the quantized model with what it gives inside the float
     model: errors of the layers before are part of it. It is NaN for an expert that did not get the same number of
-    tokens in both, or none.
+    tokens in both, or none. Where the quantized model was rotated or scaled, both are of the float layer moved
+    in the same way, see `Moves`.
 
     Args:
         before, after: The float and the quantized model, with or without weights; parts of them run with weights.
@@ -37,11 +39,15 @@ class LayerDamage:
 
     Attributes:
         damage: Layer -> both SQNR, of those that were seen.
+        moves: Layer -> how it was moved, of those that were seen.
     """
 
     def __init__(self, before: nn.Module, after: nn.Module, draws: bool = False) -> None:
-        self.before, self.draws, self._coded = before, draws, coded_layers(after)
-        self._found: dict[str, tuple[float, float]] = {}
+        self.before, self.after, self.draws, self._coded = before, after, draws, coded_layers(after)
+        self._weights: dict[str, float] = {}
+        self._outputs: dict[str, Comparison] = {}
+        self.moves: dict[str, LayerMove] = {}
+        self._moves: Moves | None = None
         self._drawn: dict[str, list[ClippedHistogram]] = {}
 
     @property
@@ -52,7 +58,7 @@ class LayerDamage:
     @property
     def damage(self) -> dict[str, tuple[float, float]]:
         """Layer -> both SQNR, in the order of the model."""
-        return {name: self._found[name] for name in self._coded if name in self._found}
+        return {name: (self._weights[name], self._output(name)) for name in self._coded if name in self._weights}
 
     @property
     def histograms(self) -> list[ClippedHistogram]:
@@ -66,6 +72,8 @@ class LayerDamage:
         Args:
             holds: Whether a layer belongs to the part.
         """
+        if self._moves is None:
+            self._moves = Moves(self.before, self.after)
         names = [name for name in self._coded if holds(name)]
         inputs, expected, given = (dict[str, Any]() for _ in range(3))
         with ExitStack() as hooks:
@@ -88,37 +96,40 @@ class LayerDamage:
             x: What it read in the float model; None: not noted.
             expected, given: What it gave in each model; None where it did not run.
         """
-        float_layer: Any = self.before.get_submodule(name)
-        layer, weight = self._coded[name], float_layer.weight
-        decoded = decoded_weight(layer)
+        layer, float_layer = self._coded[name], self.before.get_submodule(name)
+        weight: Any = float_layer.weight
+        decoded = unrotated_weight(layer)
         same = expected is not None and given is not None and expected.shape == given.shape and given.numel() > 0
-        self._found[name] = sqnr(weight, decoded), sqnr(expected, given) if same else math.nan
+        if name not in self._weights:
+            assert self._moves is not None
+            move = self._moves.find(float_layer, weight, decoded)
+            self.moves[name] = move.scaled_to(move.output(expected), given) if same else move
+            self._weights[name] = sqnr(self.moves[name].weight(weight.float()), decoded)
+        if same:
+            self._outputs.setdefault(name, Comparison()).update(self.moves[name].output(expected), given)
         if not self.draws or name not in self._worst():
             return
         drawn = []
         if x is not None and isinstance(layer, QuantLayer) and layer.quantizer("input") is not None:
-            drawn.append(ClippedHistogram.of(f"{name} (input)", _array(x), input_range(layer)))
+            read = rotated_input(layer, self.moves[name].input(x))
+            drawn.append(ClippedHistogram.of(f"{name} (input)", _array(read), input_range(layer)))
         ends = (float(decoded.min()), float(decoded.max()))
-        self._drawn[name] = [*drawn, ClippedHistogram.of(f"{name} (weight)", _array(weight), ends)]
+        moved = self.moves[name].weight(weight.float())
+        self._drawn[name] = [*drawn, ClippedHistogram.of(f"{name} (weight)", _array(moved), ends)]
+
+    def _output(self, name: str) -> float:
+        """The SQNR of the outputs of a layer in dB."""
+        found = self._outputs.get(name)
+        return math.nan if found is None else found.sqnr
 
     def _worst(self) -> list[str]:
         """The layers of those seen whose outputs lost most."""
-        return sorted(self.damage, key=lambda name: worst_first(self._found[name][1]))[:MOST_HISTOGRAMS]
+        return sorted(self._weights, key=lambda name: worst_first(self._output(name)))[:MOST_HISTOGRAMS]
 
 
 def worst_first(value: float) -> float:
     """An SQNR to sort by: what is not known comes last."""
     return math.inf if math.isnan(value) else value
-
-
-def coded_layers(model: Any) -> dict[str, Any]:
-    """Layers whose weights come from codes, by name: quantized ones, or float ones that were decoded when loaded."""
-    return quantized_layers(model) or {name: model.get_submodule(name) for name in getattr(model, "decoded_layers", ())}
-
-
-def decoded_weight(layer: Any) -> Any:
-    """The values that a layer of `coded_layers` computes with."""
-    return layer.quantized_weight() if isinstance(layer, QuantLayer) else layer.weight
 
 
 def input_range(layer: QuantLayer) -> tuple[float, float] | None:
