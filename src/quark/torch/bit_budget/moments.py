@@ -30,6 +30,7 @@ from quark.torch.algorithms.input_group import flat
 from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.calibration.distributed import in_order, summed, world
 from quark.torch.layers.base import input_of
+from quark.torch.layers.embedding import lookup_factor
 
 
 class Moments:
@@ -91,6 +92,7 @@ class EmbeddingMoments(Moments):
     Attributes:
         inputs: How often each token is read, of shape (num_embeddings,).
         scores: G, of shape (embedding_dim,).
+        factor: That the table multiplies its rows with.
     """
 
     def __init__(self, layer: nn.Embedding) -> None:
@@ -99,6 +101,7 @@ class EmbeddingMoments(Moments):
         self.inputs = torch.zeros(layer.num_embeddings, device=device)
         self.scores = torch.zeros(layer.embedding_dim, device=device)
         self.errors = {}
+        self.factor = lookup_factor(layer) or 1.0
 
     def add_inputs(self, x: torch.Tensor) -> None:
         """Add the tokens that are read."""
@@ -106,7 +109,7 @@ class EmbeddingMoments(Moments):
         self.inputs += torch.bincount(x.flatten(), minlength=len(self.inputs)).to(self.inputs)
 
     def _scored(self, squares: torch.Tensor) -> torch.Tensor:
-        return squares @ self.scores
+        return squares * self.factor**2 @ self.scores
 
 
 def _place_of(layer: nn.Linear | nn.Embedding) -> torch.device:

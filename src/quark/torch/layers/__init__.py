@@ -10,7 +10,7 @@ from torch import nn
 from quark.torch.layers.base import ROLES, QuantLayer
 from quark.torch.layers.conv2d import QuantConv2d
 from quark.torch.layers.conv_transpose2d import QuantConvTranspose2d
-from quark.torch.layers.embedding import QuantEmbedding
+from quark.torch.layers.embedding import QuantEmbedding, embedding_class, lookup_factor
 from quark.torch.layers.embedding_bag import QuantEmbeddingBag
 from quark.torch.layers.linear import QuantLinear
 
@@ -32,8 +32,11 @@ error in it reaches every layer. A name or type entry quantizes them."""
 
 def layer_class(module: nn.Module) -> type[QuantLayer] | None:
     """The quantized class for a float module, or None. A subclass with a forward of its own is replaced if it is a
-    linear layer (FalconLinear); else what it computes is not known.
+    linear layer (FalconLinear), or scales the rows of a table (Gemma); else what it computes is not known.
     """
+    if isinstance(module, nn.Embedding) and not isinstance(module, QuantLayer):
+        table: type[nn.Embedding] = type(module)
+        return None if lookup_factor(module) is None else embedding_class(table, QuantEmbedding)
     for float_class, quantized in LAYERS.items():
         if isinstance(module, float_class) and not isinstance(module, QuantLayer):
             plain = type(module).forward is float_class.forward or _computes_linear(module)

@@ -67,8 +67,10 @@ def _map_to_quark(
     map_to_stored(model, config, pack_method, config.weight_format or REAL_QUANTIZED)
     mark_loaded(model, config, "quark")
     let_adapters_train()
+    # Their tensors are in the files; of a part on the disk transformers would draw codes. Buffers that are in no file,
+    # as the factor of a table, their class computes.
     for layer in quantized_layers(model).values():
-        has_values(layer)  # its tensors are in the files; of a part on the disk transformers would draw codes
+        has_values(layer, not layer._non_persistent_buffers_set)
     _untie(model)
     # transformers makes up what is missing, and casts what is of another dtype: all is checked before it loads.
     stored_tensors(model, FORMATS["quark"], read_tensors(files), named_dtype(read_config(folder)), partial=True)

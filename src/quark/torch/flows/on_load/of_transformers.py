@@ -135,8 +135,9 @@ class _LookedThrough(dict[str, torch.Tensor]):
             name, value = self._tensors.popitem()
             tensor: torch.Tensor = value[0] if isinstance(value, list) else value
             for module in self._arrivals.receive(name, tensor):
-                # Of what has values, transformers draws no random ones.
-                for part in (*module.modules(), *module.parameters(), *module.buffers()):
+                # Of what has values, transformers draws no random ones; the factor of a table its class computes.
+                parts = [part for part in module.modules() if not part._non_persistent_buffers_set]
+                for part in (*parts, *module.parameters(), *module.buffers()):
                     has_values(part)
             if self._missing is not None:
                 self._missing.difference_update(self._arrivals.places(name))

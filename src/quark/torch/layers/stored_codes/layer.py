@@ -17,7 +17,7 @@ from quark.errors import NotSupportedError
 from quark.torch.layers.base import EXTRA_SUFFIXES, QuantLayer
 from quark.torch.layers.conv2d import QuantConv2d
 from quark.torch.layers.conv_transpose2d import QuantConvTranspose2d
-from quark.torch.layers.embedding import QuantEmbedding
+from quark.torch.layers.embedding import QuantEmbedding, embedding_class
 from quark.torch.layers.embedding_bag import QuantEmbeddingBag
 from quark.torch.layers.linear import QuantLinear
 from quark.torch.layers.low_rank import branch_of
@@ -218,6 +218,9 @@ _STORED: dict[type[QuantLayer], type[StoredLayer]] = {
 
 def become_stored(layer: QuantLayer) -> None:
     """Let a layer that holds codes from now on look as a float layer."""
+    if isinstance(layer, QuantEmbedding) and layer.made_of is not None:
+        layer.__class__ = embedding_class(layer.made_of[0], StoredEmbedding)
+        return
     layer.__class__ = _STORED.get(type(layer), type(layer))
 
 
