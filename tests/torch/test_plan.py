@@ -37,6 +37,19 @@ def test_a_small_layer_that_groups_do_not_divide_stays_in_float_and_the_plan_say
     assert "float (groups do not divide it)" in console.export_text()
 
 
+def test_a_plan_prints_as_a_table_in_a_notebook_too_and_cuts_no_name() -> None:
+    from rich.console import Console
+
+    long = nn.ModuleDict({f"a_name_that_is_too_long_for_a_column_{end}": nn.Linear(64, 64) for end in ("of", "by")})
+    plan = make_plan(CONFIG, model(20))
+    assert "0 ... 1" in str(plan) and "(groups do" in repr(plan)
+    assert "<td>0 ... 1</td><td>2</td>" in plan._repr_html_()
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(make_plan(CONFIG, long).table(long))
+    shown = console.export_text()
+    assert "…" not in shown and "column_of" in "".join(line.split("│")[1].strip() for line in shown.splitlines()[4:-1])
+
+
 def test_where_they_are_many_or_named_it_is_an_error() -> None:
     # The last layer holds 5376 of 43264 weights: 12 %.
     with pytest.raises(ShapeError, match="Layer '2' .*group_size 32 does not divide axis -1 of length 84"):

@@ -15,6 +15,8 @@ from quark.base.log import logger, severity
 from quark.core.names.patterns import first_match, matches, matches_any, require_matches, unmatched
 from quark.core.spec import LayerSpec, TensorSpec
 from quark.errors import ConfigError, NotSupportedError, ShapeError, StructureError
+from quark.report.page import PageTable
+from quark.report.shown import Shown
 from quark.torch.calibration.experts import expert_of
 from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.config.config import QConfig, QLayerConfig
@@ -41,9 +43,14 @@ _MOST_IN_FLOAT = 0.5
 """Share of all weights that may stay in float because of that, as convolutions do, before it is a warning."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The specs of the layers of one model, and the layers that stay in float.
+def _first_and_last(names: Sequence[str]) -> str:
+    """Names of layers that share a row: "model.layers.0.mlp.up_proj ... down_proj"."""
+    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1].rsplit('.', 1)[-1]}"
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
+    """The specs of the layers of one model, and the layers that stay in float. It prints as a table.
 
     Attributes:
         layers: Full module name -> spec, in the order of the model; only layers that change.
@@ -85,14 +92,13 @@ class Plan:
             carried: Name -> shape of the weight of layers beside the model; see `carried_beside`.
         """
         # rich is imported when a table is really printed, not with the package.
-        from rich.table import Table
+        from rich.table import Column, Table
 
-        table = Table("layers", "count", "weight shape", "weight", "input", "output", title="Plan")
+        layers = Column("layers", overflow="fold")  # names differ at their ends
+        table = Table(layers, "count", "weight shape", "weight", "input", "output", title="Plan")
         rows: dict[tuple[str, ...], list[str]] = {}
         for name in [*self.layers, *self.excluded, *self.unknown]:
-            spec = self.layers.get(name, LayerSpec())
-            in_float, shape = self.float_label(name), self.weight_shape(model, name)
-            key = (shape, *(str(t or in_float) for t in (spec.weight, spec.input, spec.output)))
+            key = (self.weight_shape(model, name), *self._specs(name))
             rows.setdefault(key, []).append(name)
         for name, size in (carried or {}).items():
             spec = self.beside.get(name, LayerSpec())
@@ -100,9 +106,21 @@ class Plan:
             key = (str(tuple(size)), *(str(t or kept) for t in (spec.weight, spec.input, spec.output)))
             rows.setdefault(key, []).append(name)
         for key, names in rows.items():
-            shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1].rsplit('.', 1)[-1]}"
-            table.add_row(shown, str(len(names)), *key)
+            table.add_row(_first_and_last(names), str(len(names)), *key)
         return table
+
+    def tables(self) -> Sequence[PageTable]:
+        """Layers of equal spec in a row; their shapes, which need the model, are in `table`."""
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for name in [*self.layers, *self.excluded, *self.unknown]:
+            rows.setdefault(self._specs(name), []).append(name)
+        cells = [(_first_and_last(names), str(len(names)), *specs) for specs, names in rows.items()]
+        return [PageTable(("layers", "count", "weight", "input", "output"), cells, "Plan")]
+
+    def _specs(self, name: str) -> tuple[str, ...]:
+        """The labels of weight, input and output of a layer."""
+        spec, in_float = self.layers.get(name, LayerSpec()), self.float_label(name)
+        return tuple(str(each or in_float) for each in (spec.weight, spec.input, spec.output))
 
     def weight_shape(self, model: nn.Module, name: str) -> str:
         """The shape of the weight of a layer, as the table shows it."""

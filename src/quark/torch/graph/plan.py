@@ -71,7 +71,7 @@ class QuantizableOperator:
         return None if node is None else node.meta["val"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GraphPlan(Plan):
     """A Plan whose layers are operators of a graph.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ def layer_class(module: nn.Module) -> type[QuantLayer] | None:
     linear layer (FalconLinear), or scales the rows of a table (Gemma); else what it computes is not known.
     """
     if isinstance(module, nn.Embedding) and not isinstance(module, QuantLayer):
-        table: type[nn.Embedding] = type(module)
+        table: Any = type(module)
         return None if lookup_factor(module) is None else embedding_class(table, QuantEmbedding)
     for float_class, quantized in LAYERS.items():
         if isinstance(module, float_class) and not isinstance(module, QuantLayer):

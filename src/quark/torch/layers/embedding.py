@@ -92,7 +92,7 @@ def embedding_class(table: Any, base: Any) -> type[QuantEmbedding]:
     return cast(type[QuantEmbedding], made)
 
 
-def _empty(table: type[nn.Embedding], base: type[QuantEmbedding]) -> QuantEmbedding:
+def _empty(table: Any, base: Any) -> QuantEmbedding:
     """A layer of the class, which a pickle or a copy fills."""
     kind = embedding_class(table, base)
     return kind.__new__(kind)
