@@ -50,6 +50,10 @@ TURNS = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "a
 """Names of speakers in ShareGPT -> roles; others are roles."""
 
 
+MEDIA = ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio")
+"""Parts of a message that the processor of a model reads, and no tokenizer: by their type, or by a key."""
+
+
 @dataclass(frozen=True)
 class Document:
     """A text, or a conversation.
@@ -326,10 +330,27 @@ def _content(value: Any, name: str, place: str) -> str | Sequence[Any]:
         return value
     if isinstance(value, list) and value and all(isinstance(m, Mapping) for m in value):
         if all("role" in m for m in value):
+            _refuse_media(value, place)
             return value
         if all("from" in m and "value" in m for m in value):
             return [{"role": TURNS.get(m["from"], m["from"]), "content": m["value"]} for m in value]
     raise CalibrationError(f"{place} {name!r} is neither text nor a list of messages with role and content.")
+
+
+def _refuse_media(messages: Sequence[Mapping[str, Any]], place: str) -> None:
+    """Raise CalibrationError for a message with a picture, a video or a sound.
+
+    A chat template writes a placeholder for it, which the model would read without what it stands for.
+    """
+    parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
+    for part in (part for part in parts if isinstance(part, Mapping)):
+        found = next((kind for kind in MEDIA if part.get("type") == kind or part.get(kind) is not None), None)
+        if found is not None:
+            raise CalibrationError(
+                f"{place} has a part of the type {found!r}, and lines are read as text alone. Possible: lines without "
+                "it; a folder of .npz files, each with what the model's processor makes of one sample "
+                "(np.savez(path, **inputs) of return_tensors='np'); or in Python such inputs as batches."
+            )
 
 
 def _documents_of_dataset(data: Path) -> Iterator[Document]:
