@@ -37,8 +37,9 @@ class LowRankBranch(nn.Module):
         self.l1, self.l2 = _linear(l1), _linear(l2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.l2(self.l1(x))
-        return out
+        # Of another dtype where all parameters that were floats were cast, and the layer computes as before.
+        out: torch.Tensor = self.l2(self.l1(x.to(self.l1.weight.dtype)))
+        return out.to(x.dtype)
 
     def product(self) -> torch.Tensor:
         """L2 L1, (out_features, in_features), float64."""

@@ -52,6 +52,18 @@ class StoredLayer(QuantLayer):
             return decoder.float_like.dtype
         return self.codes("weight").dtype
 
+    def forward(self, input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        """Compute in the dtype of the layer, and answer in float32 where a 16-bit layer is given that.
+
+        So the layer goes on where all that is not quantized around it was cast to float32, as for training.
+        """
+        compute: Any = super().forward
+        # Under autocast torch casts by itself.
+        if input.dtype != torch.float32 or torch.is_autocast_enabled(input.device.type):
+            return compute(input, *args, **options)  # type: ignore[no-any-return]
+        made = compute(input.to(self.compute_dtype), *args, **options)
+        return made.to(input.dtype)  # type: ignore[no-any-return]
+
     weight: Any = property(lambda layer: layer.seen("weight"), doc="The weight as a float tensor.")
     bias: Any = property(lambda layer: layer.seen("bias"), doc="The bias as a float tensor, or None.")
 
@@ -102,7 +114,7 @@ class StoredLayer(QuantLayer):
     def quantized_bias(self) -> torch.Tensor | None:
         """The bias, decoded where it is stored as codes."""
         absent = self._parameters.get("bias") is None and self._buffers.get("bias") is None
-        return None if absent else self.quantized("bias", self.codes("bias"))
+        return None if absent else self.quantized("bias", self.codes("bias")).to(self.compute_dtype)
 
     def write(self, role: str, values: torch.Tensor) -> None:
         """Quantize new values into the place of the codes, as the spec says, under scales of their own.
