@@ -22,6 +22,7 @@ from quark.torch.layers.embedding_bag import QuantEmbeddingBag
 from quark.torch.layers.linear import QuantLinear
 from quark.torch.layers.low_rank import branch_of
 from quark.torch.layers.online_rotation import BUFFER
+from quark.torch.layers.stored_codes.copied import CopiedCodes
 from quark.torch.layers.stored_codes.weight import StoredWeight
 
 ROLES = ("weight", "bias")
@@ -60,12 +61,26 @@ class StoredLayer(QuantLayer):
         compute: Any = super().forward
         # Under autocast torch casts by itself.
         if input.dtype != torch.float32 or torch.is_autocast_enabled(input.device.type):
-            return compute(input, *args, **options)  # type: ignore[no-any-return]
+            return compute(input, *args, **options)
         made = compute(input.to(self.compute_dtype), *args, **options)
-        return made.to(input.dtype)  # type: ignore[no-any-return]
+        return made.to(input.dtype)
 
     weight: Any = property(lambda layer: layer.seen("weight"), doc="The weight as a float tensor.")
     bias: Any = property(lambda layer: layer.seen("bias"), doc="The bias as a float tensor, or None.")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a float tensor in the place of codes is quantized, as what is written into them."""
+        present = self.codes_if_any(name) if name in ROLES and self._decoder(name) is not None else None
+        if present is not None and not present.is_meta and self._is_float(name, value, present.dtype):
+            self.write(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _is_float(self, role: str, value: Any, stored: torch.dtype) -> bool:
+        if isinstance(value, StoredWeight):
+            return value.layer is not self or value.role != role
+        wide = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 1
+        return wide and value.dtype != stored
 
     def seen(self, role: str) -> torch.Tensor | None:
         """The weight or bias as those outside see it, or None for a bias that is not there."""
@@ -89,7 +104,7 @@ class StoredLayer(QuantLayer):
         tables: tuple[dict[str, Any], ...] = (self._parameters, self._buffers)
         for table in tables:
             stored: Any = table.get(role)
-            if isinstance(stored, StoredWeight):  # what moves tensors one by one has put it there
+            if isinstance(stored, (StoredWeight, CopiedCodes)):  # what moves tensors one by one has put it there
                 codes = stored.coded
                 stored = table[role] = nn.Parameter(codes, False) if table is self._parameters else codes
             if stored is not None:
@@ -148,16 +163,21 @@ class StoredLayer(QuantLayer):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save codes, also where what moves tensors one by one has put a StoredWeight in their place."""
-        for role in ROLES:
-            if self._decoder(role) is not None:
-                self.codes_if_any(role)
+        decoders: dict[str, Any] = {role: decoder for role in ROLES if (decoder := self._decoder(role)) is not None}
+        for role in decoders:
+            self.codes_if_any(role)
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        for role, decoder in decoders.items():
+            saved = destination.get(f"{prefix}{role}")
+            if saved is not None and not keep_vars and not saved.is_meta:
+                destination[f"{prefix}{role}"] = CopiedCodes.of(saved, decoder, self.extras(role))
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],
         unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
         """Refuse floats where codes are: torch would cut their fractions off where the shape is that of the codes."""
+        state_dict = {name: x.coded if isinstance(x, CopiedCodes) else x for name, x in state_dict.items()}
         for role in ROLES:
             new, decoder = state_dict.get(f"{prefix}{role}"), self._decoder(role)
             codes = None if decoder is None else self.codes_if_any(role)

@@ -1,0 +1,114 @@
+"""What is written into the weight of a loaded layer, and what is copied out of it, is true in both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quark.torch import dequantize
+from tests.models.loaded import DTYPE, Case, quantized_folder, stored
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "in place": lambda w: w.mul_(2),
+    "data": lambda w: w.data.copy_(torch.ones_like(w.data)),
+    "initialised": lambda w: nn.init.constant_(w, 0.25),
+    "a row": lambda w: w[3].zero_(),
+    "assigned to a row": lambda w: w.data.__setitem__(3, 0.5),
+    "a view of a view": lambda w: w.view(-1)[5:40].view(5, 7).fill_(0.5),
+    "the transpose": lambda w: w.t()[2].add_(0.5),
+    "parts": lambda w: [part.mul_(index) for index, part in enumerate(w.chunk(2))],
+    "an older view": lambda w: [w[1].mul_(0), w[0].mul_(2)] and (lambda a, b: (b.zero_(), a.add_(1)))(w[4], w[5]),
+    "out": lambda w: torch.add(torch.ones_like(w.data), 1, out=w),
+    "many": lambda w: torch._foreach_mul_([w], 3.0),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    made = quantized_folder("dense", "int8_wo", tmp_path_factory.mktemp("dense") / "quantized")
+    assert made is not None
+    return made
+
+
+@pytest.fixture
+def layer(folder: tuple[Path, Any], tmp_path: Path) -> Any:
+    return next(iter(stored(Case("transformers", *folder, tmp_path).load()).values()))
+
+
+@pytest.mark.parametrize("name", WRITES)
+@torch.no_grad()
+def test_what_is_written_is_quantized_into_the_layer(layer: Any, name: str) -> None:
+    wanted = layer.quantized_weight().clone()
+    WRITES[name](wanted)
+    WRITES[name](layer.weight)
+    assert layer.codes("weight").dtype == torch.int8
+    step = wanted.abs().amax().float() / 127
+    assert ((layer.quantized_weight() - wanted).float().abs() <= 3 * step).all()  # some writes quantize several times
+
+
+@torch.no_grad()
+def test_what_is_assigned_is_quantized(layer: Any, folder: tuple[Path, Any], tmp_path: Path) -> None:
+    twice = layer.quantized_weight() * 2
+    layer.weight = nn.Parameter(twice)
+    assert layer.codes("weight").dtype == torch.int8 and torch.allclose(layer.quantized_weight(), twice, atol=0.01)
+    other = next(iter(stored(Case("transformers", *folder, tmp_path).load()).values()))
+    other.weight = layer.weight
+    assert torch.allclose(other.quantized_weight(), twice, atol=0.01)
+    with pytest.raises(Exception, match="the values are"):
+        layer.weight = nn.Parameter(twice[:3])
+
+
+@torch.no_grad()
+def test_views_are_read_as_floats(layer: Any) -> None:
+    plain, weight = layer.quantized_weight(), layer.weight
+    for made, wanted in ((weight[2], plain[2]), (weight.t(), plain.t()), (weight.t()[1:3, ::2], plain.t()[1:3, ::2])):
+        assert torch.equal(made + 0, wanted) and made.stride() == wanted.stride()
+        assert made.tolist() == wanted.tolist()
+        assert type(copy.deepcopy(made)) is torch.Tensor
+    assert (weight[0].float().numpy() == plain[0].float().numpy()).all()
+
+
+def test_codes_that_are_copied_into_a_float_layer_are_its_values(layer: Any, tmp_path: Path) -> None:
+    """As networks of diffusers are made of others, without strict names; what is copied to be stored is codes."""
+    state = layer.state_dict()
+    plain = nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=DTYPE)
+    for each in (state, copy.deepcopy(state)):
+        plain.load_state_dict(each, strict=False)
+        assert torch.equal(plain.weight, layer.quantized_weight())
+    codes = layer.codes("weight")
+    assert torch.equal(torch.empty_like(codes).copy_(state["weight"]), codes)
+    torch.save(state, tmp_path / "state.pt")
+    read = torch.load(tmp_path / "state.pt")["weight"]
+    assert type(read) is torch.Tensor and torch.equal(read, codes)
+    layer.load_state_dict(state)
+    assert type(layer.codes("weight").data) is torch.Tensor
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
+def test_a_control_network_is_made_of_a_loaded_one(tmp_path: Path) -> None:
+    import diffusers
+
+    made = quantized_folder("denoiser", "int8_wo", tmp_path / "quantized")
+    assert made is not None
+    network = Case("diffusers", *made, tmp_path).load()
+    control = diffusers.FluxControlNetModel.from_transformer(
+        network, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2
+    )
+    layers = {name: layer for name, layer in stored(network).items() if name in dict(control.named_modules())}
+    assert len(layers) > 10
+    for name, layer in layers.items():
+        assert torch.equal(control.get_submodule(name).weight.to(DTYPE), layer.quantized_weight())
+    wanted = {name: layer.quantized_weight() for name, layer in layers.items()}
+    control = diffusers.FluxControlNetModel.from_transformer(
+        dequantize(copy.deepcopy(network)), num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2,
+    )  # fmt: skip
+    assert all(torch.equal(control.get_submodule(name).weight.to(DTYPE), x) for name, x in wanted.items())
+    assert stored(network)
