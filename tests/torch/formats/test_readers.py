@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from benchmarks.architectures.__main__ import build
 from quark.errors import ConfigError, FormatError, NotSupportedError, QuarkError
 from quark.goals.expert_names import expert_names
-from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors, import_model_from_safetensors
+from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors, import_model_from_safetensors
 from quark.torch.config.config import QConfig
 from quark.torch.flows.check_plan import check_plan
 from quark.torch.flows.predicted_size import plan_layers
 from quark.torch.formats import readers
 from quark.torch.model.meta_model import meta_copy
 from tests.models.families import MOE, family
+from tests.models.torch_zoo import LANGUAGE_MODEL
 from tests.models.versions import needs_transformers
 
 SCHEMES = {"compressed-tensors": "int4_wo_32", "awq": "uint4_wo_32", "gptq": "int4_wo_32", "fp8": "fp8"}
@@ -189,3 +190,33 @@ def test_a_quantized_head_is_found_where_the_renaming_is_of_its_weight_alone(tmp
     for form in ("quark", "compressed-tensors"):
         _, said = type(model).from_pretrained(export_safetensors(made, tmp_path / form, form), output_loading_info=True)
         assert not any(said.values()), form
+
+
+def shapes_refused(model: Any, path: Path, form: str) -> None:
+    """Of a head that the config does not know: before a file is made, for a folder and for GGUF."""
+    with pytest.raises(
+        NotSupportedError, match=r"lm_head\.weight has shape \(70, 64\), and LlamaForCausalLM.*\(64, 64"
+    ):
+        if form == "gguf":
+            export_gguf(model, path, "model", LANGUAGE_MODEL)
+        else:
+            export_safetensors(model, path / "out", form)
+    assert not [*path.iterdir()]
+
+
+@pytest.mark.parametrize("form", ["quark", "compressed-tensors", "gguf"])
+@pytest.mark.parametrize("quantizes_head", [False, True])
+def test_a_layer_of_another_shape_than_the_config_says(tmp_path: Path, form: str, quantizes_head: bool) -> None:
+    model = family("llama")
+    model.lm_head = torch.nn.Linear(64, 70, bias=False)
+    template = LLMTemplate.get("llama")
+    quantizer = ModelQuantizer(template.get_config("int4_wo_32", exclude_layers=[] if quantizes_head else ["lm_head"]))
+    shapes_refused(quantizer.freeze(quantizer.quantize_model(model, ids())), tmp_path, form)
+
+
+def test_a_vocabulary_that_was_resized_is_written(tmp_path: Path) -> None:
+    model = family("llama")
+    model.resize_token_embeddings(70, mean_resizing=False)
+    quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config("int8_wo"))
+    export_safetensors(quantizer.freeze(quantizer.quantize_model(model, ids())), tmp_path / "out")
+    assert len(type(model).from_pretrained(tmp_path / "out").lm_head.weight) == 70

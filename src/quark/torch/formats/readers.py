@@ -21,6 +21,7 @@ from quark.base.libraries.transformers import (
     conversions,
     draw_missing,
     has_values,
+    is_conv1d,
     is_transformers_model,
     parts_of_codes,
     patched_experts,
@@ -31,6 +32,7 @@ from quark.errors import NotSupportedError
 from quark.goals.expert_names import expert_names
 from quark.torch.formats.format import Folder, FolderFormat
 from quark.torch.layers.online_rotation import BUFFER
+from quark.torch.layers.replace import quantized_layers
 from quark.torch.model.meta_model import meta_copy
 from quark.torch.model.names import (
     OtherForm,
@@ -82,10 +84,13 @@ def check_readers(
     read = read_forms(forms, form, reader)
     undecoded = _undecoded(model, form, folder, forms, reader)
     if is_network(model):
-        _check_network(model, tensors)
+        meta = meta_copy(model)
+        _check_network(model, meta, tensors)
+        check_shapes(model, meta, "diffusers would not load this folder")
     if not is_transformers_model(model):
         return undecoded
     meta = meta_copy(model)
+    check_shapes(model, meta, f"{_SERVERS.get(reader, TRANSFORMERS)} would not load this folder")
     publish = published_names(meta)
     of_float = [*map(publish, first_names(meta))]
     meta = _as_loaded(meta, form)
@@ -189,9 +194,9 @@ def _as_loaded(meta: Any, form: FolderFormat) -> Any:
     return meta
 
 
-def _check_network(model: Any, tensors: Iterable[str]) -> None:
+def _check_network(model: Any, meta: Any, tensors: Iterable[str]) -> None:
     """Refuse where a network as diffusers builds it has layers that are not stored, or others: they were changed."""
-    own, stored = dict(meta_copy(model).state_dict(keep_vars=True)), {*tensors}
+    own, stored = dict(meta.state_dict(keep_vars=True)), {*tensors}
     there = {id(x) for name, x in own.items() if name in stored}
     missing = [name for name, x in own.items() if id(x) not in there]
     lost = sorted(name for name in stored.difference(own) if name.endswith((WEIGHT, ".bias")))
@@ -203,6 +208,34 @@ def _check_network(model: Any, tensors: Iterable[str]) -> None:
                 f"diffusers would not load this folder: {type(model).__name__}, as its config builds it, {verb} "
                 f"{', '.join(names[:SHOWN])}{' ...' if names[SHOWN:] else ''}. Possible: to undo what was changed in "
                 "the network since it was built (unfuse_qkv_projections, unload_lora_weights)."
+            )
+
+
+def check_shapes(model: nn.Module, meta: nn.Module, consequence: str) -> None:
+    """Refuse a model of which a tensor has another shape than its config calls for: no class builds it again.
+
+    Args:
+        model: As it is; of quantized layers the float shapes count.
+        meta: As its config builds it, without weights. Experts that were taken apart have other names there.
+        consequence: The beginning of the error: who would not load what.
+
+    Raises:
+        NotSupportedError: Names a tensor and both shapes.
+    """
+    layers, built_as = quantized_layers(model), dict(meta.named_modules())
+    turned = {f"{name}.weight" for name in layers if is_conv1d(built_as.get(name))}  # it is a linear layer here
+    shapes = {name: tuple(x.shape) for name, x in model.state_dict(keep_vars=True).items()}
+    for name, layer in layers.items():
+        for role in ("weight", "bias"):
+            if (like := getattr(layer.quantizer(role), "float_like", None)) is not None:
+                shapes[f"{name}.{role}"] = tuple(like.shape)
+    for name, x in meta.state_dict().items():
+        built = tuple(x.shape[::-1] if name in turned else x.shape)
+        if shapes.get(name, built) != built:
+            raise NotSupportedError(
+                f"{consequence}: {name} has shape {shapes[name]}, and {type(meta).__name__}, as "
+                f"its config builds it, {built}. Possible: the number in the config that says so (after "
+                "resize_token_embeddings of transformers it is there)."
             )
 
 

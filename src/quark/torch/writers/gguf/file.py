@@ -19,6 +19,8 @@ from quark.torch.checkpoint.quantization_config import folder_of
 from quark.torch.checkpoint.safetensors_file import ByteRange
 from quark.torch.checkpoint.shards import Entry
 from quark.torch.formats.layout import Layout
+from quark.torch.formats.readers import check_shapes
+from quark.torch.model.meta_model import meta_copy
 from quark.torch.writers.gguf.format import GgufFormat
 from quark.torch.writers.gguf.tensors import FileTensors, header_of
 from quark.torch.writers.writer import Move, OutputTarget, Quantized, Writer
@@ -79,6 +81,8 @@ class GgufWriter(Writer):
 
     def check(self) -> str | None:
         """Raise, too, for a tokenizer that has no place in such files."""
+        model = self.tensors.model
+        check_shapes(model, meta_copy(model), "llama.cpp would not load this file")
         _ = self._header
         if left := self.tensors.left:
             logger.info("%d tensors that the model's class leaves out are not in the file: %s ...", len(left), left[0])
