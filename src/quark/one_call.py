@@ -274,10 +274,10 @@ def convert(
     """Write a quantized model in another format, with exactly the same values, as `quark convert` does.
 
     Args:
-        model: A quantized folder, or a GGUF file.
-        output: Folder or GGUF file to write.
+        model: A quantized folder, a GGUF file, or a safetensors file in FP8.
+        output: Folder or file to write.
         format: "quark", "awq", "gptq", "fp8", "compressed-tensors" or "gguf"; for a GGUF file also "float", a model
-            folder of float values, which is its default.
+            folder of float values, which is its default; for a safetensors file that alone, one file.
         requantize: Scheme or GGUF mix to quantize to again, if the format cannot store the codes.
         dtype: With "float": "float32", "float16", "bfloat16", or "auto" (default): 16 bits, to which values of blocks
             are rounded, if they hold the float tensors of the file.

@@ -53,7 +53,7 @@ def test_convert_makes_a_folder_that_transformers_loads(file: Path, folder: Path
 @pytest.mark.slow
 def test_convert_says_what_it_rounds(tmp_path: Path) -> None:
     made = quantized("q4_0", tmp_path, attention_bias=False, hidden_size=256, intermediate_size=256)
-    for dtype, words in (("bfloat16", "values of blocks rounded to bfloat16"), ("float32", "values unchanged")):
+    for dtype, words in (("bfloat16", "values rounded to bfloat16"), ("float32", "values unchanged")):
         done = program("convert", made, "-o", tmp_path / dtype, "--dtype", dtype)
         assert done.code == 0 and "(float): " in done.out and words in done.out, done.err
         (stored,) = {value.dtype for value in load_file(tmp_path / dtype / "model.safetensors").values()}

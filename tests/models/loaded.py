@@ -37,7 +37,7 @@ def _encoder() -> Any:
 
 MODELS: dict[str, Callable[[], Any]] = {
     "dense": partial(family, "llama", **SIZES),
-    "mixture": partial(family, "qwen3_moe", **SIZES, moe_intermediate_size=128),
+    "mixture": partial(family, "qwen3_moe", **SIZES, moe_intermediate_size=128, head_dim=32),
     "denoiser": partial(denoiser, "flux", DTYPE),
     "encoder": _encoder,
 }

@@ -15,7 +15,7 @@ from quark.goals.upload import say_upload
 from quark.jobs.convert import CONVERT, ConvertRequest, require_quantized_model, resolve_conversion, run_conversion
 
 
-@takes(CONVERT, Annotated[Path, typer.Argument(help="A quantized folder, or a GGUF file.")])
+@takes(CONVERT, Annotated[Path, typer.Argument(help="A quantized folder, a GGUF file, or a safetensors file in FP8.")])
 def convert(request: ConvertRequest) -> None:
     """Write a quantized model in another format, with exactly the same values. The float model is not needed.
 
@@ -29,7 +29,11 @@ def convert(request: ConvertRequest) -> None:
 
     Example: quark convert ./llama-uint4 --format gguf --requantize q4_k_m -o llama.gguf
 
+    A safetensors file with weights in FP8 becomes one of float values: codes, times the scale of the tensor if any.
+
     Example: quark convert llama.gguf -o ./llama-float
+
+    Example: quark convert flux-fp8.safetensors -o flux.safetensors
     """
     model = request.model
     require_quantized_model(model)
@@ -40,6 +44,6 @@ def convert(request: ConvertRequest) -> None:
         made = run_conversion(job)
         say_upload(made.path)
     how = f"values rounded again to {request.requantize}" if request.requantize else "values unchanged"
-    how = f"values of blocks rounded to {made.rounded}" if made.rounded else how
+    how = f"values rounded to {made.rounded}" if made.rounded else how
     line = f"{model} -> {request.output} ({job.request.format}): {made.size / 1e6:.2f} MB, {how}"
     results().print(line, highlight=False, soft_wrap=True)

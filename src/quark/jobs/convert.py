@@ -1,4 +1,4 @@
-"""Convert: a quantized folder or GGUF file in another format, its codes as they are; or a GGUF file as float values."""
+"""Convert: a quantized folder or GGUF file in another format, its codes as they are; or a file as float values."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from quark.base.files import (
     atomic_folder,
     check_apart,
+    check_file,
     check_folder,
     require_config,
     require_regular,
@@ -20,29 +21,29 @@ from quark.jobs.folders.export import Export
 from quark.jobs.folders.gguf_files import dtype_named
 from quark.jobs.options import option, same_as
 from quark.jobs.processes import refuse_processes
-from quark.jobs.request import FolderRequest, JobRequest, Kinds, ModelRequest, is_gguf
+from quark.jobs.request import FolderRequest, JobRequest, Kinds, ModelRequest, is_gguf, is_tensor_file
 from quark.jobs.words import ONNX
 
 FLOAT = "float"
-"""The format of a folder of float values."""
+"""The format of a folder, or of one file, of float values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertRequest(ModelRequest):
     """Options for a quantized model; see the help texts."""
 
-    output: Path = option(Path(), "Folder or GGUF file to write.", "--output", "-o", metavar="PATH", required=True)
+    output: Path = option(Path(), "Folder or file to write.", "--output", "-o", metavar="PATH", required=True)
     format: str | None = option(
         None,
         "Format to write: quark, awq, gptq, fp8, compressed-tensors or gguf; of a GGUF file also float (default), the "
-        "model folder with float values.",
+        "model folder with float values; of a safetensors file in FP8 float, one file.",
         "--format",
         "--export-format",
     )
     dtype: str = option(
         "auto",
         "With --format float: float32, float16, bfloat16, or auto: 16 bits where they hold the float tensors of the "
-        "file, else float32.",
+        "file, else float32. Of a file in FP8 auto is the type of its float tensors.",
     )
     requantize: str | None = option(
         None, "Scheme or GGUF mix to quantize to again, if the format cannot store the codes."
@@ -74,7 +75,7 @@ class ConvertedModel:
     Attributes:
         path: What a program opens.
         size: Bytes of its weights.
-        rounded: The type to which values of blocks were rounded; "" where all are as they were.
+        rounded: The type to which values of blocks, or codes times scales, were rounded; "" where all are as they were.
     """
 
     path: Path
@@ -83,25 +84,29 @@ class ConvertedModel:
 
 
 def require_quantized_model(model: Path) -> None:
-    """Raise FormatError for a path where neither a GGUF file nor a folder of a model can be."""
-    (require_regular if is_gguf(model) else require_config)(model)
+    """Raise FormatError for a path where neither a GGUF or safetensors file nor a folder of a model can be."""
+    (require_regular if is_gguf(model) or is_tensor_file(model) else require_config)(model)
 
 
 def resolve_conversion(request: ConvertRequest) -> ConversionJob:
     """Return the conversion of a request. Raises QuarkError where it cannot be, or may not be written."""
     refuse_processes("quark convert")
     if request.format is None:
-        if not is_gguf(request.model):
+        if not is_gguf(request.model) and not is_tensor_file(request.model):
             raise UsageError(f"Missing option --format, which {request.model} needs.")
         request = replace(request, format=FLOAT)
     if request.format == ONNX:
         raise ConfigError("--format onnx: quark.torch.export_onnx writes the ONNX file of a loaded model.")
     form = str(request.format)
+    if is_tensor_file(request.model):
+        _check_tensor_file(request)
     export = Export(request.model, request.output, form, "real_quantized", "reorder", "5GB", request.force)
     if form == FLOAT:
-        _check_float(request)
+        one_file = is_tensor_file(request.model)
+        if not one_file:
+            _check_float(request)
         check_apart(request.output, request.model)
-        check_folder(request.output, request.force)
+        (check_file if one_file else check_folder)(request.output, request.force)
         return ConversionJob(request, export)
     if request.dtype != "auto":
         raise ConfigError(f"--dtype applies to --format float, and not to {form}, whose codes stay as they are.")
@@ -109,6 +114,22 @@ def resolve_conversion(request: ConvertRequest) -> ConversionJob:
     check_apart(export.path, request.model)
     export.check_output(None)
     return ConversionJob(request, export)
+
+
+def _check_tensor_file(request: ConvertRequest) -> None:
+    """Raise ConfigError for what does not go with a safetensors file, which becomes another one."""
+    if request.format != FLOAT or request.requantize is not None:
+        asked = f"--requantize {request.requantize}" if request.requantize else f"--format {request.format}"
+        raise ConfigError(
+            f"{asked}: {request.model} is one file, which is converted to float values. Possible: quark quantize "
+            f"{request.model} --for comfyui (or --export-format gguf), which reads weights in FP8."
+        )
+    if not is_tensor_file(request.output):
+        raise ConfigError(
+            f"--output {request.output}: {request.model} is one file, and says nothing of the config of a folder. "
+            "Possible: -o X.safetensors, a file of float values, of which from_single_file of diffusers makes a model."
+        )
+    dtype_named(request.dtype)
 
 
 def _check_float(request: ConvertRequest) -> None:
@@ -141,14 +162,20 @@ def run_conversion(job: ConversionJob) -> ConvertedModel:
 
 
 def _as_float(request: ConvertRequest) -> ConvertedModel:
-    """Write the model folder of a GGUF file."""
+    """Write the model folder of a GGUF file, or the float values of a safetensors file."""
+    if is_tensor_file(request.model):
+        from quark.torch.writers.comfyui.float_file import write_float
+
+        made = write_float(request.model, request.output, request.force, dtype_named(request.dtype))
+        logger.info("Exported to %s.", request.output)
+        return ConvertedModel(request.output, *made)
     from quark.jobs.folders.models import folder_bytes
     from quark.torch.writers.gguf.folder_of_file import folder_of_gguf
 
     with atomic_folder(request.output, request.force) as folder:
-        made = folder_of_gguf(request.model, folder, dtype_named(request.dtype))
-        made.fill()
-        exact, dtype = made.tensors.holds_all(), str(made.dtype).removeprefix("torch.")
+        source = folder_of_gguf(request.model, folder, dtype_named(request.dtype))
+        source.fill()
+        exact, dtype = source.tensors.holds_all(), str(source.dtype).removeprefix("torch.")
         size = folder_bytes(folder)
     logger.info("Exported to %s.", request.output)
     return ConvertedModel(request.output, size, "" if exact else dtype)

@@ -321,6 +321,11 @@ def is_gguf(model: Path) -> bool:
     return model.suffix.lower() == ".gguf" and not model.is_dir()
 
 
+def is_tensor_file(model: Path) -> bool:
+    """Return True where the model is one safetensors file, by its name."""
+    return model.suffix.lower() == ".safetensors" and not model.is_dir()
+
+
 def options_of(*kinds: type[ModelRequest]) -> dict[str, Field[Any]]:
     """The fields that are options by their names, in the order of the help; of `QUANTIZE` where none is named."""
     known: dict[str, Field[Any]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,40 @@ def test_a_file_in_fp8_is_read_as_its_codes_times_their_scale(form: str, tmp_pat
     save_file(stored | {f"{weight}_scale": torch.ones(2)}, tmp_path / "rows.safetensors")
     with pytest.raises(NotSupportedError, match="one float scale for each tensor"):
         open_denoiser(tmp_path / "rows.safetensors")
+    done = quark("convert", tmp_path / files[0], "-o", tmp_path / "floats.safetensors")
+    assert done.code == 0, done.err
+    made = load_file(tmp_path / "floats.safetensors")
+    assert made.keys() == values.keys() and all(torch.equal(made[name], x) for name, x in values.items())
+    done = quark("convert", tmp_path / files[0], "--dtype", "float32", "-o", tmp_path / "wide.safetensors")
+    scale = stored.get(f"{weight.removesuffix('weight')}{form}", torch.ones(()))
+    assert torch.equal(load_file(tmp_path / "wide.safetensors")[weight], stored[weight].float() * scale)
+
+
+def test_a_file_in_fp8_is_converted_or_the_way_is_named(tmp_path: Path) -> None:
+    weight = torch.arange(16.0).reshape(4, 4)
+    fp8 = {"model.x.weight": weight.to(torch.float8_e5m2), "model.x.bias": torch.ones(4, dtype=torch.float16)}
+    files = {
+        "fp8": fp8 | {"model.scaled_fp8": torch.empty(0, dtype=torch.float8_e5m2)},
+        "float": {"x.weight": weight},
+        "int8": fp8 | {"y.weight": weight.to(torch.int8), "y.weight_scale": torch.ones(1)},
+    }
+    for name, tensors in files.items():
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    out = tmp_path / "out.safetensors"
+    for name, options, said in (
+        ("fp8", ["-o", tmp_path / "folder"], "Possible: -o X.safetensors"),
+        ("fp8", ["--format", "quark", "-o", out], "quark quantize .* --for comfyui"),
+        ("fp8", ["--requantize", "int8", "-o", out], "quark quantize .* --for comfyui"),
+        ("float", ["-o", out], "no weight is in FP8"),
+        ("int8", ["-o", out], "y.weight_scale describes a weight that is not in FP8"),
+    ):
+        done = quark("convert", tmp_path / f"{name}.safetensors", *options)
+        assert done.code == 1 and re.search(said, done.err), done.err
+    assert {path.stem for path in tmp_path.iterdir()} == set(files)
+    assert quark("convert", tmp_path / "fp8.safetensors", "-o", out).code == 0
+    made = load_file(out)
+    assert {name: x.dtype for name, x in made.items()} == dict.fromkeys(fp8, torch.float16)
+    assert torch.equal(made["model.x.weight"], fp8["model.x.weight"].half())
 
 
 # ComfyUI's side: comfy/ops.py `_load_quantized_module`, and the layouts of comfy-kitchen, in NumPy.

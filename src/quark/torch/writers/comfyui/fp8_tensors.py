@@ -56,7 +56,7 @@ def fp8_tensors(file: TensorFile, own: Mapping[str, str]) -> tuple[dict[str, str
     Raises:
         NotSupportedError: A weight has more than one scale.
     """
-    metas = {name: file.meta(stored) for name, stored in own.items() if name != MARKER}
+    metas = {name: file.meta(stored) for name, stored in own.items() if name.rpartition(".")[2] != MARKER}
     coded = [name for name, x in metas.items() if x.dtype in CODES]
     beside = _described(coded)
     dtype = _type_of_values(x for name, x in metas.items() if name not in beside)
