@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -94,6 +95,28 @@ def test_the_questions_quote_messages_that_there_are() -> None:
     assert [message for message in quoted if message not in messages] == []
 
 
+LOOKED_FOR = {
+    "resume": "howto/long_jobs", "logging": "howto/long_jobs", "environment variables": "howto/long_jobs",
+    "lm-eval": "howto/tasks", "llama 70b": "choose/families", "whisper": "choose/families", "moe": "choose/families",
+    "out of memory": "guide/large_models", "multi gpu": "guide/large_models", "accuracy drop": "howto/lost_too_much",
+    "perplexity": "reference/verdict", "imatrix": "guide/export_gguf", "lora": "guide/loaded",
+    "training loop": "guide/loaded", "kv cache": "guide/kv_cache", "mixed precision": "guide/bit_budget",
+    "custom observer": "add/observer", "qat": "guide/qat", "bos": "guide/data", "preprocessing": "guide/data",
+    "vllm": "howto/vllm", "gguf": "howto/llama_cpp", "hugging face hub": "guide/report", "notebook": "guide/pytorch",
+}  # fmt: skip
+"""Words that people type -> the page that they look for."""
+
+
+def _first_found(words: list[str], index: list[dict[str, Any]]) -> str:
+    """The page that the search shows first: it weighs tags above titles, and these above the text."""
+
+    def weight(entry: dict[str, Any]) -> tuple[bool, bool, bool]:
+        fields = (" ".join(entry.get("tags", [])), entry["title"], entry["text"])
+        return tuple(all(word in field.lower() for word in words) for field in fields)  # type: ignore[return-value]
+
+    return str(max(index, key=weight)["location"]).partition(".html")[0]
+
+
 @pytest.mark.slow
 def test_the_strict_build_passes(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="`make docs` brings it")
@@ -102,4 +125,5 @@ def test_the_strict_build_passes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for page in (tmp_path / "site").rglob("*.html"):
         assert not re.search(r'(src|<link[^>]*href)="(https?:)?//', page.read_text(encoding="utf-8")), page
-    assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 10_000
+    index = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    assert {words: _first_found(words.split(), index) for words in LOOKED_FOR} == LOOKED_FOR
