@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from quark.core.metrics import kl_by_row
 from quark.goals.efforts import HELD_OUT_TEXT
 from quark.jobs.folders.compared.verdict import word_of_kl
-from quark.torch import LLMTemplate, ModelQuantizer
+from quark.torch import LLMTemplate, ModelQuantizer, import_model_from_safetensors
 
 SCHEMES = (
     "int8_wo",
@@ -79,7 +79,7 @@ def main() -> None:
     for scheme in schemes:
         start = time.process_time()
         if Path(scheme).is_dir():
-            made = AutoModelForCausalLM.from_pretrained(scheme, dtype=torch.float32).eval()
+            made = import_model_from_safetensors(None, scheme).float().eval()
         else:
             made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             quantizer = ModelQuantizer(LLMTemplate.get(made.config.model_type).get_config(scheme))

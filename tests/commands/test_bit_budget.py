@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -48,6 +49,20 @@ def test_a_table_for_another_program_is_refused(place: Path) -> None:
         table.check(settings_of_folder(place / "llama", base, mixed_format("quark")), None)
 
 
+def algorithms(folder: Path) -> list[str] | None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    return config["algo_config"] and [each["name"] for each in config["algo_config"]]
+
+
+@pytest.mark.slow
+def test_a_solver_reads_the_data_that_a_budget_was_measured_on(place: Path) -> None:
+    line = ("quantize", place / "llama", "--bits", 3.8, "--calib", place / "text.txt", "--samples", 4)
+    assert quark(*line, "-o", place / "solved").code == 0
+    assert algorithms(place / "solved") == ["qronos"]
+    assert quark(*line, "--algorithm", "gptq", "-o", place / "asked").code == 0
+    assert algorithms(place / "asked") == ["gptq"]
+
+
 @pytest.mark.slow
 def test_a_table_gives_another_budget_without_data(place: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -55,6 +70,7 @@ def test_a_table_gives_another_budget_without_data(place: Path) -> None:
     done = quark("quantize", place / "llama", "--bits", 3.8, "--sensitivity", place / "table.json", "-o", place / "out")
     assert done.code == 0, done.err
     assert "--bits 3.8:" in done.out
+    assert algorithms(place / "out") is None
     layers = quantized_layers(AutoModelForCausalLM.from_pretrained(place / "out"))
     bits = {layer.spec.weight.dtype.bits for layer in layers.values() if layer.spec.weight}
     assert len(layers) == 14 and len(bits) > 1

@@ -96,7 +96,8 @@ for _name, _group, _scales in (
 _row("int8_wo", _INT8_CHANNEL)
 _row("fp8_wo", _FP8)
 _row("int8_dynamic", _INT8_CHANNEL, spec("int8", PerToken(), dynamic=True))
-_row("int3_wo_128", _integer("int3", 128))
+for _group in (32, 64, 128):
+    _row(f"int3_wo_{_group}", _integer("int3", _group))
 _row("int2_wo_64", _integer("int2", 64))
 _row("uint2_wo_64", _integer("uint2", 64, symmetric=False))
 _row("mx4", _block("mx4", 16), _live(_block("mx4", 16)))

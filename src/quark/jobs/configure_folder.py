@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from quark.torch.bit_budget.sensitivity import BudgetChoice, SensitivityTable
     from quark.torch.checkpoint.opened import OpenedFolder
 
-MIX_ALGORITHM = "qronos"
-"""The algorithm of a mix of block types where there is calibration data, and neither a goal nor --algorithm."""
+DEFAULT_ALGORITHM = "qronos"
+"""The algorithm of a mix of block types, and of a budget, where data are read and nothing says how to round."""
 
 
 def configure(job: FolderJob) -> FolderJob:
@@ -74,8 +74,11 @@ def _laid_out(job: FolderJob) -> FolderJob:
     mixed = in_file(scheme, budget, form)
     asked = choice.algorithms if choice is not None else request.algorithm
     Imatrices.of(request).check(mixed, request.calib, asked)
-    if asked is None and mixed and request.calib is not None:
-        asked = (MIX_ALGORITHM,)
+    measured = budget is not None and budget.is_measured  # so there are data
+    if asked is None and (measured or (mixed and request.calib is not None)):
+        asked = (DEFAULT_ALGORITHM,)
+    elif asked is None and budget is not None:
+        logger.info("To nearest, as a stored table needs no data. Possible: --algorithm %s.", DEFAULT_ALGORITHM)
     algorithms = torch_algorithms(asked)
     config = _calibrated(request, _config(job, scheme, budget, algorithms or None))
     if choice is not None:

@@ -16,7 +16,7 @@ from quark.base.files import check_apart, check_file
 from quark.base.json_objects import plain_json
 from quark.base.log import logger
 from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, OutputError
-from quark.jobs.configure_folder import MIX_ALGORITHM
+from quark.jobs.configure_folder import DEFAULT_ALGORITHM
 from quark.jobs.folders.calibration import Calibration
 from quark.jobs.folders.job import RECORDED, FolderJob
 from quark.jobs.folders.pipeline import data_of
@@ -173,7 +173,7 @@ def _algorithms(job: FolderJob) -> list[Any]:
 
     asked = job.choice.algorithms if job.choice is not None else job.request.algorithm
     if asked is None and job.form == GGUF and job.request.calib is not None:
-        asked = (MIX_ALGORITHM,)
+        asked = (DEFAULT_ALGORITHM,)
     for word in asked or ():
         if (name := split_algorithm(word)[0]) in _WITHOUT_PLACE:
             raise NotSupportedError(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "int2": ("int2_wo_64", "q2_k"),
-    "int3": ("int3_wo_128", "q3_k_m"),
+    "int3": ("int3_wo_128", "int3_wo_64", "q3_k_m"),
     "int4": ("int4_wo_128", "uint4_wo_128", "q4_k_m", "int4_wa_64", "MATMUL_NBITS"),
     "uint4": ("uint4_wo_128",),
     "int5": ("q5_k_m",),

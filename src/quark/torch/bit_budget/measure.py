@@ -41,7 +41,7 @@ from quark.torch.model.outside_reads import weights_read_elsewhere
 from quark.torch.plan import Plan, make_plan
 from quark.torch.writers.folder import QUARK
 
-_TO_5_BITS = ("int3_wo_128", "uint4_wo_128", "uint4_wo_64", "uint4_wo_32")
+_TO_5_BITS = ("int3_wo_128", "int3_wo_64", "int3_wo_32", "uint4_wo_128", "uint4_wo_64", "uint4_wo_32")
 RULES: dict[str, Callable[[], BudgetRules]] = {
     "quark": partial(FolderRules, "quark", ("uint2_wo_64", *_TO_5_BITS, "mxfp6_e2m3_weight_only", "int8_wo")),
     "compressed-tensors": partial(FolderRules, "compressed-tensors", ("int2_wo_64", *_TO_5_BITS, "int8_wo")),
