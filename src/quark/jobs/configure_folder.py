@@ -74,12 +74,7 @@ def _laid_out(job: FolderJob) -> FolderJob:
     mixed = in_file(scheme, budget, form)
     asked = choice.algorithms if choice is not None else request.algorithm
     Imatrices.of(request).check(mixed, request.calib, asked)
-    measured = budget is not None and budget.is_measured  # so there are data
-    if asked is None and (measured or (mixed and request.calib is not None)):
-        asked = (DEFAULT_ALGORITHM,)
-    elif asked is None and budget is not None:
-        logger.info("To nearest, as a stored table needs no data. Possible: --algorithm %s.", DEFAULT_ALGORITHM)
-    algorithms = torch_algorithms(asked)
+    algorithms = torch_algorithms(_usual_algorithms(request, budget, mixed) if asked is None else asked)
     config = _calibrated(request, _config(job, scheme, budget, algorithms or None))
     if choice is not None:
         from quark.jobs.folders.models import skeleton_of
@@ -92,6 +87,15 @@ def _laid_out(job: FolderJob) -> FolderJob:
         with severity(3):  # what is chosen is said when it is
             planned(job)
     return job
+
+
+def _usual_algorithms(request: FolderRequest, budget: Budget | None, mixed: bool) -> tuple[str, ...]:
+    """The algorithms where nothing says how to round: one for a mix or a budget, if it reads data anyway."""
+    if (budget is not None and budget.is_measured) or (mixed and request.calib is not None):
+        return (DEFAULT_ALGORITHM,)
+    if budget is not None:
+        logger.info("To nearest, as a stored table needs no data. Possible: --algorithm %s.", DEFAULT_ALGORITHM)
+    return ()
 
 
 def planned(job: FolderJob) -> FolderJob:
