@@ -30,6 +30,7 @@ from quark.torch.config.algo_configs import (
     AutoSmoothQuantConfig,
     AWQConfig,
     DistillationConfig,
+    EqualizeConfig,
     GPTAQConfig,
     GPTQConfig,
     ImatrixConfig,
@@ -144,6 +145,7 @@ def imatrix_config() -> ImatrixConfig:
 ROWS: dict[type[AlgoConfig], Row] = {
     SmoothQuantConfig: Row(SmoothQuantConfig(alpha=0.5), 0.65, "int8", keeps_float=True),
     AutoSmoothQuantConfig: Row(AutoSmoothQuantConfig(), 0.65, "int8", keeps_float=True),
+    EqualizeConfig: Row(EqualizeConfig(), 0.9, "mxfp4", keeps_float=True),
     AWQConfig: Row(AWQConfig(), 0.5, keeps_float=True),
     GPTQConfig: Row(GPTQConfig(), 0.09),
     GPTAQConfig: Row(GPTAQConfig(), 0.1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,17 @@ from quark.core.granularity import PerGroup
 from quark.core.quantize import fake_quantize, range_of
 from quark.core.scales import qparams_from_range
 from quark.core.solvers import smooth
-from quark.core.solvers.smooth import FACTORS, STEPS, best_scale, best_steps, gram_loss, salience_scale, search
+from quark.core.solvers.smooth import (
+    FACTORS,
+    SPREAD,
+    STEPS,
+    best_scale,
+    best_steps,
+    equalizing_scale,
+    gram_loss,
+    salience_scale,
+    search,
+)
 from quark.core.solvers.smooth import smoothing_scale as smoothing
 from quark.core.spec import spec
 
@@ -111,3 +122,27 @@ def test_no_other_step_of_a_group_would_be_better(library) -> None:  # type: ign
         other = factors.copy()
         other[:, group] = factor
         assert (errors(other) >= found * 0.999).all(), "coordinate descent has ended"
+
+
+def test_the_equalizing_scale_is_that_of_the_least_error_of_blocks() -> None:
+    """No other scale has a smaller sum over blocks of inputs' times weights' energy, whatever the blocks are."""
+    draw = np.random.default_rng(0)
+    inputs, weights = (np.exp(3 * draw.standard_normal(64)).astype(np.float32) for _ in range(2))
+    s = equalizing_scale(inputs, weights)
+    assert np.exp(np.log(s).mean()) == pytest.approx(1, rel=1e-5)
+    ratio = inputs / s**2 / (weights * s**2)
+    assert ratio.max() == pytest.approx(ratio.min(), rel=1e-4)
+
+    def loss(scale: Any, size: int) -> float:
+        energy, read = ((x.reshape(-1, size)).sum(1) for x in (inputs / scale**2, weights * scale**2))
+        return float((energy * read).sum())
+
+    for size in (16, 32):
+        for power in (0.9, 1.1):
+            assert loss(s, size) < loss(s**power, size)
+        assert loss(s, size) < 0.5 * loss(np.ones_like(s), size)
+
+
+def test_a_dead_channel_is_not_equalized_and_no_scale_is_endless() -> None:
+    s = equalizing_scale(np.array([0, 1, 1e30, 1e-30], np.float32), np.array([1, 0, 1, 1], np.float32))
+    assert s.tolist() == [1, 1, SPREAD, np.float32(1 / SPREAD)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -388,3 +389,16 @@ def test_the_decoder_of_a_model_that_hears_is_rotated() -> None:
     ModelRotation(model, RotationConfig()).rotate()
     assert not torch.equal(model.model.decoder.layers[0].fc1.weight, weight)
     torch.testing.assert_close(result(model, data[0]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_where_possible_leaves_a_model_alone_that_cannot_be_rotated(caplog: pytest.LogCaptureFixture) -> None:
+    """A group that no axis of the model is a multiple of."""
+    config = LLMTemplate.get("llama").get_config("int8_wo")
+    data = [token_ids(24, seed) for seed in range(2)]
+    impossible = RotationConfig(r1=True, online_r1_rotation=True, rotation_size=7)
+    with pytest.raises(ConfigError, match="rotation_size=7"):
+        ModelQuantizer(replace(config, algo_config=[impossible])).quantize_model(build("llama"), data)
+    with caplog.at_level("INFO", "quark"):
+        chosen = replace(config, algo_config=[replace(impossible, where_possible=True)])
+        model = ModelQuantizer(chosen).quantize_model(build("llama"), data)
+    assert "Without rotation" in caplog.text and not dict(input_rotations(model))

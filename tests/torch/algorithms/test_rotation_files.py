@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from quark.errors import CalibrationError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.checkpoint.importer import import_model_from_safetensors
 from quark.torch.checkpoint.save_params import load_params, save_params
-from quark.torch.config.algo_configs import RotationConfig
+from quark.torch.config.algo_configs import RotationConfig, SmoothQuantConfig
 from quark.torch.config.config import QConfig
-from quark.torch.layers.online_rotation import RotatedAttention, input_rotations
+from quark.torch.layers.online_rotation import RotatedAttention, input_rotations, record_rotations
 from tests.models.architectures import build, token_ids
 from tests.models.torch_zoo import tiny_llama, token_batches
 
@@ -171,3 +172,14 @@ def test_a_folder_says_which_rotations_a_name_came_to(tmp_path: Path) -> None:
     assert any(isinstance(m.__dict__.get("forward"), RotatedAttention) for m in loaded.modules())
     with torch.no_grad():
         assert torch.equal(loaded(token_ids())[0], model(token_ids())[0])
+
+
+def test_the_rotation_stands_first_with_its_list_of_layers(tmp_path: Path) -> None:
+    """vLLM takes the first algorithm for the rotation, and reads the list of one that it finds there."""
+    for options in ({"r4": True, "rotation_size": 32}, {"r2": True}):
+        rotation = RotationConfig(r1=False, **options)
+        config = replace(LLMTemplate.get("llama").get_config("mxfp4"), algo_config=[SmoothQuantConfig(), rotation])
+        model = ModelQuantizer(config).quantize_model(tiny_llama(), token_batches(2))
+        stored = record_rotations(config.to_dict(), model)["algo_config"]
+        assert [each["name"] for each in stored] == ["rotation", "smooth"]
+        assert stored[0]["online_config"]["online_rotation_layers"] == [name for name, _ in input_rotations(model)]

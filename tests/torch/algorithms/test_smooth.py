@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from quark.errors import ConfigError
-from quark.torch.config.algo_configs import AlgoConfig, AutoSmoothQuantConfig, AWQConfig, GPTQConfig, SmoothQuantConfig
+from quark.torch.config.algo_configs import (
+    AlgoConfig,
+    AutoSmoothQuantConfig,
+    AWQConfig,
+    EqualizeConfig,
+    GPTQConfig,
+    RotationConfig,
+    SmoothQuantConfig,
+)
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import LLMTemplate
 from quark.torch.layers.fake_quant import FakeQuantize, Mode
@@ -21,7 +29,7 @@ from quark.torch.quantizer import ModelQuantizer
 from tests.models.architectures import build, token_ids
 from tests.models.families import family
 
-FOLDING = [SmoothQuantConfig(alpha=0.5), AutoSmoothQuantConfig(), AWQConfig()]
+FOLDING = [SmoothQuantConfig(alpha=0.5), AutoSmoothQuantConfig(), EqualizeConfig(), AWQConfig()]
 DATA = [token_ids(24, seed) for seed in range(4)]
 
 
@@ -225,3 +233,16 @@ def test_what_folds_nothing_says_so(affine: bool, algorithm: AlgoConfig, capsys:
     ModelQuantizer(made).quantize_model(nn.Sequential(*blocks), data)
     said = f"{algorithm.name} folded nothing: no input of a quantized layer comes from a norm with weights"
     assert (said in capsys.readouterr().err) != affine
+
+
+def test_scales_are_folded_before_a_rotation_that_follows() -> None:
+    """After it, the channels of a norm are no longer those that the layers read, and nothing could be folded."""
+    rotation = RotationConfig(r1=True, online_r1_rotation=True, rotation_size=32)
+    model = with_outliers(build("llama"))
+    with torch.no_grad():
+        before = model(DATA[0]).logits
+    ModelQuantizer(config("mxfp4", EqualizeConfig(), rotation)).quantize_model(model, DATA)
+    gains = model.model.layers[0].input_layernorm.weight.detach()
+    assert float(gains[[3, 17]].mean() / gains.median()) < 10  # they were 40
+    with quantizers_off(quantized_layers(model).values()):
+        assert error(model, before) < 1e-4

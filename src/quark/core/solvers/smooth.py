@@ -4,6 +4,7 @@
 
     SmoothQuant   s = max|x|^a / max|W|^(1 - a)                            Xiao et al. 2022 (arXiv:2211.10438)
                   noise = step^2 / 12 |W|^2 + sum_i E x_i^2 |Q(W_i) - W_i|^2       of outputs, W_i read channel i
+    equalizing    s = (E x^2 / |W_i|^2)^(1/4)
     AWQ           s = mean|x|^r / sqrt(max s * min s), r = 0, 1/20 ...     Lin et al. 2023 (arXiv:2306.00978)
                   of least loss(Q(W s) / s - W)
     steps         a factor c for the range [min, max] of each group of each row, of least loss(Q_c(W) - W)
@@ -25,6 +26,9 @@ from quark.core.spec import TensorSpec
 
 SMALLEST = 1e-4
 """Floor of an AWQ scale before it is normalised."""
+
+SPREAD = 1e3
+"""Largest equalizing scale, and of the smallest the reciprocal, of channels that are 1 in the mean."""
 
 STEPS = 20
 """Candidates between exponent 0 and 1."""
@@ -53,6 +57,24 @@ def smoothing_scale(act_max: Array, weight_max: Array, alpha: float, floor: floa
     dead = (act_max <= 0) | (weight_max <= 0)
     act, weight = xp.where(dead, 1.0, act_max), xp.where(dead, 1.0, weight_max)
     return xp.where(dead, 1.0, xp.clip(act**alpha / weight ** (1 - alpha), floor, None))
+
+
+def equalizing_scale(input_power: Array, weight_power: Array) -> Array:
+    """The scale of each input channel for which inputs and weights have proportional norms; its geometric mean is 1.
+
+    Args:
+        input_power: Mean of x^2 of each channel, (channels,).
+        weight_power: Sum of W^2 over what reads each input channel, (channels,).
+
+    Returns:
+        (channels,), from 1 / SPREAD to SPREAD. A channel without activations or weights has scale 1.
+    """
+    xp = namespace(input_power)
+    dead = (input_power <= 0) | (weight_power <= 0)
+    logs = (xp.log(xp.where(dead, 1.0, input_power)) - xp.log(xp.where(dead, 1.0, weight_power))) / 4
+    alive = xp.where(dead, 0.0, 1.0)
+    mean = (logs * alive).sum() / xp.clip(alive.sum(), 1.0, None)
+    return xp.where(dead, 1.0, xp.clip(xp.exp(logs - mean), 1 / SPREAD, SPREAD))
 
 
 def output_noise(step: float, weight_power: Array, error_power: Array, input_power: Array) -> float:

@@ -14,6 +14,7 @@ from quark.torch.algorithms.rounding.imatrix import Imatrix, ImportanceScale
 from quark.torch.algorithms.rounding.svdquant import SVDQuant
 from quark.torch.algorithms.scaling.awq import AWQ
 from quark.torch.algorithms.scaling.base import Folding
+from quark.torch.algorithms.scaling.equalize import Equalize
 from quark.torch.algorithms.scaling.smooth_quant import AutoSmoothQuant, SmoothQuant
 from quark.torch.config.algo_configs import (
     AlgoConfig,
@@ -21,6 +22,7 @@ from quark.torch.config.algo_configs import (
     AutoSmoothQuantConfig,
     AWQConfig,
     DistillationConfig,
+    EqualizeConfig,
     GPTAQConfig,
     GPTQConfig,
     ImatrixConfig,
@@ -35,6 +37,7 @@ from quark.torch.config.families import without_shown
 ALGORITHMS: dict[type[AlgoConfig], type[Algorithm]] = {
     SmoothQuantConfig: SmoothQuant,
     AutoSmoothQuantConfig: AutoSmoothQuant,
+    EqualizeConfig: Equalize,
     AWQConfig: AWQ,
     GPTQConfig: GPTQ,
     GPTAQConfig: GPTAQ,

@@ -127,6 +127,7 @@ class Algorithm:
     Attributes:
         config: The settings.
         errors: What it did to each block, in running order.
+        left_out: Whether the model does not allow it, so that nothing was done.
         reads_inputs: Whether it reads inputs of layers; else no forward is run for it.
         needs_whole: Whether the whole model must be in memory: `prepare` reads or changes its weights, or it adds
             tensors to layers, for which a folder that is filled block by block has no place.
@@ -137,6 +138,7 @@ class Algorithm:
         measured_whole: Whether `prepare` changes what the whole model loses, so that the model's output is measured.
         solves_after_blocks: Whether it solves linear layers after the blocks, too, each by what it reads.
         validated_apart: Whether what it chooses fits the chance of few samples, too, so that others measure it.
+        folds_scales: Whether it moves scale between channels and weights, which a rotation after it mixes.
         learns: Whether `learn` runs the model on the calibration data before the first block.
     """
 
@@ -149,11 +151,13 @@ class Algorithm:
     measured_whole: ClassVar[bool] = False
     solves_after_blocks: ClassVar[bool] = False
     validated_apart: ClassVar[bool] = False
+    folds_scales: ClassVar[bool] = False
     learns: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
         self.config = config
         self.errors: list[BlockErrors] = []
+        self.left_out = False
 
     @property
     def name(self) -> str:

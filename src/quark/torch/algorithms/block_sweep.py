@@ -47,6 +47,8 @@ from quark.torch.model.blocks.after_blocks import CallAfterBlocks, around_hidden
 from quark.torch.model.blocks.recording import with_first
 from quark.torch.model.blocks.streams import StreamCall
 
+FOLDED_ON = 8
+"""Batches, at most, of which a smoothing before a rotation takes its statistics: it runs the whole model for them."""
 LEARNED = "learned-{index}-{rank}"
 """Folder of what an algorithm learns in a process."""
 
@@ -79,6 +81,11 @@ def sweep(
     weights, experts = weights or BlockWeights(), experts or ExpertCalibration()
     if data is not None and any(algorithm.learns or algorithm.measured_whole for algorithm in algorithms):
         data = list(data)  # read more than once
+    before = _before_rotation(algorithms)
+    if before and data is not None:
+        data = list(data)
+        sweep(model, layers, before, data[:FOLDED_ON], shared_scale_groups, experts, weights)
+        algorithms = [algorithm for algorithm in algorithms if algorithm not in before]
     data, batch = (None, None) if data is None else with_first(data)
     with quantizers_off(layers.values()):
         names = find_blocks(model, blocks_path(model, algorithms), batch, layers)
@@ -108,6 +115,12 @@ def sweep(
     experts.say()
     for stage in stages:
         stage.say()
+
+
+def _before_rotation(algorithms: Sequence[Algorithm]) -> list[Algorithm]:
+    """Those that fold scales and stand before one that changes the whole model: a rotation, which mixes channels."""
+    whole = [index for index, algorithm in enumerate(algorithms) if algorithm.measured_whole]
+    return [each for each in algorithms[: whole[-1] if whole else 0] if each.folds_scales]
 
 
 class SweepAfterBlocks:
@@ -189,11 +202,18 @@ def prepare_algorithms(
     _refuse_processes(algorithms)
     for index, algorithm in enumerate(algorithms):
         _refuse_no_layer(algorithm, names, layers)
-        if algorithm.keeps_better and algorithm.measured_whole and data is not None:
-            if not prepare_where_better(algorithm, model, names, layers, data):
-                continue
-        else:
-            algorithm.prepare(model, names, layers)
+        try:
+            if algorithm.keeps_better and algorithm.measured_whole and data is not None:
+                if not prepare_where_better(algorithm, model, names, layers, data):
+                    continue
+            else:
+                algorithm.prepare(model, names, layers)
+        except (StructureError, NotSupportedError, ConfigError) as error:
+            if not getattr(algorithm.config, "where_possible", False):
+                raise
+            algorithm.left_out = True
+            logger.info("Without %s, which this model does not allow: %s", algorithm.name, one_line(error))
+            continue
         if weights is None or weights.whole:
             algorithm.on_weights(layers)
         if algorithm.learns:

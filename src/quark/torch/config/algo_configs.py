@@ -16,8 +16,8 @@ from quark.base.checked import checked_dataclass, known_keys
 from quark.errors import ConfigError
 
 __all__ = [
-    "AWQConfig", "AlgoConfig", "AutoRoundConfig", "AutoSmoothQuantConfig", "DistillationConfig", "GPTAQConfig",
-    "GPTQConfig", "ImatrixConfig", "ImportanceScaleConfig", "OnlineRotationConfig", "PreQuantOptConfig",
+    "AWQConfig", "AlgoConfig", "AutoRoundConfig", "AutoSmoothQuantConfig", "DistillationConfig", "EqualizeConfig",
+    "GPTAQConfig", "GPTQConfig", "ImatrixConfig", "ImportanceScaleConfig", "OnlineRotationConfig", "PreQuantOptConfig",
     "QronosConfig", "QuaRotConfig", "RotationConfig", "SVDQuantConfig", "SmoothQuantConfig",
 ]  # fmt: skip
 
@@ -115,6 +115,24 @@ class AutoSmoothQuantConfig(AlgoConfig):
     scaling_layers: Layers | None = None
     model_decoder_layers: str | None = None
     compute_scale_loss: str | None = "MSE"
+
+
+@checked_dataclass
+class EqualizeConfig(AlgoConfig):
+    """Factors of channels that give inputs and weights proportional norms: for 4-bit floats with quantized inputs.
+
+    AMD Quark has no such algorithm.
+
+    Attributes:
+        scaling_layers: As in `SmoothQuantConfig`.
+        model_decoder_layers: As in `SmoothQuantConfig`.
+    """
+
+    is_documented: ClassVar[bool] = False
+
+    name: str = "equalize"
+    scaling_layers: Layers = field(default_factory=list)
+    model_decoder_layers: str = ""
 
 
 @checked_dataclass
@@ -289,6 +307,7 @@ class RotationConfig(PreQuantOptConfig):
         backbone, model_decoder_layers, v_proj, o_proj, self_attn, mlp: Names of modules, as AMD Quark takes them.
         online_r1_rotation: Rotate the inputs of layers that read a norm in each forward, instead of the stream.
         online_config: Details of `online_r1_rotation`.
+        where_possible: Leave a model that cannot be rotated so as it is, and log why; else that is an error.
         trainable: Learn R1 and R2, starting from their Hadamard matrices.
         train_smooth, smooth_positions: Not part of this version.
         train_steps: Steps of learning, 1 or more.
@@ -324,6 +343,7 @@ class RotationConfig(PreQuantOptConfig):
     train_steps: int = field(default=100, metadata=OWN)
     train_batch_size: int = field(default=8, metadata=OWN)
     train_lr: float = field(default=1.0, metadata=OWN)
+    where_possible: bool = field(default=False, compare=False, metadata=OWN)
 
     @classmethod
     def _accept(cls, values: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from quark.torch.config.algo_configs import (
     AutoSmoothQuantConfig,
     AWQConfig,
     DistillationConfig,
+    EqualizeConfig,
     GPTAQConfig,
     GPTQConfig,
     ImatrixConfig,
@@ -47,8 +48,9 @@ class UnknownAlgoConfig(AlgoConfig):
 
 ALGO_CONFIGS: Registry[type[AlgoConfig]] = Registry("algorithm")
 for _class in (
-    SmoothQuantConfig, AWQConfig, AutoSmoothQuantConfig, GPTQConfig, GPTAQConfig, QronosConfig, ImportanceScaleConfig,
-    ImatrixConfig, RotationConfig, QuaRotConfig, AutoRoundConfig, SVDQuantConfig, DistillationConfig,
+    SmoothQuantConfig, AWQConfig, AutoSmoothQuantConfig, EqualizeConfig, GPTQConfig, GPTAQConfig, QronosConfig,
+    ImportanceScaleConfig, ImatrixConfig, RotationConfig, QuaRotConfig, AutoRoundConfig, SVDQuantConfig,
+    DistillationConfig,
 ):  # fmt: skip
     ALGO_CONFIGS.register(_class.name, _class)
 ALGO_CONFIGS.register("smoothquant", SmoothQuantConfig)

@@ -95,12 +95,17 @@ def hold_rotations(model: nn.Module, config: RotationConfig) -> None:
 
 
 def record_rotations(stored: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A `QConfig.to_dict()` whose rotation lists the layers of this model whose inputs are rotated."""
+    """A `QConfig.to_dict()` whose rotation lists the layers of this model whose inputs are rotated.
+
+    It stands first, and has the list where that is empty, too: vLLM looks at the first algorithm alone
+    (`OrthogonalTransform.setup_transform`), and reads the list of a rotation without asking for it.
+    """
     names = [name for name, _ in input_rotations(model)]
     for algo in algorithms_in(stored):
-        if algo.get("name") in ("rotation", "quarot") and names:
+        if algo.get("name") in ("rotation", "quarot") and (names or not algo.get("online_config")):
             online = algo.get("online_config") or asdict(OnlineRotationConfig(shared_parallel=False))
             algo["online_config"] = {**online, "online_rotation_layers": names}
+    (stored.get("algo_config") or []).sort(key=lambda algo: algo.get("name") not in ("rotation", "quarot"))
     return stored
 
 

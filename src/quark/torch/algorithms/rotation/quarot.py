@@ -281,9 +281,10 @@ class QuaRot(Algorithm):
             self._rotate(model)
         except StructureError as error:
             # Asked for by name alone: what the model allows is rotated, and `config` says what that was.
-            if not self.keeps_better or not self.config.r1 or self.config.trainable:
+            config = self.config
+            if not self.keeps_better or not config.r1 or config.online_r1_rotation or config.trainable:
                 raise
-            config, self.config = self.config, replace(self.config, r1=False, r2=True)
+            self.config = replace(config, r1=False, r2=True)
             try:
                 self._rotate(model)
             except StructureError:
@@ -292,7 +293,7 @@ class QuaRot(Algorithm):
             logger.info("R1 is left out, and R2 rotates the values of each head: %s", error)
 
     def recorded(self, config: AlgoConfig) -> AlgoConfig | None:
-        if not all(each.kept for each in self.errors):
+        if self.left_out or not all(each.kept for each in self.errors):
             return None
         return replace(cast(RotationConfig, config), r1=self.config.r1, r2=self.config.r2)
 

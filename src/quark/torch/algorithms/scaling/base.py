@@ -1,4 +1,4 @@
-"""Folding: what SmoothQuant, AutoSmoothQuant and AWQ have in common.
+"""Folding: what SmoothQuant, AutoSmoothQuant, equalizing and AWQ have in common.
 
 They choose a scale for the input channels of layers that read one tensor, and fold it into what makes that tensor. All
 batches wait before those layers, so the scale is known, the weights are changed and the waiting inputs divided in the
@@ -40,7 +40,7 @@ class InputStatistics:
     Attributes:
         count: Tokens.
         gram: Second moments, (in, in).
-        mean_abs, max_abs: Mean and largest |x| of each channel, (in,).
+        mean_abs, max_abs, mean_square: Mean and largest |x| and mean x^2 of each channel, (in,).
         sample: Some tokens, evenly taken, (tokens, in); float32.
     """
 
@@ -48,6 +48,7 @@ class InputStatistics:
     gram: torch.Tensor | None = None
     mean_abs: torch.Tensor | None = None
     max_abs: torch.Tensor | None = None
+    mean_square: torch.Tensor | None = None
     sample: torch.Tensor | None = None
 
     @classmethod
@@ -71,6 +72,7 @@ class InputStatistics:
             mean(self.gram, other.gram),
             mean(self.mean_abs, other.mean_abs),
             None if self.max_abs is None or other.max_abs is None else torch.maximum(self.max_abs, other.max_abs),
+            mean(self.mean_square, other.mean_square),
             None if self.sample is None or other.sample is None else torch.cat([self.sample, other.sample]),
         )
 
@@ -85,6 +87,7 @@ class Folding(Algorithm):
         found, folded: How many folds there were, and how many were done.
     """
 
+    folds_scales = True
     needs: ClassVar[tuple[str, ...]]
     discovery: Discovery
     tied: set[str]
