@@ -159,6 +159,15 @@ def test_what_was_measured_to_gain_nothing_has_no_algorithm() -> None:
     assert steps_for("int8", "best").algorithms == ("smooth",)
 
 
+def test_floats_of_4_bits_with_such_inputs_are_equalized_before_they_are_solved() -> None:
+    for scheme in ("mxfp4", "nvfp4", "amdfp4"):
+        for effort in ("balanced", "best"):
+            first, solver = steps_for(scheme, effort).algorithms
+            assert first == "equalize" and solver.startswith("qronos"), scheme
+    for scheme in ("mxfp4_weight_only", "mxfp4_mxfp6_e2m3", "int4_wa_64", "uint4_wo_64"):
+        assert "equalize" not in steps_for(scheme, "best").algorithms, scheme
+
+
 def table_of(page: str, first: str) -> dict[str, dict[str, str]]:
     """The table of a page of docs/choose whose first column is named so: row -> column -> cell."""
     lines = (Path(__file__).parents[2] / "docs" / "choose" / page).read_text().split(f"| {first} |")[1].splitlines()
@@ -174,7 +183,7 @@ def test_the_best_is_what_the_table_calls_best() -> None:
     assert len(table) >= 6 and "qronos:fisher=true" in seconds
     for scheme, losses in table.items():
         steps = steps_for(scheme, "best")
-        [asked] = torch_algorithms(steps.algorithms)
+        *_, asked = torch_algorithms(steps.algorithms)
         [least] = torch_algorithms([min(losses, key=lambda name: float(losses[name]))])
         assert (asked.name, bool(asked.fisher)) == (least.name, bool(least.fisher)), scheme
         assert steps.distills, scheme

@@ -18,7 +18,7 @@ import quark
 from quark.core.schemes import SCHEMES
 from quark.gguf import MIXES
 from quark.goals import GoalChoice, GoalRequest, choose
-from quark.goals.efforts import BEST, FEWEST_TEXTS, MOST_SECONDS, TEXTS, steps_for
+from quark.goals.efforts import BEST, FEWEST_TEXTS, MOST_SECONDS, ROTATION, TEXTS, steps_for
 from quark.jobs.folders import best_effort
 from quark.jobs.folders.best_effort import completed_choice, completed_for
 from quark.jobs.request import FolderRequest
@@ -124,6 +124,21 @@ def test_a_streamed_model_is_not_distilled(tmp_path: Path) -> None:
     choice = completed_choice(CHOICE, request, folder)
     assert choice.algorithms == CHOICE.algorithms and "--stream" in "".join(choice.left_out.values())
     assert distillation_runs(completed_choice(CHOICE, replace(request, stream=False), folder))
+
+
+def test_a_rotation_goes_before_the_solver_where_the_program_runs_it_and_the_model_is_in_memory() -> None:
+    folder = OpenedFolder(LANGUAGE_MODEL)
+
+    def found(goal: str, scheme: str, **options: Any) -> GoalChoice:
+        choice = choose(GoalRequest(goal=goal, scheme=scheme, effort=BEST, has_data=True))
+        return completed_choice(choice, FolderRequest(model=LANGUAGE_MODEL, **options), folder)
+
+    whole = found("transformers", "mxfp4", stream=False)
+    assert whole.algorithms[:2] == ("equalize", ROTATION) and whole.algorithms[2].startswith("qronos")
+    streamed = found("transformers", "mxfp4", stream=True)
+    assert ROTATION not in streamed.algorithms and "--stream" in streamed.left_out["rotation"]
+    for goal, scheme in (("vllm", "mxfp4"), ("sglang", "mxfp4"), ("transformers", "nvfp4")):
+        assert not any(word.startswith("rotation") for word in found(goal, scheme, stream=False).algorithms)
 
 
 def test_a_number_of_texts_that_is_asked_for_is_taken(speed: dict[str, float]) -> None:

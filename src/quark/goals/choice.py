@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from quark.core.names.scheme_families import family_of, named_in, suggestion
 from quark.core.schemes import in_smaller_groups
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
-from quark.goals.efforts import effort_of, require_data, steps_for
+from quark.goals.efforts import ROTATION, effort_of, require_data, steps_for
 from quark.goals.facts import ONNX_FILE, Answer, Fact
 from quark.goals.goal import GOALS, GoalDefaults, RuntimeGoal
 
@@ -70,6 +70,7 @@ class GoalChoice:
         effort: One of EFFORTS.
         algorithms: As --algorithm takes them.
         reasons: Choice -> why.
+        rotates: Whether the effort asks for a rotation that the program runs, where the model is in memory.
         distills: Whether the effort asks for texts of the model's own and distillation, where these are possible.
         texts: How many the model writes; 0 until it is known, and where there are none.
         left_out: What of the effort is left out -> why.
@@ -90,6 +91,23 @@ class GoalChoice:
     texts: int = 0
     left_out: Mapping[str, str] = field(default_factory=dict)
     decided_here: bool = False
+    rotates: bool = False
+
+    def rotated(self, why_not: str | None) -> GoalChoice:
+        """The choice with the rotation that its effort asks for before the solver; or why it is left out.
+
+        Args:
+            why_not: What keeps the whole model out of memory; None: nothing does.
+        """
+        if not self.rotates:
+            return self
+        if why_not is not None:
+            return replace(self, left_out={**self.left_out, "rotation": why_not})
+        *first, solver = self.algorithms
+        why = f"{self.reasons['algorithms']}; rotations in each forward, which {self.goal.program} runs"
+        return replace(
+            self, algorithms=(*first, ROTATION, solver), reasons={**self.reasons, "algorithms": why}, rotates=False
+        )
 
     def completed(self, texts: int, algorithms: Sequence[str], left_out: Mapping[str, str]) -> GoalChoice:
         """The choice with what its effort adds for a model and a machine.
@@ -105,7 +123,11 @@ class GoalChoice:
         if algorithms:
             reasons["algorithms"] += "; distillation removes a fifth to a third of the rest"
         return replace(
-            self, algorithms=(*self.algorithms, *algorithms), texts=texts, left_out=left_out, reasons=reasons
+            self,
+            algorithms=(*self.algorithms, *algorithms),
+            texts=texts,
+            left_out={**self.left_out, **left_out},
+            reasons=reasons,
         )
 
     def fitted(self, fits: Callable[[str], bool]) -> GoalChoice:
@@ -191,6 +213,7 @@ def choose(asked: GoalRequest) -> GoalChoice:
     if asked.effort is not None and asked.algorithms is None:
         require_data(effort, asked.has_data, asked.onnx)
     reasons, algorithms, distills = {"scheme": why, "format": str(fact)}, tuple(asked.algorithms or ()), False
+    rotates = False
     if asked.algorithms is not None:
         reasons["algorithms"] = "asked for"
     elif asked.onnx:
@@ -198,6 +221,7 @@ def choose(asked: GoalRequest) -> GoalChoice:
     else:
         steps = steps_for(scheme, effort)
         reasons["algorithms"], algorithms, distills = steps.why, steps.algorithms, steps.distills
+        rotates = steps.rotates and fact.form in goal.rotates
     return GoalChoice(
         asked,
         goal,
@@ -209,6 +233,7 @@ def choose(asked: GoalRequest) -> GoalChoice:
         reasons,
         mixed,
         distills,
+        rotates=rotates,
     )
 
 

@@ -77,6 +77,7 @@ class RuntimeGoal:
         reader: What its folders are written for, as `export_safetensors` has it.
         float_layers: Whether layers are known that it builds in float (`quark.goals.float_layers`).
         networks: Whether its folders are those of networks of diffusers, and not of transformers.
+        rotates: Forms in which it runs the rotations of inputs that a folder holds.
         heads: Forms in which it reads a quantized output head; None: all that it reads.
     """
 
@@ -91,6 +92,7 @@ class RuntimeGoal:
     reader: str = "transformers"
     float_layers: bool = False
     networks: bool = False
+    rotates: tuple[str, ...] = ()
     heads: tuple[str, ...] | None = None
 
     def defaults(self, onnx: bool) -> GoalDefaults | None:

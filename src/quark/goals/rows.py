@@ -65,6 +65,7 @@ GOALS.register("transformers", RuntimeGoal(
         mixed=("quark", ()),
     ),
     cache=("fp8", "int8", "fp8_per_head", "int8_per_head"),
+    rotates=("quark",),
 ))  # fmt: skip
 GOALS.register("diffusers", RuntimeGoal(
     "diffusers", "diffusers",

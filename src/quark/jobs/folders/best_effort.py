@@ -4,6 +4,7 @@
 
 and of `--effort best`, beyond its solver:
 
+    rotation        before it, of 4-bit floats with inputs, where the program runs it and the model is in memory
     texts           where the model goes on writing a text and is in memory, as many as fit into MOST_SECONDS
     distillation    after them, where its float copy and what it learns fit into memory, too
 
@@ -118,7 +119,7 @@ def completed_choice(choice: GoalChoice, request: FolderRequest, folder: OpenedF
         return choice
     length = most_tokens(text_config(getattr(meta, "config", None)), request.length or LENGTH)
     tokens, why = (request.samples or SAMPLES) * length, _why_in_parts(request, folder)
-    return completed_for(choice, meta, tokens, length, request.load.device, request.synthetic, why)
+    return completed_for(choice.rotated(why), meta, tokens, length, request.load.device, request.synthetic, why)
 
 
 def completed_for(
