@@ -27,6 +27,11 @@ class Equalize(Folding):
 
     needs = ("mean_square",)
 
+    @property
+    def keeps_better(self) -> bool:
+        """False: the error of a block after others is mostly theirs, and would undo by chance what the formula gives."""
+        return False
+
     def scale(self, fold: Fold, layers: dict[str, QuantLayer], statistics: InputStatistics) -> torch.Tensor | None:
         assert statistics.mean_square is not None
         columns = [float_weight(layer).square().sum(0).to(statistics.mean_square.device) for layer in layers.values()]
