@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quark.core.schemes import SCHEMES
-from quark.core.spec import ScaleType
+from quark.core.spec import LayerSpec, ScaleType
 from quark.errors import CalibrationError, ConfigError, did_you_mean
 from quark.gguf import MIXES
 
@@ -147,6 +147,13 @@ def _steps(scheme: str) -> tuple[Steps, Steps]:
         return SMOOTH, SMOOTH
     if weight.code_spec is not None or weight.dtype.is_block:
         return _nearest("for this type no algorithm was measured")
+    return _of_few_bits(scheme, layer)
+
+
+def _of_few_bits(scheme: str, layer: LayerSpec) -> tuple[Steps, Steps]:
+    """Return the steps of a scheme whose weights have less than 8 bits."""
+    weight = layer.weight
+    assert weight is not None
     if layer.input is None:
         in_groups = not weight.dtype.is_float and "per_channel" not in scheme
         return _BALANCED_SOLVER, _FISHER_IN_GROUPS if in_groups else FISHER

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,7 @@ def sweep(
     weights, experts = weights or BlockWeights(), experts or ExpertCalibration()
     if data is not None and any(algorithm.learns or algorithm.measured_whole for algorithm in algorithms):
         data = list(data)  # read more than once
-    before = _before_rotation(algorithms)
-    if before and data is not None:
-        data = list(data)
-        sweep(model, layers, before, data[:FOLDED_ON], shared_scale_groups, experts, weights)
-        algorithms = [algorithm for algorithm in algorithms if algorithm not in before]
+    algorithms = _after_folding(model, layers, algorithms, data, shared_scale_groups, experts, weights)
     data, batch = (None, None) if data is None else with_first(data)
     with quantizers_off(layers.values()):
         names = find_blocks(model, blocks_path(model, algorithms), batch, layers)
@@ -117,10 +113,29 @@ def sweep(
         stage.say()
 
 
-def _before_rotation(algorithms: Sequence[Algorithm]) -> list[Algorithm]:
-    """Those that fold scales and stand before one that changes the whole model: a rotation, which mixes channels."""
-    whole = [index for index, algorithm in enumerate(algorithms) if algorithm.measured_whole]
-    return [each for each in algorithms[: whole[-1] if whole else 0] if each.folds_scales]
+def _after_folding(
+    model: nn.Module,
+    layers: Mapping[str, QuantLayer],
+    algorithms: Sequence[Algorithm],
+    data: Iterable[Any] | None,
+    *of_sweep: Any,
+) -> Sequence[Algorithm]:
+    """Fold the scales of what stands before a change of the whole model: a rotation, which mixes channels.
+
+    Args:
+        model, layers, data: As `sweep` has them; data that are read more than once.
+        algorithms: In the order given.
+        of_sweep: The other arguments of `sweep`.
+
+    Returns:
+        The algorithms that are left.
+    """
+    whole = max((index for index, algorithm in enumerate(algorithms) if algorithm.measured_whole), default=0)
+    before = [each for each in algorithms[:whole] if each.folds_scales]
+    if not before or data is None:
+        return algorithms
+    sweep(model, layers, before, list(islice(data, FOLDED_ON)), *of_sweep)
+    return [each for each in algorithms if each not in before]
 
 
 class SweepAfterBlocks:
@@ -202,17 +217,7 @@ def prepare_algorithms(
     _refuse_processes(algorithms)
     for index, algorithm in enumerate(algorithms):
         _refuse_no_layer(algorithm, names, layers)
-        try:
-            if algorithm.keeps_better and algorithm.measured_whole and data is not None:
-                if not prepare_where_better(algorithm, model, names, layers, data):
-                    continue
-            else:
-                algorithm.prepare(model, names, layers)
-        except (StructureError, NotSupportedError, ConfigError) as error:
-            if not getattr(algorithm.config, "where_possible", False):
-                raise
-            algorithm.left_out = True
-            logger.info("Without %s, which this model does not allow: %s", algorithm.name, one_line(error))
+        if not _prepared(algorithm, model, names, layers, data):
             continue
         if weights is None or weights.whole:
             algorithm.on_weights(layers)
@@ -223,6 +228,27 @@ def prepare_algorithms(
             batches = data if isinstance(data, Sequence) else list(data)
             algorithm.learn(model, layers, batches, weights or BlockWeights(), own)
     return [algorithm for algorithm in algorithms if algorithm.reads_inputs]
+
+
+def _prepared(
+    algorithm: Algorithm,
+    model: nn.Module,
+    names: Sequence[str],
+    layers: Mapping[str, QuantLayer],
+    data: Iterable[Any] | None,
+) -> bool:
+    """Prepare an algorithm; return False where that makes the model no better, or is not possible and may be left."""
+    try:
+        if algorithm.keeps_better and algorithm.measured_whole and data is not None:
+            return prepare_where_better(algorithm, model, names, layers, data)
+        algorithm.prepare(model, names, layers)
+    except (StructureError, NotSupportedError, ConfigError) as error:
+        if not getattr(algorithm.config, "where_possible", False):
+            raise
+        algorithm.left_out = True
+        logger.info("Without %s, which this model does not allow: %s", algorithm.name, one_line(error))
+        return False
+    return True
 
 
 @contextmanager

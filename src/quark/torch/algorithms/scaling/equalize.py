@@ -29,7 +29,7 @@ class Equalize(Folding):
 
     @property
     def keeps_better(self) -> bool:
-        """False: the error of a block after others is mostly theirs, and would undo by chance what the formula gives."""
+        """False: the error of a block after others is mostly theirs, by which the formula would be undone by chance."""
         return False
 
     def scale(self, fold: Fold, layers: dict[str, QuantLayer], statistics: InputStatistics) -> torch.Tensor | None:
