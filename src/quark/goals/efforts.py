@@ -22,7 +22,7 @@ is chosen here: on the example language model it leaves 3.2 where Qronos alone l
 int3 and takes twice as long.
 
 Of 4-bit floats with inputs, what is done before the solver decides. On a model of 135 million parameters (SmolLM2; 16
-windows of 512 held-out tokens, calibrated on as many) MXFP4 loses 1270 to nearest and 679 with Qronos; 741 equalized
+windows of 512 held-out tokens) MXFP4 loses 1270 to nearest and 679 with Qronos on 32 windows; on 16, 741 equalized
 and to nearest, 442 with Qronos; 349 and 285 with rotations in each forward, too. The example model has no channels that
 are far larger than others: 52.9 with Qronos, 51.7 equalized before.
 
