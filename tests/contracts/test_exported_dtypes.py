@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from quark.core.dtypes import DTYPES, Dtype
+from quark.core.dtypes import DTYPES, ONNX_ONLY, Dtype
 from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.spec import LayerSpec, ScaleType, TensorSpec
 from quark.errors import NotSupportedError
@@ -32,6 +32,7 @@ from tests.models.onnx_sessions import exact_session
 from tests.models.torch_zoo import LANGUAGE_MODEL, tiny_llama, token_batches
 
 INPUTS, OUTPUTS = 128, 40
+TYPES = [name for name in DTYPES if name not in ONNX_ONLY]
 BATCHES = token_batches()
 ONE_SCHEME = ("awq", "gptq", "fp8")
 """Formats of which all layers are quantized alike."""
@@ -76,7 +77,7 @@ def written_and_read(specs: Sequence[TensorSpec], form: Format, folder: Path) ->
     return model, import_model_from_safetensors(llama(seed=9), folder / "model")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("form", [*FORMATS.values(), GgufFormat()], ids=lambda form: form.name)
 def test_a_file_gives_the_weights_back_or_the_type_is_refused_by_name(form: Format, dtype: str, tmp_path: Path) -> None:
     scale_type = ScaleType.float16 if isinstance(form, GgufFormat) else ScaleType.float  # those that the file holds
@@ -93,7 +94,7 @@ def test_a_file_gives_the_weights_back_or_the_type_is_refused_by_name(form: Form
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TYPES)
 def test_onnx_runtime_computes_the_same_or_the_type_is_refused_by_name(dtype: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     specs, x = weights(DTYPES[dtype]), torch.randn(3, INPUTS)

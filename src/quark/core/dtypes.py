@@ -113,11 +113,16 @@ for _row in [
     _block("mx6", 5, -15, 15, 16, "uint8"),
     _block("mx9", 8, -127, 127, 16, "int8"),
     _block("bfp16", 8, -128, 127, 8, "int8"),
+    # As the ONNX operators have them: the one clamps where the other has a larger step, the other has one code more.
+    _block("onnx_bfp16", 8, -127, 127, 8, "int8"),
+    _block("onnx_mxint8", 8, -128, 127, 32, "int8"),
 ]:
     DTYPES.register(_row.name, _row)
 
 MICRO_EXPONENT = frozenset({"mx4", "mx6", "mx9"})
 """Formats whose pairs carry one more exponent bit below the block's (microscaling "MX" of the 2023 paper)."""
+ONNX_ONLY = frozenset({"onnx_bfp16", "onnx_mxint8"})
+"""Types that no layer in PyTorch has: there `bfp16` and `mxint8` stand for them."""
 
 
 def dtype(name: str | Dtype) -> Dtype:

@@ -20,6 +20,8 @@ from quark.core.dtypes import Dtype
 class RoundType(Enum):
     """Rounding of a real number to an integer."""
 
+    half_up = 1
+    """Nearest; ties toward plus infinity (what the DPU does)."""
     round = 2
     """Nearest; ties away from zero."""
     floor = 3
@@ -35,6 +37,8 @@ def round_integer(x: Array, rounding: RoundType = RoundType.half_even) -> Array:
         return xp.round(x)
     if rounding is RoundType.floor:
         return xp.floor(x)
+    if rounding is RoundType.half_up:
+        return xp.floor((xp.floor(x * 2) + 1) * 0.5)  # not floor(x + 0.5), as below
     # Not trunc(x + 0.5): that sum rounds 0.49999997 up to 1.
     whole = xp.trunc(x)
     up = astype(abs(x - whole) >= 0.5, dtype_name(x))

@@ -11,6 +11,7 @@
     mx4, mx6, mx9          E = floor(log2 amax of the block); a pair whose own exponent is below E shifts by one:
                            step = 2^(E - shift - bits + 2)
     bfp16                  step = 2^(E - 6), doubled when a code would leave [-128, 127]
+    onnx_bfp16             step = 2^(E - 6): the codes are clamped
 
 All in float32. Ranges have the shape of the stored scale. The smallest scale is the float32 epsilon, which keeps an
 all-zero group finite. Steps of the block formats count in units of one code, so MXINT8 (value = code / 64) is
@@ -83,11 +84,13 @@ def qparams_from_range(low: Array, high: Array, spec: TensorSpec, model_dtype: s
     xp = namespace(low)
     if spec.dtype.name in MICRO_EXPONENT:
         return QParams(_micro_step(_largest(low, high), spec))
-    if spec.dtype.name == "bfp16":
+    if spec.dtype.name in ("bfp16", "onnx_bfp16"):
         amax = _largest(low, high)
         step = exp2(exponent(amax) - 6)
-        over = (round_integer(high / step) > spec.dtype.max) | (round_integer(low / step) < spec.dtype.min)
-        return QParams(xp.where(xp.isnan(amax), amax, xp.where(over, step * 2, step)))
+        if spec.dtype.name == "bfp16":
+            over = (round_integer(high / step) > spec.dtype.max) | (round_integer(low / step) < spec.dtype.min)
+            step = xp.where(over, step * 2, step)
+        return QParams(xp.where(xp.isnan(amax), amax, step))
     if spec.scale_type is ScaleType.float8_e8m0fnu:
         amax = _largest(low, high)
         return QParams(xp.where(xp.isnan(amax), amax, _e8m0(amax, spec.dtype, spec.scale_rule)))

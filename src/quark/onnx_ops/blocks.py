@@ -5,12 +5,14 @@ x is viewed as (rows, block, inner), padded with zeros, and each block gets the 
     p      = 2^floor(log2 amax) = q - (1 - u) q,  q = (1/(2u) + 1) amax     (Rump's unit in the first place, u = 2^-53)
     OCP    step = max(2^-127, min(p, 2^127) 2^-emax)                        y = round_to(x / step) step
            p is that of amax + 2^-(mbits + 1) p by the rule "even", and twice as large by "ceil" where p < amax
-    bfp16  step = 2^-6 p, doubled where the largest value would round to 128 steps
+    bfp16  step = 2^-6 p, doubled where the largest value would round to 128 steps; onnx_bfp16 clamps instead
     mx*    step = 2^(2 - bits) p, halved for a pair whose own maximum is below p
 
 A float element is rounded to a multiple of its own step, found by the same four operations in float32 (u = 2^-24).
 Powers of two are exact, and so is every product with one: the result has the bits of core/quantize.py. A NaN makes
-its block NaN, as the NaN of E8M0 does; an infinity takes the largest exponent.
+its block NaN, as the NaN of E8M0 does; an infinity takes the largest exponent. For normal values below 2^127 whose
+block reaches 2^-110 these are the values of the documented operators; of smaller ones those flush subnormals of mx* to
+zero, and have scales below E8M0.
 
 There are two views. One computes everything from the shape of x. Where the file says that blocks fill the axis, and
 how many values lie after it, the view is a constant: half of the nodes, which is half of the time to load a model.
@@ -182,6 +184,13 @@ FLOAT = f"""
 ROUND = {
     RoundType.floor: "  rounded = Floor (scaled)",
     RoundType.half_even: "  rounded = Round (scaled)",
+    RoundType.half_up: """
+  halves = Add (scaled, scaled)
+  under = Floor (halves)
+  next_half = Add (under, unity_)
+  nearest = Mul (next_half, half_)
+  rounded = Floor (nearest)
+""",
     # The number below 0.5: adding 0.5 itself would round 0.49999997 up to 1.
     RoundType.round: """
   absolute = Abs (scaled)
@@ -241,7 +250,7 @@ def block_body(
 
 def _constants(dtype: Dtype) -> str:
     """The numbers of the body. An OCP integer has its 2^-emax below the E8M0 scale, which alone is bounded."""
-    ocp = not dtype.is_block or dtype.name == "mxint8"
+    ocp = not dtype.is_block or dtype.name.endswith("mxint8")
     down = 2.0**-dtype.emax if ocp else 2.0 ** (2 - dtype.bits)
     doubles = {
         "cap": 2.0 ** (127 if ocp else 128),
@@ -261,7 +270,7 @@ def _constants(dtype: Dtype) -> str:
 
 def element_constants(dtype: Dtype, prefix: str = "") -> str:
     """The numbers of rounding to an element type."""
-    numbers = {"below_half": 0.5 - 2.0**-25, "minus32": 2.0**-24 - 1}
+    numbers = {"below_half": 0.5 - 2.0**-25, "minus32": 2.0**-24 - 1, "half_": 0.5, "unity_": 1.0}
     if dtype.is_float:
         numbers |= {"ufp32": (2.0**23 + 1) * 2.0**-dtype.mbits, "smallest": 2.0 ** (dtype.emin - dtype.mbits)}
     lines = constants({prefix + name: value for name, value in numbers.items()})

@@ -151,6 +151,9 @@ inline float round_away(float x) {
   return with_sign(static_cast<float>(static_cast<int32_t>(magnitude)), x);
 }
 
+// Half up; doubled first, as x + 0.5 would round 0.49999997 up to 1.
+inline float round_up(float x) { return std::floor((std::floor(x * 2.0f) + 1.0f) * 0.5f); }
+
 // 2^e for e in [-149, 128]; 2^128 is infinity.
 inline float exp2_of(int32_t e) {
   return e < -126 ? float_of(1u << (e + 149)) : float_of(static_cast<uint32_t>(e + 127) << 23);
@@ -228,7 +231,7 @@ struct Kernel {
   int64_t axis, block, rounding;
   int bits, mbits, emin, emax;
   float low, high;
-  enum Rule { kLinear, kOcp, kBfp, kMicro } rule;
+  enum Rule { kLinear, kOcp, kBfp, kRaisedBfp, kMicro } rule;
   bool floats;
 };
 
@@ -304,18 +307,19 @@ inline float step_of(const Kernel& k, uint32_t amax, int32_t highest, uint32_t o
   }
   if (k.rule == Kernel::kMicro) return exp2_of(e - (exponent(own) < e ? 1 : 0) - (k.bits - 2));
   const float step = exp2_of(e - 6);
+  if (k.rule == Kernel::kBfp) return step;
   const bool over = float_of(static_cast<uint32_t>(highest)) >= 127.5f * step || e == 128;
   return over ? step * 2 : step;
 }
 
-template <bool floats, bool even>
+template <bool floats, int mode>
 inline float element(float x, float step, const Kernel& k) {
   float v = clip(x / step, floats ? k.low : -1000.0f, floats ? k.high : 1000.0f);
-  if (!floats) return clip(even ? round_even(v) : round_away(v), k.low, k.high) * step;
+  if (!floats) return clip(mode == 2 ? round_even(v) : mode ? round_up(v) : round_away(v), k.low, k.high) * step;
   const float power = float_of(bits_of(v) & 0x7f800000u), least = float_of(static_cast<uint32_t>(k.emin + 127) << 23);
   const float spacing = (power > least ? power : least) * float_of(static_cast<uint32_t>(127 - k.mbits) << 23);
   v /= spacing;
-  return (even ? round_even(v) : round_away(v)) * spacing * step;
+  return round_even(v) * spacing * step;
 }
 
 constexpr int64_t kTile = 128;
@@ -328,7 +332,7 @@ inline void see(float x, uint32_t& amax, int32_t& highest) {
 }
 
 // One block of adjacent values.
-template <bool floats, bool even>
+template <bool floats, int mode>
 void contiguous_block(const Kernel& kernel, const float* x, float* y, int64_t count) {
   const Kernel k = kernel;
   uint32_t amax = 0;
@@ -336,7 +340,7 @@ void contiguous_block(const Kernel& kernel, const float* x, float* y, int64_t co
   for (int64_t j = 0; j < count; ++j) see(x[j], amax, highest);
   if (k.rule != Kernel::kMicro) {
     const float step = step_of(k, amax, highest, 0);
-    for (int64_t j = 0; j < count; ++j) y[j] = element<floats, even>(x[j], step, k);
+    for (int64_t j = 0; j < count; ++j) y[j] = element<floats, mode>(x[j], step, k);
     return;
   }
   float step[kTile];
@@ -348,12 +352,12 @@ void contiguous_block(const Kernel& kernel, const float* x, float* y, int64_t co
       see(x[start + std::min(j + 1, n - 1)], own, highest);
       step[j] = step[j + 1] = step_of(k, amax, highest, own);
     }
-    for (int64_t j = 0; j < n; ++j) y[start + j] = element<floats, even>(x[start + j], step[j], k);
+    for (int64_t j = 0; j < n; ++j) y[start + j] = element<floats, mode>(x[start + j], step[j], k);
   }
 }
 
 // `width` blocks side by side: a block is a column, whose values are `inner` apart.
-template <bool floats, bool even>
+template <bool floats, int mode>
 void column_blocks(const Kernel& kernel, const float* x, float* y, int64_t count, int64_t width, int64_t inner) {
   const Kernel k = kernel;
   uint32_t amax[kTile] = {}, own[kTile];
@@ -370,16 +374,16 @@ void column_blocks(const Kernel& kernel, const float* x, float* y, int64_t count
         for (int64_t w = 0; w < width; ++w) own[w] = std::max(own[w], bits_of(x[j * inner + w]) & 0x7fffffffu);
     for (int64_t w = 0; w < width; ++w) step[w] = step_of(k, amax[w], highest[w], own[w]);
     for (int64_t j = start; j < end; ++j)
-      for (int64_t w = 0; w < width; ++w) y[j * inner + w] = element<floats, even>(x[j * inner + w], step[w], k);
+      for (int64_t w = 0; w < width; ++w) y[j * inner + w] = element<floats, mode>(x[j * inner + w], step[w], k);
   }
 }
 
-template <bool floats, bool even>
+template <bool floats, int mode>
 void blocks(const Kernel& k, const float* x, float* y, int64_t count, int64_t width, int64_t inner) {
   if (inner == 1)
-    contiguous_block<floats, even>(k, x, y, count);
+    contiguous_block<floats, mode>(k, x, y, count);
   else
-    column_blocks<floats, even>(k, x, y, count, width, inner);
+    column_blocks<floats, mode>(k, x, y, count, width, inner);
 }
 
 OrtStatus* compute_blocks(void* self, void* context) {
@@ -398,8 +402,9 @@ OrtStatus* compute_blocks(void* self, void* context) {
   for (int64_t i = axis + 1; i < rank; ++i) inner *= x.shape[i];
   const int64_t length = x.shape[axis], groups = (length + kernel.block - 1) / kernel.block;
   const int64_t tiles = (inner + kTile - 1) / kTile, grain = kGrain / (kernel.block * std::min(inner, kTile)) + 1;
-  const auto run = kernel.floats ? (kernel.rounding == 2 ? blocks<true, true> : blocks<true, false>)
-                                 : (kernel.rounding == 2 ? blocks<false, true> : blocks<false, false>);
+  const auto run = kernel.floats          ? blocks<true, 2>
+                   : kernel.rounding == 2 ? blocks<false, 2>
+                                          : (kernel.rounding ? blocks<false, 1> : blocks<false, 0>);
   return parallel(kernel.api, context, outer * groups * tiles, grain, [&](int64_t first, int64_t last) {
     for (int64_t item = first; item < last; ++item) {
       const int64_t tile = item % tiles, group = item / tiles % groups, row = item / tiles / groups;
@@ -431,7 +436,7 @@ OrtStatus* create(Kernel k, const void* info, int64_t block, void** kernel) {
   k.block = integer_attribute(k.api, info, "block_size", block);
   k.rounding = integer_attribute(k.api, info, "rounding_mode", 0);
   if (k.block < 1) return failure(k.api, "com.amd.quark: block_size must be at least 1.");
-  if (k.rounding != 0 && k.rounding != 2) return failure(k.api, "com.amd.quark: rounding_mode must be 0 or 2.");
+  if (k.rounding < 0 || k.rounding > 2) return failure(k.api, "com.amd.quark: rounding_mode must be 0, 1 or 2.");
   *kernel = new Kernel(k);
   return nullptr;
 }
@@ -446,7 +451,7 @@ OrtStatus* create_mx(const CustomOp*, Api api, const void* info, void** kernel) 
       k.mbits = e.mbits;
       k.emin = 2 - (1 << std::max(e.ebits - 1, 0));
       k.emax = e.emax;
-      k.low = -e.high;
+      k.low = k.floats ? -e.high : -e.high - 1;
       k.high = e.high;
       return create(k, info, 32, kernel);
     }
@@ -464,10 +469,11 @@ OrtStatus* create_bfp(const CustomOp*, Api api, const void* info, void** kernel)
     return failure(api, "BFPQuantizeDequantize: possible: to_bfp with bit_width 16; to_bfp_prime with 11, 13 or 16 in "
                         "pairs that shift by one bit.");
   Kernel k{api};
-  k.rule = plain ? Kernel::kBfp : Kernel::kMicro;
+  const bool raised = integer_attribute(api, info, "use_compiler_version_cpu_kernel", 0);
+  k.rule = !plain ? Kernel::kMicro : raised ? Kernel::kRaisedBfp : Kernel::kBfp;
   k.bits = static_cast<int>(width) - 8;
   k.high = static_cast<float>((1 << (k.bits - 1)) - 1);
-  k.low = plain ? -128.0f : -k.high;
+  k.low = plain && raised ? -128.0f : -k.high;
   return create(k, info, plain ? 8 : 16, kernel);
 }
 

@@ -50,7 +50,7 @@ ATTRIBUTES: dict[str, dict[str, int | float | str]] = {
 """Operator -> attributes and their defaults."""
 
 BFP_FORMATS = {
-    "bfp16": ("to_bfp", 16),
+    "onnx_bfp16": ("to_bfp", 16),
     "mx4": ("to_bfp_prime", 11),
     "mx6": ("to_bfp_prime", 13),
     "mx9": ("to_bfp_prime", 16),
@@ -62,12 +62,12 @@ MX_ELEMENTS = {
     "fp6_e3m2": "fp6_e3m2",
     "fp6_e2m3": "fp6_e2m3",
     "fp4_e2m1": "fp4_e2m1",
-    "mxint8": "int8",
+    "onnx_mxint8": "int8",
 }
 """Element type -> its element_dtype."""
 
-_ROUNDING_MODES = {RoundType.round: 0, RoundType.half_even: 2}
-"""Those of the documented operators."""
+ROUNDING_MODES = {RoundType.round: 0, RoundType.half_up: 1, RoundType.half_even: 2}
+"""Those of the documented operators; their float elements have the last alone, whatever a node says."""
 
 
 @dataclass(frozen=True)
@@ -114,18 +114,23 @@ def block(spec: TensorSpec, opset: int, shape: Sequence[object] | None = None) -
     split: dict[str, int | str] = {"axis": axis, "block_size": size}
     inner = inner_size(spec.granularity, shape)
     view = "" if inner is None else f"_{size}x{inner}"
-    is_bfp = dtype.name in BFP_FORMATS
+    raises = dtype.name == "bfp16"  # the kind that has a larger step where a code would not fit
+    is_bfp = raises or dtype.name in BFP_FORMATS
+    known = (is_bfp or dtype.name in MX_ELEMENTS) and (spec.rounding is RoundType.half_even or not dtype.is_float)
     rule = ScaleRule.floor if is_bfp else spec.scale_rule
     body = block_body(dtype, spec.rounding, opset, size, inner, rule)
-    if rule is not ScaleRule.floor or spec.rounding not in _ROUNDING_MODES:
-        # The documented operators know neither: a registered library must not take such a node.
+    if not known or rule is not ScaleRule.floor or spec.rounding not in ROUNDING_MODES:
+        # The documented operators know none of them: a registered library must not take such a node.
         return Operator(ANY, f"{dtype}_{rule.value}_{spec.rounding.name}{view}", body, split)
-    mode = _ROUNDING_MODES[spec.rounding]
+    mode = ROUNDING_MODES[spec.rounding]
     attributes = {**split, "rounding_mode": mode}
     if is_bfp:
-        method, bits = BFP_FORMATS[dtype.name]
-        overload = f"{method}_{bits}_{mode}{view}"
-        return Operator(BFP, overload, body, {"bfp_method": method, "bit_width": bits, **attributes})
+        method, bits = BFP_FORMATS["onnx_bfp16" if raises else dtype.name]
+        overload = f"{method}_{bits}{'_raised' if raises else ''}_{mode}{view}"
+        own: dict[str, int | str] = {"bfp_method": method, "bit_width": bits, **attributes}
+        if raises:
+            own["use_compiler_version_cpu_kernel"] = 1
+        return Operator(BFP, overload, body, own)
     element = MX_ELEMENTS[dtype.name]
     return Operator(MX, f"{element}_{mode}{view}", body, {"element_dtype": element, **attributes})
 

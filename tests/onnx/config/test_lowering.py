@@ -245,14 +245,14 @@ def test_block_attributes() -> None:
     assert weight is not None
     assert (weight.dtype.name, weight.granularity, weight.rounding) == ("mx6", PerGroup(-1, 16, True), RoundType.round)
     mx = old(quant_format=VitisQuantFormat.MXFixNeuron).specs.layer.weight
-    assert mx is not None and mx.dtype.name == "mxint8"
+    assert mx is not None and mx.dtype.name == "onnx_mxint8"
     wrong: list[tuple[type[Exception], dict[str, Any]]] = [
         (ConfigError, {"bfp_method": "to_bfp", "bit_width": 12}),
         (ConfigError, {"bit_with": 16}),
         (ConfigError, {"axis": "64"}),
         (ConfigError, {"block_size": None}),
         (ConfigError, {"block_size": 0}),
-        (NotSupportedError, {"rounding_mode": 1}),
+        (ConfigError, {"rounding_mode": 3}),
         (NotSupportedError, {"sub_block_size": 4}),
         (NotSupportedError, {"convert_to_bfloat_before_bfp": 1}),
     ]

@@ -88,7 +88,7 @@ Int32 = _data_type("Int32")
 UInt32 = _data_type("UInt32")
 Float16 = _data_type("Float16")
 BFloat16 = _data_type("BFloat16")
-BFP16 = _data_type("BFP16")
+BFP16 = _data_type("BFP16", "onnx_bfp16")
 MX4 = _data_type("MX4")
 MX6 = _data_type("MX6")
 MX9 = _data_type("MX9")
@@ -97,7 +97,7 @@ MXFP6E3M2 = _data_type("MXFP6E3M2", "fp6_e3m2")
 MXFP6E2M3 = _data_type("MXFP6E2M3", "fp6_e2m3")
 MXFP8E5M2 = _data_type("MXFP8E5M2", "fp8_e5m2")
 MXFP8E4M3 = _data_type("MXFP8E4M3", "fp8_e4m3")
-MXInt8 = _data_type("MXInt8")
+MXInt8 = _data_type("MXInt8", "onnx_mxint8")
 
 
 def parse_data_type(name: str) -> DataType | None:

@@ -25,7 +25,7 @@ from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.config.enums import CalibMethod, ExtendedQuantType, QuantGranularity, ScaleType
 from quark.onnx.config.extra_options import value_of
 from quark.onnx.config.tensor_specs import DATA_TYPES, DataType, QTensorConfig
-from quark.onnx_ops.operators import BFP_FORMATS, MX_ELEMENTS
+from quark.onnx_ops.operators import BFP_FORMATS, MX_ELEMENTS, ROUNDING_MODES
 
 FLOATS = ("float16", "bfloat16")
 _SCALED_BFLOAT16 = replace(DTYPES["bfloat16"], name="bfloat16_scaled", min=-2.0, max=2.0)
@@ -62,7 +62,7 @@ _BLOCK_KEYS = {
     ),
     "MXAttributes": ("element_dtype", "axis", "block_size", "rounding_mode"),
 }
-_ROUNDINGS = {0: RoundType.round, 2: RoundType.half_even}
+_ROUNDINGS = {mode: rounding for rounding, mode in ROUNDING_MODES.items()}
 
 
 def is_integer(config: QTensorConfig) -> bool:
@@ -201,14 +201,15 @@ def _lower_block(config: QTensorConfig, options: Mapping[str, Any], weight: bool
     attributes = _block_attributes(options, "MXAttributes" if ocp else "BFPAttributes")
     rounding = attributes.get("rounding_mode", 2)
     if rounding not in _ROUNDINGS:
-        raise NotSupportedError(f"rounding_mode {rounding} of {kind} is not part of this version; possible: 0, 2.")
+        raise ConfigError(f"rounding_mode {rounding} of {kind}. Possible: 0, 1, 2.")
     return TensorSpec(
         DTYPES[kind.core],
         PerGroup(attributes.get("axis", 1), attributes.get("block_size", kind.block), pad=True),
         dynamic=not weight,
         scale_type=CoreScale.float8_e8m0fnu if ocp else CoreScale.float32,
         scale_rule=ScaleRule.floor if ocp else ScaleRule.even,
-        rounding=_ROUNDINGS[rounding],
+        # Float elements are rounded half to even in every mode, as the documented operator does.
+        rounding=RoundType.half_even if DTYPES[kind.core].is_float else _ROUNDINGS[rounding],
         observer="block",
     )
 

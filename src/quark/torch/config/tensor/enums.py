@@ -32,7 +32,7 @@ class _Rows(EnumMeta):
 
 
 class Dtype(Enum, metaclass=_Rows):
-    """Element types: one for each row of core/dtypes.py, and the block types of core/blocks/block_types.py.
+    """Element types: one for each row of core/dtypes.py but those of ONNX, and for each of core/blocks/block_types.py.
 
     `fp4` is E2M1 and `fp8_e5m3` is unsigned. `mx` is an OCP MX block whose element type is `mx_element_dtype`;
     `mx4 mx6 mx9` are micro-exponent formats; `bfp16` is a block of 8 with 8-bit mantissas.
@@ -40,7 +40,8 @@ class Dtype(Enum, metaclass=_Rows):
 
     _ignore_ = "_name"
     for _name in (*dtypes.DTYPES, *block_types.BLOCK_TYPES):
-        vars()[_NAME_OF_ROW.get(_name, _name)] = _NAME_OF_ROW.get(_name, _name)
+        if _name not in dtypes.ONNX_ONLY:
+            vars()[_NAME_OF_ROW.get(_name, _name)] = _NAME_OF_ROW.get(_name, _name)
 
     @property
     def row(self) -> dtypes.Dtype:

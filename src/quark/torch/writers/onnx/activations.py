@@ -39,7 +39,7 @@ from quark.torch.writers.onnx.marked_tensors import MarkedTensor
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-BLOCK_TYPES = frozenset({*MX_ELEMENTS, *BFP_FORMATS})
+BLOCK_TYPES = frozenset({*MX_ELEMENTS, *BFP_FORMATS, "bfp16", "mxint8"})
 _OUTPUT_DTYPE_OPSET = 21
 """The first whose QuantizeLinear has `output_dtype`."""
 
