@@ -97,6 +97,16 @@ def test_percentile_is_numpys_quantile(kind: str, percentile: float) -> None:
         assert (low, high) == (x.min(), x.max())
 
 
+def test_percentile_of_a_symmetric_type_is_the_documented_range_unless_it_is_given() -> None:
+    """The documented one is 99.99999999 of |x| in 4200 bins from 0 on: the lower edge of the bin that is reached."""
+    for seed in range(20):
+        x = np.random.default_rng(seed).laplace(size=8192).astype(np.float32)
+        counts, edges = np.histogram(abs(x), 4200, (0, abs(x).max()))
+        reached = int(np.argmax(np.cumsum(counts) / len(x) >= 0.9999999999))
+        low, high = ranged("percentile", spec("int8"), x)
+        assert low == -high and high == pytest.approx(edges[reached], rel=1e-6)
+
+
 def test_percentile_of_no_symmetric_range_cuts_half_of_the_share_at_either_end() -> None:
     x = values("bell", 400_000) + 1
     low, high = ranged("percentile", spec("int8"), x, percentile=98, symmetric_range=False)

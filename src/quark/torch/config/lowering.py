@@ -111,7 +111,8 @@ def _lower_one(config: QTensorConfig, per_token: bool, live: bool) -> TensorSpec
         dynamic=dynamic,
         scale_type=ScaleType.pof2 if observer.startswith("pof2") else scale_type,
         scale_rule=ScaleRule(config.scale_calculation_mode or "even"),
-        rounding=config.round_method or RoundType.half_even,
+        # Codes are rounded to the nearest where `floor` is asked for, as in the documented system: it errs far less.
+        rounding=RoundType.half_even if config.round_method in (None, RoundType.floor) else config.round_method,
         float_zero_point=config.zero_point_type is ZeroPointType.float32,
         observer=observer,
         learning=learning,
