@@ -153,6 +153,7 @@ class ModelQuantizer:
             ConfigError: As there, and for a name or a pattern that matches nothing.
         """
         from quark.onnx.evaluation.cpu_price import cpu_price, in_integers_unasked, saturating_layers
+        from quark.onnx.flow.image_layout import with_channels_last
         from quark.onnx.search.lost_outputs.damage import SpreadSamples
         from quark.onnx.search.settle import check_algorithms, quantize
 
@@ -163,6 +164,7 @@ class ModelQuantizer:
         with custom_libraries(settings.custom_libraries):
             with discreet(settings):
                 model = load(model_input)
+                settings, reader = with_channels_last(model, settings, reader)
                 kept = reader = None if reader is None else SpreadSamples(reader, model)
                 source = _Source(model_input, model.clone(), kept)
                 if settings.metrics:
@@ -221,6 +223,7 @@ class ModelQuantizer:
             QuarkError: See its children; no file is written then.
         """
         from quark.onnx.evaluation.cpu_price import saturating_layers
+        from quark.onnx.flow.image_layout import with_channels_last
         from quark.onnx.search.history import duration
         from quark.onnx.search.lost_outputs.damage import SpreadSamples
         from quark.onnx.search.recovery.alternative import Alternative
@@ -233,13 +236,14 @@ class ModelQuantizer:
         with custom_libraries(self.settings.custom_libraries):
             with discreet(self.settings):
                 model = load(model_input)
+                settings, reader = with_channels_last(model, self.settings, reader)
                 kept = None if reader is None else SpreadSamples(reader, model)
                 source = _Source(model_input, model.clone(), kept)
-                data = repeatable(kept, model, self.settings)
+                data = repeatable(kept, model, settings)
                 alternative = None if without_samples is None else Alternative(model.clone(), without_samples.settings)
                 weights = None if weights_alone is None else WeightsAlone(model.clone(), weights_alone.settings)
                 found, model = recover(
-                    model, self.settings, data, measure, target, seconds, QUICK_STEPS if quick else STEPS,
+                    model, settings, data, measure, target, seconds, QUICK_STEPS if quick else STEPS,
                     quick=quick, allow_wider=allow_wider,
                     alternative=alternative, weights=weights,
                 )  # fmt: skip

@@ -59,7 +59,8 @@ class QuantizationConfig:
         optimize_model: Fold BatchNormalization.
         use_dynamic_quant: Scales from live tensors; not in this version.
         use_external_data_format: Write weights beside the model.
-        convert_fp16_to_fp32, convert_nchw_to_nhwc: Not in this version.
+        convert_fp16_to_fp32: Quantize a float16 model as a float32 one.
+        convert_nchw_to_nhwc: Make image inputs NHWC; calibration data of the model as it is are moved.
         include_sq, include_rotation, include_auto_mp, include_fast_ft: Run the algorithm that the options describe.
         include_cle: Equalize the channels of consecutive layers (CLE) where a weight has one scale and the
             outputs for the calibration samples come nearer to the float ones by it. A CLE option that differs from

@@ -82,9 +82,7 @@ ROWS = [
         False,
         "turn float16 tensors into float32 first, inputs and outputs included",
     ),
-    Pass(
-        convert_nchw_to_nhwc, "ConvertNCHWToNHWC", False, "make image inputs NHWC, as the calibration data must then be"
-    ),
+    Pass(convert_nchw_to_nhwc, "ConvertNCHWToNHWC", False, "make image inputs NHWC, and calibration data with them"),
     Pass(
         remove_input_init,
         "RemoveInputInit",

@@ -16,14 +16,19 @@ def convert_nchw_to_nhwc(model: ir.Model) -> int:
     Raises:
         ConfigError: No input has four dimensions.
     """
+    images = channels_first(model)
+    for value in images:
+        _convert(model.graph, value)
+    return len(images)
+
+
+def channels_first(model: ir.Model) -> list[ir.Value]:
+    """Return the inputs of four dimensions that are not NHWC yet. Raises ConfigError where none has four."""
     images = [v for v in model.graph.inputs if v.shape is not None and len(v.shape) == 4 and not v.is_initializer()]
     if not images:
         shapes = ", ".join(f"{value.name} {value.shape}" for value in model.graph.inputs)
         raise ConfigError(f"ConvertNCHWToNHWC: no input has four dimensions; the model has {shapes}.")
-    channels_first = [value for value in images if not _is_nhwc(value)]
-    for value in channels_first:
-        _convert(model.graph, value)
-    return len(channels_first)
+    return [value for value in images if not _is_nhwc(value)]
 
 
 def _is_nhwc(value: ir.Value) -> bool:

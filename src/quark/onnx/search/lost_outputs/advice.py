@@ -27,6 +27,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.compare_models import damaged_layers
 from quark.onnx.flow.body_model import bodies_of
 from quark.onnx.flow.flow import finish
+from quark.onnx.flow.image_layout import with_channels_last
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import checked_proto, is_constant, load, to_proto
 from quark.onnx.search.lost_outputs.damage import Model, damage
@@ -196,8 +197,13 @@ class Retrying:
 
     @cached_property
     def _prepared(self) -> tuple[ir.Model, Settings]:
+        model, settings = self._loaded()
+        return model, prepare(model, settings)
+
+    def _loaded(self) -> tuple[ir.Model, Settings]:
+        """The float model as the feeds fit it, and what is then left to do."""
         model = load(self._source)
-        return model, prepare(model, self._settings)
+        return model, with_channels_last(model, self._settings, None)[0]
 
     def __call__(self, names: frozenset[str]) -> tuple[onnx.ModelProto, Damage | None]:
         """The model with these nodes in float, and what is left of its outputs."""
@@ -207,4 +213,4 @@ class Retrying:
         quantized = convert(Prepared(model, data, statistics=self._statistics).copy(), replace(settings, specs=specs))
         finish(quantized, settings)
         proto = checked_proto(quantized)
-        return proto, damage(load(self._source), proto, self._feeds, settings)
+        return proto, damage(self._loaded()[0], proto, self._feeds, settings)
