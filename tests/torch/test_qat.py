@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from pathlib import Path
 from types import ModuleType
@@ -16,22 +17,26 @@ from quark.torch import ModelQuantizer, load_params, save_params
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import lower_layer
 from quark.torch.config.tensor.enums import QuantizationMode
+from quark.torch.config.tensor.observer_classes import TQTObserver
 from quark.torch.layers.fake_quant import FakeQuantize
 from tests.models.graphs import exported
 from tests.models.torch_zoo import ROOT, mlp
 
 pytestmark = pytest.mark.slow
 
-LSQ = QConfig.from_dict(
-    {
-        "global_quant_config": {
-            role: {
-                "dtype": "int4", "observer_cls": "LSQObserver", "qscheme": "per_tensor", "is_dynamic": False,
-                "symmetric": True, "round_method": "half_even", "scale_type": "float",
+LSQ, TQT = (
+    QConfig.from_dict(
+        {
+            "global_quant_config": {
+                role: {
+                    "dtype": "int4", "observer_cls": observer, "qscheme": "per_tensor", "is_dynamic": False,
+                    "symmetric": True, "round_method": "half_even", "scale_type": "float",
+                }
+                for role in ("weight", "input_tensors")
             }
-            for role in ("weight", "input_tensors")
         }
-    }
+    )
+    for observer in ("LSQObserver", "TQTObserver")
 )  # fmt: skip
 
 
@@ -95,6 +100,27 @@ def test_a_step_moves_weights_and_scales_and_files_hold_the_result(mode: Quantiz
         assert torch.equal(ModelQuantizer.freeze(model, quantize=False)(x), trained)
         assert torch.equal(ModelQuantizer.freeze(model)(x), trained)
         assert torch.equal(ModelQuantizer.freeze(model)(x), trained)
+
+
+@pytest.mark.parametrize("mode", list(QuantizationMode), ids=lambda mode: mode.name)
+def test_the_documented_loop_over_tqt_observers_trains_their_thresholds(mode: QuantizationMode) -> None:
+    x = torch.randn(8, 128, generator=torch.Generator().manual_seed(4))
+    model: nn.Module = mlp() if mode is QuantizationMode.eager_mode else exported(mlp(), x)
+    config = QConfig(global_quant_config=TQT.global_quant_config, quant_mode=mode)
+    model = ModelQuantizer(config).quantize_model(model, [x])
+    found = [module._log_threshold for module in model.modules() if isinstance(module, TQTObserver)]
+    named = [value for name, value in model.named_parameters() if "observer._log_threshold" in name]
+    assert len(found) == 4 and list(map(id, found)) == list(map(id, named))
+    before, untrained = [value.detach().clone() for value in found], model(x).detach()
+    optimizer = torch.optim.Adam(found, 1.0)
+    (model(x) ** 2).mean().backward()
+    optimizer.step()
+    assert all(not torch.equal(new, old) for new, old in zip(found, before, strict=True))
+    assert not torch.equal(model(x), untrained)
+    trained = model(x).detach()
+    assert torch.equal(copy.deepcopy(model)(x), trained)
+    frozen = ModelQuantizer.freeze(model)
+    assert torch.equal(frozen(x), trained) and not [m for m in frozen.modules() if isinstance(m, TQTObserver)]
 
 
 def test_both_modes_take_the_same_step() -> None:

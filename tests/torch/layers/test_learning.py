@@ -141,14 +141,14 @@ def test_tqt_is_equation_8_of_its_paper() -> None:
     x, weight = values(64, 32), values(64, 32, seed=1)
     # 7.5 steps of 0.23 is a threshold of 1.725, so the scale is 2^1 / 2^3.
     module = quantizer(tensor, torch.tensor(0.23), torch.tensor(0.0))
-    assert float(module.learned.detach()) == pytest.approx(math.log2(1.725)) and float(module.scale) == 0.25  # type: ignore[arg-type]
+    assert float(module.trained.detach()) == pytest.approx(math.log2(1.725)) and float(module.scale) == 0.25  # type: ignore[arg-type]
     y, gradient = backward(module, x, weight)
     rounded = (x / 0.25).round()
     inside = (rounded >= -8) & (rounded <= 7)
     slope = 0.25 * math.log(2) * torch.where(inside, rounded - x / 0.25, rounded.clamp(-8, 7))
     assert torch.equal(y, rounded.clamp(-8, 7) * 0.25)
     assert torch.equal(gradient, weight * inside)
-    assert torch.allclose(module.learned.grad, (weight * slope).sum(), rtol=1e-4)  # type: ignore[union-attr, arg-type]
+    assert torch.allclose(module.trained.grad, (weight * slope).sum(), rtol=1e-4)  # type: ignore[union-attr, arg-type]
 
 
 def test_training_and_settling() -> None:

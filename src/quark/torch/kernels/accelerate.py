@@ -143,7 +143,7 @@ def coded_weight(layer: QuantLinear, any_rounding: bool = False) -> CodedWeight 
         dtype = quantizer.layout.model_dtype
     else:
         params, dtype = quantizer.params, layer.weight.dtype
-        if params is None or quantizer.mode not in (Mode.quantize, Mode.frozen) or quantizer.learned is not None:
+        if params is None or quantizer.mode not in (Mode.quantize, Mode.frozen) or quantizer.trained is not None:
             return None
         found = _codes_of(layer.weight.detach(), params, spec, quantizer.mode is Mode.frozen)
         if found is None:

@@ -40,7 +40,7 @@ class _Int8Int8(Kernel):
         if not isinstance(quantizer, FakeQuantize) or weight.codes.dtype.is_complex:
             return False
         spec = quantizer.spec
-        plain = spec.scale_spec is None and spec.code_spec is None and quantizer.learned is None
+        plain = spec.scale_spec is None and spec.code_spec is None and quantizer.trained is None
         return (
             weight.spec.dtype.name == "int8"
             and weight.scale.shape[1] == 1

@@ -47,7 +47,7 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
         quantizer = self.quantizer("weight")
         if type(quantizer) is not FakeQuantize or quantizer.mode is not Mode.quantize or torch.compiler.is_exporting():
             return False
-        spec, trains = quantizer.spec, self.weight.requires_grad or quantizer.learned is not None
+        spec, trains = quantizer.spec, self.weight.requires_grad or quantizer.trained is not None
         # An export puts a forward of its own into the module, which marks the tensor.
         if "forward" in quantizer.__dict__ or self.max_norm is not None or (trains and torch.is_grad_enabled()):
             return False

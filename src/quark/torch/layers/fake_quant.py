@@ -16,8 +16,9 @@ from quark.core.granularity import PerTensor
 from quark.core.observers import OBSERVERS, Observer
 from quark.core.quantize import compute_qparams, fake_quantize, fake_quantize_traceable, quantize_scales
 from quark.core.scales import QParams, qparams_from_range
-from quark.core.spec import TensorSpec
+from quark.core.spec import Learning, TensorSpec
 from quark.errors import CalibrationError
+from quark.torch.config.tensor.observer_classes import TQTObserver
 from quark.torch.layers.learned_scales import TrainableFakeQuantize, learned_scale, learned_value
 
 Extras = Mapping[str, torch.Tensor]
@@ -47,7 +48,9 @@ class FakeQuantize(nn.Module):
         scale, zero_point: Buffers, shaped `spec.split.scale_shape(x.shape)`; None until calibrated, and for ever
             where the tensor is dynamic or the type has none.
         scale_2, zero_point_2: The same of the second level.
-        learned: What an optimizer trains where the spec asks for LSQ or TQT, until `stop_learning`; else None.
+        learned: What an optimizer trains where the spec asks for LSQ, until `stop_learning`; else None.
+        threshold_observer: Has what an optimizer trains where the spec asks for TQT, until `stop_learning`; else None.
+            It is of the documented class, by which scripts find the thresholds of a model.
     """
 
     scale: torch.Tensor | None
@@ -55,6 +58,7 @@ class FakeQuantize(nn.Module):
     scale_2: torch.Tensor | None
     zero_point_2: torch.Tensor | None
     learned: nn.Parameter | None
+    threshold_observer: TQTObserver | None
 
     def __init__(self, spec: TensorSpec) -> None:
         super().__init__()
@@ -64,6 +68,7 @@ class FakeQuantize(nn.Module):
         for name in ("scale", "zero_point", "scale_2", "zero_point_2"):
             self.register_buffer(name, None)
         self.register_parameter("learned", None)
+        self.register_module("threshold_observer", None)
 
     def forward(self, x: torch.Tensor, extras: Extras | None = None) -> torch.Tensor:
         """Return x quantized; `extras` are tensors that a loaded checkpoint keeps on the layer (second level)."""
@@ -76,8 +81,8 @@ class FakeQuantize(nn.Module):
         params = self.params_for(x, second_level_of(extras or {}))
         if torch.compiler.is_exporting():
             return fake_quantize_traceable(x, params, self.spec)
-        if torch.is_grad_enabled() and (x.requires_grad or self.learned is not None):
-            y: torch.Tensor = TrainableFakeQuantize.apply(x, self.learned, params, self.spec)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and (x.requires_grad or self.trained is not None):
+            y: torch.Tensor = TrainableFakeQuantize.apply(x, self.trained, params, self.spec)  # type: ignore[no-untyped-call]
             return y
         if torch.compiler.is_compiling():  # a graph has no addresses, by which views are told from copies
             return fake_quantize_traceable(x.detach(), params, self.spec)
@@ -99,11 +104,16 @@ class FakeQuantize(nn.Module):
     @property
     def params(self) -> QParams | None:
         """The stored scale and zero point, or None."""
-        if self.learned is not None:
-            self.scale = learned_scale(self.learned, self.spec)
+        if self.trained is not None:
+            self.scale = learned_scale(self.trained, self.spec)
         if self.scale is None:
             return None
         return QParams(self.scale, self.zero_point, self._second)
+
+    @property
+    def trained(self) -> nn.Parameter | None:
+        """The value that an optimizer trains in place of the scale, or None."""
+        return self.learned if self.threshold_observer is None else self.threshold_observer.log_threshold
 
     @property
     def needs_range(self) -> bool:
@@ -120,19 +130,24 @@ class FakeQuantize(nn.Module):
         self.scale, self.zero_point = params.scale, params.zero_point
         self._store_second(params.second)
         if self.spec.learning is not None:
-            self.learned = nn.Parameter(learned_value(params.scale, self.spec))
-            self.scale = learned_scale(self.learned, self.spec)
+            value = learned_value(params.scale, self.spec)
+            if self.spec.learning is Learning.tqt:
+                self.threshold_observer = TQTObserver(self.spec, log_threshold=value)
+            else:
+                self.learned = nn.Parameter(value)
+            self.scale = learned_scale(value, self.spec)
         self.mode = Mode.quantize
 
     def forget(self) -> None:
         """Have no scale any more, as before calibration."""
-        self.scale = self.zero_point = self.scale_2 = self.zero_point_2 = self.learned = None
+        self.scale = self.zero_point = self.scale_2 = self.zero_point_2 = None
+        self.learned = self.threshold_observer = None
 
     def stop_learning(self) -> None:
         """End training: the scale stays as it is."""
-        if self.learned is not None:
-            self.scale = learned_scale(self.learned, self.spec)
-            self.learned = None
+        if self.trained is not None:
+            self.scale = learned_scale(self.trained, self.spec)
+            self.learned = self.threshold_observer = None
 
     def _store_second(self, second: QParams | None) -> None:
         if second is not None:

@@ -218,7 +218,26 @@ class LSQObserver(UniformScalingObserver, observer="mean_magnitude", learning=Le
 
 
 class TQTObserver(UniformScalingObserver, observer="three_sigma", family=_TENSOR, learning=Learning.tqt):
-    """Trained quantization threshold: where training starts, unless a `TQTSpec` says otherwise."""
+    """Trained quantization threshold: where training starts, unless a `TQTSpec` says otherwise.
+
+    In a quantized model it holds what is trained: `_log_threshold`, a parameter, log2 of the threshold.
+
+    Args:
+        qspec, device: As every observer takes them.
+        log_threshold: The first value of it; None: 0.
+    """
+
+    def __init__(
+        self, qspec: object, device: torch.device | str | None = None, log_threshold: torch.Tensor | None = None
+    ) -> None:
+        super().__init__(qspec, device)
+        first = torch.zeros((), device=device) if log_threshold is None else log_threshold
+        self._log_threshold = nn.Parameter(first)
+
+    @property
+    def log_threshold(self) -> nn.Parameter:
+        """Log2 of the threshold."""
+        return self._log_threshold
 
 
 def observer_class(name: str, split: Granularity) -> type[ObserverBase]:
