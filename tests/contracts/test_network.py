@@ -51,29 +51,39 @@ def test_what_a_user_says_of_telemetry_stays(tmp_path: Path) -> None:
     run(code, tmp_path / "home", ORT_DISABLE_TELEMETRY="0")
 
 
-def test_crypto_mode_is_refused_where_onnxruntime_was_imported_with_its_telemetry_on(tmp_path: Path) -> None:
+def test_crypto_mode_leaves_nothing_of_a_model_where_onnxruntime_was_imported_first(tmp_path: Path) -> None:
+    """Refused where the user's variable asks for telemetry; the marker is the name of a node that an error names."""
     code = """
-{first}
-import onnx
+import onnxruntime
+import onnx, time
+from onnx import helper
 from quark.errors import ConfigError
-from quark.onnx import QConfig
+from quark.onnx import ModelQuantizer, QConfig
 from quark.onnx.crypto_mode import check_crypto
-from quark.onnx.quantizer import ModelQuantizer
 import dataclasses
 
-quantizer = ModelQuantizer(QConfig.get_default_config("XINT8"))
-settings = dataclasses.replace(quantizer.settings, crypto=True)
+settings = dataclasses.replace(ModelQuantizer(QConfig.get_default_config("XINT8")).settings, crypto=True)
 try:
     check_crypto(onnx.ModelProto(), None, settings)
 except ConfigError as error:
-    assert "import quark before onnxruntime" in str(error), error
-    refused = True
-else:
-    refused = False
-assert refused == {refused}
+    assert "ORT_DISABLE_TELEMETRY=1" in str(error) and {refused}, error
+    raise SystemExit
+assert not {refused}
+x, y = (helper.make_tensor_value_info(name, 1, [1]) for name in "xy")
+graph = helper.make_graph([helper.make_node("NoSuchOperator", ["x"], ["y"], name="{marker}")], "g", [x], [y])
+try:
+    model = helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 17)])
+    onnxruntime.InferenceSession(model.SerializeToString())
+except Exception as error:
+    assert "NoSuchOperator" in str(error), error
+time.sleep(3)
 """
-    for first, refused in (("import onnxruntime", True), ("import quark, onnxruntime", False)):
-        run(code.format(first=first, refused=refused), tmp_path / "home")
+    home = tmp_path / "home"
+    run(code.format(refused=False, marker="secret-node"), home)
+    assert not [
+        file for file in files_of(home) for word in (b"secret-node", b"NoSuch") if word in Path(file).read_bytes()
+    ]
+    run(code.format(refused=True, marker="secret-node"), home, ORT_DISABLE_TELEMETRY="0")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Telemetry of libraries is switched off before they are imported: afterwards it is too late.
+"""Telemetry of libraries is switched off before they are imported: afterwards the first events are written.
 
 ONNX Runtime for Linux (1.31) opens a database of events under ~/.cache when it is imported, error texts with names of
 nodes among them, and sends them after some seconds.
@@ -24,5 +24,13 @@ def switch_off() -> None:
 
 
 def onnxruntime_is_silent() -> bool:
-    """Return True where ONNX Runtime was imported with its telemetry off."""
-    return _said not in (None, "", "0") or (_said is None and _was_early)
+    """Return True where ONNX Runtime writes nothing of a model; where it was imported first, its events end now.
+
+    What it has of the time before names no model that it did not load then. False where the user's variable asks for
+    telemetry.
+    """
+    if _said is None and not _was_early:
+        import onnxruntime
+
+        onnxruntime.disable_telemetry_events()
+    return _said not in ("", "0")

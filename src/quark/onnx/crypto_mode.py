@@ -29,7 +29,7 @@ def check_crypto(source: Any, output: Any, settings: Settings) -> None:
     if not onnxruntime_is_silent():
         raise ConfigError(
             "CryptoMode=True keeps everything about the model off the disk; ONNX Runtime, its telemetry on, writes "
-            "texts of errors to it. Possible: import quark before onnxruntime, or ORT_DISABLE_TELEMETRY=1."
+            "texts of errors to it. Possible: ORT_DISABLE_TELEMETRY=1, which is another value here."
         )
     if not isinstance(source, onnx.ModelProto):
         raise ConfigError(f"CryptoMode=True takes an onnx.ModelProto, got {type(source).__name__}.")
