@@ -97,7 +97,6 @@ ABSENT: dict[str, tuple[str, str]] = {
         "SearchResult apply_quantization",
         BUDGET,
     ),
-    "quark.experimental.cli.main": ("main", "`quark quantize`, `quark evaluate`, `quark convert`; `quark --help`"),
     "quark.shapeshifter": (
         "shapeshifter Engine RunConfig ModelConfig ONNXModelConfig PytorchModelConfig ONNXPass PytorchPass "
         "LoadConfigFromFileOrDict",
