@@ -193,7 +193,7 @@ def test_nodes_of_bodies_are_chosen_and_left_out_by_name() -> None:
         config.extra_options["EnableSubgraph"] = True
         for name, value in options.items():
             setattr(config, name, value)
-        result = ModelQuantizer(Config(config)).quantize_model(branches(), None, Reader(feeds))
+        result = ModelQuantizer(Config(config)).quantize(branches(), None, Reader(feeds))
         assert result is not None
         return {where.removeprefix("chosen_node."): count for where, count in counts(result).items()}
 

@@ -59,27 +59,29 @@ def unmatched_as_documented() -> Iterator[None]:
         _warned.reset(token)
 
 
-def unmatched(message: str) -> None:
+def unmatched(message: str, strict: bool = False) -> None:
     """Raise ConfigError for something in a config that the model does not have, or warn; see `unmatched_as_documented`.
 
     Args:
         message: What it is, and what the model has, in whole sentences.
+        strict: Whether it is an error in any case.
     """
     warned = _warned.get(None)
-    if warned is None:
+    if warned is None or strict:
         raise ConfigError(message)
     if message not in warned:
         warned.add(message)
         logger.warning("Changes nothing: %s", message)
 
 
-def require_matches(patterns: Iterable[str], names: Iterable[str], where: str) -> None:
+def require_matches(patterns: Iterable[str], names: Iterable[str], where: str, strict: bool = False) -> None:
     """Say `unmatched` of each pattern that matches none of `names`.
 
     Args:
         patterns: Patterns as the user wrote them.
         names: Everything that could be meant.
         where: The config field, for the message.
+        strict: As for `unmatched`.
     """
     names = list(names)
     for pattern in patterns:
@@ -93,4 +95,4 @@ def require_matches(patterns: Iterable[str], names: Iterable[str], where: str) -
             # Of many names their last parts, which is what a pattern mostly ends with.
             ends = set(names) if len(names) <= 12 else {name.rsplit(".", 1)[-1] for name in names}
             hint = f"Names that contain it: {', '.join(near)}." if near else did_you_mean(literal, ends)
-            unmatched(f"{where}: the pattern {pattern!r} matches no layer. {hint}")
+            unmatched(f"{where}: the pattern {pattern!r} matches no layer. {hint}", strict)

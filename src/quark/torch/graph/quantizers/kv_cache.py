@@ -55,7 +55,7 @@ def insert_caches(
         NotSupportedError: No attention reads what a layer makes, or not as heads that have a scale each.
     """
     linear = [name for name, operator in operators.items() if operator.kind.name == "linear"]
-    require_matches(config.kv_cache_quant_config, linear, "kv_cache_quant_config")
+    require_matches(config.kv_cache_quant_config, linear, "kv_cache_quant_config", strict=True)
     made: dict[str, FakeQuantize] = {}
     for name in named_layers(config, linear):
         cache = first_match(name, config.kv_cache_quant_config)

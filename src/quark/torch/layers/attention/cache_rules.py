@@ -147,14 +147,16 @@ def require_cache_patterns(config: QConfig, model: nn.Module, layers: Mapping[st
             than in runtimes.
     """
     linear = [name for name, module in layers.items() if isinstance(module, nn.Linear)]
-    require_matches(config.kv_cache_quant_config, linear, "kv_cache_quant_config")
-    require_matches(config.kv_cache_group, [name for name in linear if feeds_cache(config, name)], "kv_cache_group")
+    # A cache that stays in float would be another result than the one that was asked for.
+    require_matches(config.kv_cache_quant_config, linear, "kv_cache_quant_config", strict=True)
+    feeds = [name for name in linear if feeds_cache(config, name)]
+    require_matches(config.kv_cache_group, feeds, "kv_cache_group", strict=True)
     feeding, modules = cache_feeding(config, model), dict(model.named_modules())
     if config.kv_cache_post_rope and not caches_latents():
         _refuse_latent(model, modules, feeding)
     for pattern in config.kv_cache_quant_config:
         matched = [name for name in linear if matches(name, pattern)]
-        if not matched or any(name in feeding for name in matched):
+        if any(name in feeding for name in matched):
             continue
         if all(cache_owner(modules, name) is None for name in matched):
             parent = type(modules[matched[0].rpartition(".")[0]]).__name__
