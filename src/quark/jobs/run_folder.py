@@ -114,7 +114,8 @@ def _with_verdict(job: FolderJob, result: FolderResult) -> ModelVerdict | None:
         return None
     logger.info("Verdict: %s", verdict)
     if result.budget is not None and verdict.kl is not None:
-        predicted = result.budget[1].loss
+        chosen = result.budget[1]
+        predicted = chosen.solved if job.algorithms else chosen.loss
         logger.info("The budget predicted %.3g nats, and %.3g came.", predicted, verdict.kl)
     if not verdict.is_good:
         for step in next_steps(job):

@@ -24,12 +24,6 @@ DEPTHS = 3
 """Parts of a model, from its first block to its last, that a choice is shown for."""
 
 
-SOLVED = 0.4
-"""Share of a predicted loss that solvers leave: .38 measured of a model of 135 million parameters at 3.5 bits with
-Qronos, .42 to .48 of the example language model at 3.5 to 5 bits with GPTQ (docs/guide/bit_budget.md).
-"""
-
-
 def counted(count: int, noun: str) -> str:
     """Return "1 sample", "2 samples".
 
@@ -77,7 +71,7 @@ def show_choice(table: SensitivityTable, choice: BudgetChoice) -> None:
     """Print what a budget chose, what that is predicted to cost, and what a little more would gain."""
     console = results()
     console.print(choice_table(table, choice))
-    solved = SOLVED * choice.loss
+    solved = choice.solved
     lines = [
         f"Predicted loss: {choice.loss:.3g} nats to nearest ({word_of_kl(choice.loss)}), about {solved:.2g} after a "
         f"solver such as Qronos ({word_of_kl(solved)})."
