@@ -236,7 +236,7 @@ def test_what_a_config_calls_quantized_in_a_way_that_is_not_known_is_refused(
         (
             "model.layers.0.self_attn.q_proj.weight_scale_inv",
             lambda x: x.view(torch.int32),
-            "holds int32, and no scales",
+            "has the type int32, and not that of scales",
         ),
     ],
 )

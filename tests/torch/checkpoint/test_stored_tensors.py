@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from quark.core.granularity import PerChannel
 from quark.core.spec import LayerSpec, spec
-from quark.errors import ConfigError, FormatError, NotSupportedError
+from quark.errors import ConfigError, FormatError, NonFiniteError, NotSupportedError
 from quark.torch import ModelQuantizer, export_safetensors, import_model_from_safetensors, load_params, save_params
 from quark.torch.checkpoint import shards
+from quark.torch.checkpoint.shards import save_tensors
 from quark.torch.checkpoint.sources.source import check_finite
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
@@ -256,3 +257,30 @@ def test_a_parameter_that_is_called_like_a_scale_is_loaded_into_the_model(tmp_pa
     other.model.norm.scale, other.model.norm.zero_point = (torch.nn.Parameter(torch.zeros(n)) for n in (2, 1))
     import_model_from_safetensors(other, folder)
     assert other.model.norm.scale.tolist() == [1.5, 2.5] and other.model.norm.zero_point.tolist() == [3.5]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "value"),
+    [("fp8", "weight", 0x7F), ("fp8", "weight_scale", 1e38), ("int8_wo", "weight_scale", 1e38)],
+)
+def test_what_decodes_to_no_numbers_is_named_when_it_is_first_used(
+    scheme: str, name: str, value: float, folders: Any, tmp_path: Path
+) -> None:
+    def change(x: torch.Tensor) -> torch.Tensor:
+        return first(x.view(torch.uint8), value).view(x.dtype) if x.dtype.itemsize == 1 else first(x.float(), value)
+
+    folder = changed(folders("quark", scheme), tmp_path / "out", f"{LAYER}.{name}", change)
+    model = import_model_from_safetensors(None, folder, device="cpu")
+    with pytest.raises(NonFiniteError, match=rf"{LAYER}\.weight decodes to NaN or infinity"):
+        model(torch.arange(8)[None])
+
+
+def test_no_file_gets_values_that_are_no_numbers(tmp_path: Path) -> None:
+    mask = torch.tensor([[0, -torch.inf], [0, 0]])
+    save_tensors({"mask": mask, "bound": torch.tensor(torch.inf)}, tmp_path / "mask.safetensors")
+    for wrong in (torch.nan, torch.inf):
+        with pytest.raises(NonFiniteError, match="layer.bias cannot be written"):
+            save_tensors({"layer.bias": first(torch.arange(3.0) + 1, wrong)}, tmp_path / "wrong.safetensors")
+    large = torch.full((8,), 3e38)  # whose sum is beyond float32
+    save_tensors({"large": large}, tmp_path / "large.safetensors")
+    assert torch.equal(load_file(tmp_path / "large.safetensors")["large"], large)

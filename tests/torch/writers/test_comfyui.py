@@ -186,6 +186,18 @@ def test_a_file_in_fp8_is_converted_or_the_way_is_named(tmp_path: Path) -> None:
     assert torch.equal(made["model.x.weight"], fp8["model.x.weight"].half())
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("attn.qkv.bias", None), ("attn.proj.weight", torch.float8_e4m3fn)])
+def test_values_that_are_no_numbers_reach_no_file(name: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    tensors = flux(tmp_path / "float.safetensors")
+    full = f"double_blocks.0.img_{name}"
+    wrong = tensors[full].float()
+    wrong.view(-1)[0] = torch.nan
+    save_file(tensors | {full: wrong.to(dtype or torch.bfloat16)}, tmp_path / "wrong.safetensors")
+    done = quark("quantize", tmp_path / "wrong.safetensors", "--scheme", "int8_wo", "-o", tmp_path / "out.safetensors")
+    assert done.code == 1 and full in done.err and done.err.count("\n") == 1, done
+    assert not (tmp_path / "out.safetensors").exists()
+
+
 # ComfyUI's side: comfy/ops.py `_load_quantized_module`, and the layouts of comfy-kitchen, in NumPy.
 
 

@@ -64,7 +64,7 @@ class PassStore:
         found = [to_host(x.detach()) for x in tensors]
         settle()
         with atomic_file(self._file(name, "safetensors")) as path:
-            save_tensors({str(index): x.contiguous() for index, x in enumerate(found)}, path)
+            save_tensors({str(index): x.contiguous() for index, x in enumerate(found)}, path, are_weights=False)
 
     def read(self, name: str) -> list[torch.Tensor]:
         """A series that was kept. Raises FormatError where its file is absent or damaged."""

@@ -52,7 +52,7 @@ def load_float_model(
             tensors are missing, unexpected or of another shape; names them.
     """
     folder.check_sizes()
-    tensors = folder.metas
+    folder.metas  # noqa: B018 - raises where there are no weights
     folder.check()
     if not dequantize and folder.method in AS_FLOAT:
         # transformers would need the program, or take the codes for the weights.
@@ -62,8 +62,8 @@ def load_float_model(
         )
     quantization = quantization_of(folder.config, folder.path) if dequantize else None
     source = None if quantization is None else folder.source
-    if not folder.config.get("quantization_config"):
-        check_metas(folder.path, folder.skeleton, tensors, folder.names(folder.skeleton))
+    if source is not None or not folder.config.get("quantization_config"):
+        check_folder(folder)
     model = load_whole(folder, keep_unexpected=keep_unexpected, source=source, dtype=dtype, **options)
     if source is not None:
         model.decoded_layers = decoded_layers(folder, model)
@@ -195,6 +195,21 @@ def check_network(folder: Path, network: Any, stored: Mapping[str, torch.Tensor]
     check_metas(folder, network, stored)
 
 
+def check_folder(folder: OpenedFolder) -> None:
+    """Raise FormatError as `check_metas` does for the float tensors of a folder that is read as float.
+
+    Of weights in codes the source compares the shapes when it decodes them.
+    """
+    names = folder.names(folder.skeleton)
+    if folder.method is not None:
+        names = {
+            name: stored
+            for name, stored in names.items()
+            if stored in folder.metas and not folder.source.is_coded(stored)
+        }
+    check_metas(folder.path, folder.skeleton, folder.metas, names)
+
+
 def check_metas(
     folder: Path, model: Any, stored: Mapping[str, torch.Tensor], named: Mapping[str, str] | None = None
 ) -> None:
@@ -223,5 +238,5 @@ def check_metas(
         if needed.dtype.is_floating_point and not there.dtype.is_floating_point:
             raise FormatError(
                 f"{folder}: {source} holds {str(there.dtype).removeprefix('torch.')} in the files, and config.json, "
-                "which names no quantization, calls for float numbers."
+                "which names no codes there, calls for float numbers."
             )

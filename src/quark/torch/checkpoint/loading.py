@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from quark.core.blocks.block_types import BlockType
 from quark.core.granularity import PerTensor
 from quark.core.scales import QParams
 from quark.core.spec import LayerSpec, TensorSpec
-from quark.errors import NotSupportedError
+from quark.errors import NonFiniteError, NotSupportedError
 from quark.torch.calibration.calibrate import tensor_qparams
+from quark.torch.checkpoint.finite import is_finite
 from quark.torch.config.algo_configs import SVDQuantConfig
 from quark.torch.config.config import QConfig
 from quark.torch.config.selectors import resolved_names
@@ -92,6 +94,9 @@ class StoredTensor(nn.Module):
         layout: Reads the stored tensors.
         shape: Shape of the float tensor.
         tensors: What the file will hold, for the shapes and dtypes of the buffers.
+
+    Attributes:
+        name: Of the tensor in its model, for messages; empty where it is not known.
     """
 
     scale: torch.Tensor | None
@@ -102,6 +107,7 @@ class StoredTensor(nn.Module):
         self.layout = layout
         self.shape = shape
         self._kept: dict[int, torch.Tensor] | None = None
+        self._is_checked, self.name = False, ""
         for name in ("scale", "zero_point"):
             self.register_buffer(name, tensors.get(name))
 
@@ -112,9 +118,23 @@ class StoredTensor(nn.Module):
         if self._kept is not None and id(stored) in self._kept:
             return self._kept[id(stored)]
         decoded = self.layout.load({"": stored, **self._params(extras)}, self.shape)
+        self._require_finite(decoded)
         if self._kept is not None:
             self._kept[id(stored)] = decoded
         return decoded
+
+    def _require_finite(self, decoded: torch.Tensor) -> None:
+        """Look at what is decoded for the first time: a code of NaN, or a scale whose products are beyond their type.
+
+        Raises NonFiniteError. A graph that is traced has no values to look at.
+        """
+        if self._is_checked or torch.compiler.is_compiling() or isinstance(decoded, FakeTensor) or decoded.is_meta:
+            return
+        if not is_finite(decoded):
+            raise NonFiniteError(
+                f"{self.name or 'A tensor'} decodes to NaN or infinity: its codes or scales are damaged."
+            )
+        self._is_checked = True
 
     @contextmanager
     def decoding_once(self) -> Iterator[None]:
@@ -227,6 +247,8 @@ def _hold_layers(
         layer = replace_layer(model, name, spec)
         for role in ("weight", "bias"):
             _hold_stored(layer, role, form, pack_method, real)
+            if isinstance(quantizer := layer.quantizer(role), StoredTensor):
+                quantizer.name = f"{name}.{role}"
         for role in ("input", "output"):
             _hold_activation(layer, role, form)
         if not any(name == done or name.startswith(f"{done}.") for done in originals):

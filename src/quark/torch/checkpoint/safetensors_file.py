@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from quark.base.json_objects import without_doubles
-from quark.errors import FormatError, NotSupportedError
+from quark.errors import FormatError, NonFiniteError, NotSupportedError
+from quark.torch.checkpoint.finite import may_be_written
 from quark.torch.model.folder_files import regular_file
 
 DTYPES: dict[str, torch.dtype] = {
@@ -55,11 +56,12 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Where a tensor lies in a file: its first byte and its length in bytes."""
+    """Where a tensor lies in a file: its first byte, its length in bytes, and its name there."""
 
     file: Path
     begin: int
     length: int
+    name: str = ""
 
 
 class TensorFile:
@@ -180,12 +182,19 @@ def create_file(path: Path, tensors: Mapping[str, torch.Tensor], keep: bool = Fa
             handle.truncate(start + end)
     del rows[_METADATA]
     offsets = {name: row["data_offsets"] for name, row in rows.items()}
-    return {name: ByteRange(path, start + begin, stop - begin) for name, (begin, stop) in offsets.items()}
+    return {name: ByteRange(path, start + begin, stop - begin, name) for name, (begin, stop) in offsets.items()}
 
 
-def write_tensor(tensor: torch.Tensor, place: ByteRange) -> None:
-    """Write a tensor to its place. Raises OSError."""
+def write_tensor(tensor: torch.Tensor, place: ByteRange, is_weight: bool = True) -> None:
+    """Write a tensor to its place.
+
+    Raises:
+        NonFiniteError: A weight has NaN, or infinity where it is no mask; see `may_be_written`.
+        OSError: As writing does.
+    """
     data = tensor.detach().cpu().contiguous()
+    if is_weight and not may_be_written(data):
+        raise NonFiniteError(f"{place.name or place.file} cannot be written: its values are NaN or infinite.")
     assert _bytes(data) == place.length, f"{place}: {data.dtype} {tuple(data.shape)}"
     if place.length:
         with place.file.open("r+b", buffering=0) as handle:

@@ -334,11 +334,14 @@ def write_entry(name: str, tensors: Tensors, places: Mapping[str, ByteRange], na
         write_tensor(tensor, places[named(name, suffix)])
 
 
-def save_tensors(tensors: Tensors, file: Path) -> None:
-    """Write one safetensors file. Raises OSError."""
+def save_tensors(tensors: Tensors, file: Path, are_weights: bool = True) -> None:
+    """Write one safetensors file. Raises OSError, and NonFiniteError as `write_tensor`.
+
+    With `are_weights` False the values may be any: they are states of a run.
+    """
     places = create_file(file, tensors)
     for name, tensor in tensors.items():
-        write_tensor(tensor, places[name])
+        write_tensor(tensor, places[name], are_weights)
 
 
 def read_names(files: list[Path]) -> Iterator[str]:

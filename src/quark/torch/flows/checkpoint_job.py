@@ -24,7 +24,7 @@ from quark.torch.checkpoint.carried import (
     carried_layers,
     refuse_carried,
 )
-from quark.torch.checkpoint.float_model import check_metas
+from quark.torch.checkpoint.float_model import check_folder
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import ByteRange
 from quark.torch.checkpoint.shards import Entry
@@ -101,8 +101,7 @@ class CheckpointJob:
         self.quantization = quantization_of(folder.config, folder.path)
         self.checkpoint = folder.source
         skeleton = folder.skeleton
-        if self.quantization is None:
-            check_metas(folder.path, skeleton, folder.metas, folder.names(skeleton))
+        check_folder(folder)
         self.origins = Origins(skeleton, folder.float_names(skeleton))
         self._beside = [*folder.dropped(skeleton)]
         if keep_unexpected:

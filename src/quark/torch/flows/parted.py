@@ -21,7 +21,7 @@ from torch import nn
 from quark.torch.algorithms.block_loop import is_inside
 from quark.torch.algorithms.block_weights import BlockWeights
 from quark.torch.calibration.work_device import Recorded, WorkDevice, bytes_of, settle
-from quark.torch.checkpoint.float_model import check_metas, decoded_layers
+from quark.torch.checkpoint.float_model import check_folder, decoded_layers
 from quark.torch.checkpoint.importer import fill_from_folder
 from quark.torch.checkpoint.loading import StoredTensor
 from quark.torch.checkpoint.opened import OpenedFolder
@@ -217,8 +217,7 @@ def float_in_parts(
     """
     folder.check()
     skeleton = folder.skeleton
-    if not folder.config.get("quantization_config"):
-        check_metas(folder.path, skeleton, folder.metas, folder.names(skeleton))
+    check_folder(folder)
     origins = Origins(skeleton, folder.float_names(skeleton))
     model = folder.copy()
     prepare(model, {*wanted}.__contains__)

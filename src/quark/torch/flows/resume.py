@@ -116,7 +116,7 @@ class Manifest:
         tensors = {f"{kind}.{i}": x for kind, items in series for i, x in enumerate(items or ())}
         if tensors:
             with atomic_file(self._inputs(state.done)) as path:
-                save_tensors({**tensors, "random": torch.get_rng_state()}, path)
+                save_tensors({**tensors, "random": torch.get_rng_state()}, path, are_weights=False)
         # What the manifest says is there on all ranks before it says so, and what it said before until it does.
         wait()
         if rank() == 0:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quark.base.progress import progress
 from quark.core.metrics import Comparison, kl_by_row
-from quark.errors import ConfigError
+from quark.errors import ConfigError, NonFiniteError
 from quark.report.page import PageTable
 from quark.report.shown import Shown
 
@@ -195,6 +195,7 @@ def measure_folders(
     Raises:
         ConfigError: Their outputs have other shapes.
         CalibrationError: They do not take a batch.
+        NonFiniteError: The outputs of one are no numbers; names it.
     """
     from quark.jobs.folders.models import folder_bytes
     from quark.torch.flows.compared.layer_damage import LayerDamage  # imports torch: after --help
@@ -208,12 +209,25 @@ def measure_folders(
             comparison = compare_outputs(*models, batches, layers, ranges)
     else:
         ranges, comparison = None, compare_outputs(*models, batches, layers)
+    _require_numbers(comparison, (model, quantized))
     sizes = [folder_bytes(model), quantized.stat().st_size if quantized.is_file() else folder_bytes(quantized)]
     seconds = [] if models[0].is_streamed else [latency(each, batches[0]) for each in (before, after)]
     return MeasuredFolders(
         model, quantized, before, after, inputs, batches, comparison, sizes, seconds, layers.damage, layers.histograms,
         ranges,
     )  # fmt: skip
+
+
+def _require_numbers(comparison: FolderComparison, places: tuple[Path, Path]) -> None:
+    """Raise NonFiniteError where perplexity or, without it, the distance of an output is NaN: no table may show it."""
+    wrong = [place for place, value in zip(places, comparison.perplexity or (), strict=False) if math.isnan(value)]
+    if comparison.perplexity is None and any(math.isnan(each.comparison.sqnr) for each in comparison.outputs.values()):
+        wrong = list(places)
+    if wrong:
+        raise NonFiniteError(
+            f"{' or '.join(map(str, wrong))}: outputs are NaN or infinite for these data. Possible: the weights are "
+            "damaged, or overflow in their type."
+        )
 
 
 class NextTokens:

@@ -14,6 +14,7 @@ import torch
 
 from quark.errors import FormatError
 from quark.torch.checkpoint.sources.encodings import ENCODINGS
+from quark.torch.checkpoint.sources.fields import check_fields
 from quark.torch.checkpoint.sources.methods import COMPRESSED, MODELOPT, method_of, section_of
 from quark.torch.formats.gptq.auto_round import AUTO_ROUND
 
@@ -65,9 +66,11 @@ def check_claim(folder: Path, config: Mapping[str, Any], metas: _Metas) -> None:
         metas: Of the tensors in the weight files; of none nothing is said.
 
     Raises:
-        FormatError: The config names a quantizer whose codes are not there, or does not name that of the codes.
+        FormatError: A field of the config has another type, or the config names a quantizer whose codes are not there,
+            or does not name that of the codes.
     """
-    method = method_of(dict(config))
+    method, section = method_of(dict(config)), section_of(dict(config))
+    check_fields(method, section, folder)
     shown = {mark: name for name in metas for mark, is_mark in _MARKS.items() if is_mark(metas, name)}
     named = "names no quantizer" if method is None else f"says that it is quantized by {method!r:.40}"
     if unclaimed := next((mark for mark in shown if method is None or (mark in ENCODINGS and mark != method)), None):
@@ -75,7 +78,7 @@ def check_claim(folder: Path, config: Mapping[str, Any], metas: _Metas) -> None:
             f"{folder} holds codes ({shown[unclaimed]}, as in folders of {unclaimed}), and its config.json {named}. "
             "Possible: the config.json that was written with these weights."
         )
-    if metas and not _is_shown(str(method), metas, shown) and _claims_weights(section_of(dict(config))):
+    if metas and not _is_shown(str(method), metas, shown) and _claims_weights(section):
         raise FormatError(
             f"{folder}: its config.json {named}, and none of its {len(metas)} tensors holds such codes. Possible: the "
             "weights that were written with this config.json, or no quantization_config in it, if these are float."

@@ -18,6 +18,7 @@ from quark.core.dtypes import DTYPES
 from quark.core.packing import decode as values_of
 from quark.core.scales import exp2
 from quark.errors import FormatError, NotSupportedError
+from quark.torch.checkpoint.finite import is_finite
 from quark.torch.formats.layout import unpack_words
 
 _MX_GROUP = 32
@@ -46,6 +47,7 @@ class StoredCodes:
         divisor: The scale of the scales, which they are divided by (compressed-tensors).
         factor: The scale of the scales, which they are multiplied by (ModelOpt).
         tile: What config.json says.
+        widths: Bits of codes in words that config.json names; none: any.
     """
 
     name: str
@@ -57,6 +59,7 @@ class StoredCodes:
     divisor: torch.Tensor | None = None
     factor: torch.Tensor | None = None
     tile: Tile = Tile()
+    widths: tuple[int, ...] = ()
 
 
 def decode(codes: StoredCodes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -68,7 +71,7 @@ def decode(codes: StoredCodes, shape: tuple[int, ...], dtype: torch.dtype) -> to
         dtype: To round to.
 
     Raises:
-        FormatError: StoredCodes, scales or zero points are not of such a weight.
+        FormatError: StoredCodes, scales or zero points are not of such a weight, or a value is NaN or infinite.
         NotSupportedError: Packed floats of another width than 4 bits.
     """
     name, stored = codes.name, codes.stored
@@ -91,7 +94,14 @@ def decode(codes: StoredCodes, shape: tuple[int, ...], dtype: torch.dtype) -> to
         if zero is not None:
             values = values - _spread(zero, piece, rows, columns_per_scale, shape)
         out[piece] = (values * _spread(scale, piece, rows, columns_per_scale, shape)).to(dtype)
+        require_finite(name, out[piece])
     return out
+
+
+def require_finite(name: str, values: torch.Tensor) -> None:
+    """Raise FormatError for NaN or infinity among decoded values: a code of NaN, or a product beyond their type."""
+    if not is_finite(values):
+        raise FormatError(f"{name} cannot be read: it decodes to NaN or infinity.")
 
 
 def _groups_of_columns(name: str, order: torch.Tensor, groups: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -117,6 +127,8 @@ def _unpacker(codes: StoredCodes, shape: tuple[int, ...]) -> tuple[Callable[[tor
     if len(widths) != 1:
         raise FormatError(f"{name}: packed words of shape {tuple(stored.shape)} do not hold a weight of {shape}.")
     bits = widths[0]
+    if codes.widths and bits not in codes.widths:
+        raise FormatError(f"{name}: words of {bits}-bit codes, and config.json names {codes.widths} bits.")
     return lambda words: _integers(words, bits, shape[1]), bits
 
 
@@ -184,7 +196,10 @@ def _one_scale(name: str, x: torch.Tensor) -> torch.Tensor:
     """The one scale of the scales of a tensor, float32 (1, 1)."""
     if x.numel() != 1:
         raise FormatError(f"{name}: a scale of the scales of shape {tuple(x.shape)}; one number is needed.")
-    return x.float().reshape(1, 1)
+    value = scales(name, x.reshape(1, 1))
+    if not bool(value > 0):
+        raise FormatError(f"{name} cannot be read: the scale of its scales is not positive.")
+    return value
 
 
 def _zero_point(zero: torch.Tensor | None, bits: int, rows: int) -> torch.Tensor | None:

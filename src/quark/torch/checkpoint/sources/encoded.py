@@ -14,6 +14,7 @@ import torch
 
 from quark.core.array import row_chunks
 from quark.errors import FormatError
+from quark.torch.checkpoint.finite import is_finite
 from quark.torch.checkpoint.safetensors_file import TensorFile
 
 Files = Mapping[str, TensorFile]
@@ -46,7 +47,10 @@ class EncodedWeight:
     decoder: Callable[[Tensors], Rows]
 
     def read(self, files: Files, dtype: torch.dtype, index: int | None = None) -> torch.Tensor:
-        """The float tensor, or one entry of its first axis, rounded once. Raises FormatError as `decoder`."""
+        """The float tensor, or one entry of its first axis, rounded once.
+
+        Raises FormatError as `decoder`, and for values that are NaN or infinite.
+        """
         rows = self.decoder({role: files[part].read(part) for role, part in self.parts.items()})
         shape = self.shape if index is None else self.shape[1:]
         count = math.prod(shape[:-1])
@@ -54,6 +58,8 @@ class EncodedWeight:
         out = torch.empty((count, shape[-1]), dtype=dtype)
         for piece in row_chunks(count, 4 * shape[-1], 1 << 20):
             out[piece] = rows(slice(first + piece.start, first + piece.stop)).to(dtype)
+            if not is_finite(out[piece]):
+                raise FormatError(f"{self.name} cannot be read: it decodes to NaN or infinity.")
         return out.reshape(shape)
 
 

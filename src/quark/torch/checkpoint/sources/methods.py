@@ -130,3 +130,10 @@ def tile_of(quantization: dict[str, Any] | None) -> Tile:
         return Tile(*sizes) if sizes else Tile()
     size = groups.pop()
     return Tile(1, size) if isinstance(size, int) and size > 0 else Tile()
+
+
+def bits_of(quantization: dict[str, Any] | None) -> tuple[int, ...]:
+    """The widths of codes that the groups of compressed-tensors name; none of another program."""
+    groups = ((quantization or {}).get("config_groups") or {}).values()
+    widths = ((group.get("weights") or {}).get("num_bits") for group in groups)
+    return tuple(sorted({bits for bits in widths if isinstance(bits, int)}))

@@ -15,10 +15,12 @@ import torch
 
 from quark.errors import FormatError
 from quark.torch.checkpoint.safetensors_file import TensorFile
-from quark.torch.checkpoint.sources.decode import StoredCodes, Tile, decode, float_shape
+from quark.torch.checkpoint.sources.decode import StoredCodes, Tile, decode, float_shape, scales
 from quark.torch.checkpoint.sources.encoded import CODES, dtype_name
 from quark.torch.checkpoint.sources.encodings import ENCODINGS
-from quark.torch.checkpoint.sources.methods import fp4_dtype, tile_of
+from quark.torch.checkpoint.sources.methods import bits_of, fp4_dtype, method_of, tile_of
+from quark.torch.checkpoint.sources.part_types import BESIDE as BESIDE_TYPES
+from quark.torch.checkpoint.sources.part_types import LIVE, Claimed, require_type
 
 SCALES = ("_scale_inv", "_scale")
 """After the name of a coded tensor: its scale."""
@@ -67,6 +69,8 @@ class Source:
             file = each if isinstance(each, TensorFile) else TensorFile(each)
             self._files |= dict.fromkeys(file.names, file)
         self._tile, self._fp4 = tile_of(quantization), fp4_dtype(quantization)
+        self._bits = bits_of(quantization)
+        self._claimed = Claimed.of(quantization, str(method_of({"quantization_config": quantization})))
         self._quantized = quantization is not None
         # Of a program whose parts have names of their own, nothing else is codes.
         encoding = ENCODINGS.get(str((quantization or {}).get("quant_method")))
@@ -79,7 +83,7 @@ class Source:
         self._transforms = tuple(f"{group}_" for group in transforms.get("config_groups") or {})
         for name in self.names() if self._quantized else ():
             if name not in self._encoded:
-                self._require_scale(name)
+                self._require_parts(name)
 
     def names(self) -> Iterator[str]:
         """Names of the float tensors."""
@@ -146,9 +150,7 @@ class Source:
             if said is not None and (said.ndim != 1 or said.is_floating_point()):
                 raise FormatError(f"{shape} is {dtype_name(said.dtype)} of shape {tuple(said.shape)}, and no shape.")
             return float_shape(self.meta(f"{parent}.{PACKED}"), said, self.meta(scale) if scale else None)
-        if name not in self._files:
-            raise FormatError(f"The checkpoint has no tensor {name}, which its other tensors need.")
-        stored = self.meta(name)
+        stored = self._there(name)
         return float_shape(stored) if form == "coded" and stored.dtype == self._fp4 else tuple(stored.shape)
 
     def read(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], index: int | None = None) -> torch.Tensor:
@@ -164,10 +166,11 @@ class Source:
         """
         form = self._form(name)
         if form == "packed":
+            if f"{name.rpartition('.')[0]}.{SHAPE}" in self._files:
+                self._require_shape(name, shape)
             return self._decode(name, shape, dtype)
-        if form != "blocks" and self.shape(name) != shape:
-            there = self.shape(name)
-            raise FormatError(f"{name} has shape {there} in the checkpoint; the model needs {shape}.")
+        if form != "blocks":
+            self._require_shape(name, shape)
         if form == "encoded":
             return self._encoded[name].read(self._files, dtype, index)
         if form == "plain":
@@ -176,8 +179,8 @@ class Source:
             return (stored if index is None else stored[index]).to(dtype)
         if len(shape) == 2:
             return self._decode(name, shape, dtype)
-        if form == "blocks" and self.shape(name) != shape:
-            raise FormatError(f"{name} has shape {self.shape(name)} in the checkpoint; the model needs {shape}.")
+        if form == "blocks":
+            self._require_shape(name, shape)
         read = self._read_blocks if form == "blocks" else self._decode
         if index is not None:
             return read(name, shape[1:], dtype, index)
@@ -185,6 +188,11 @@ class Source:
         for i in range(shape[0]):
             out[i] = read(name, shape[1:], dtype, i)
         return out
+
+    def _require_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise FormatError where a float tensor has another shape than the model needs."""
+        if (there := self.shape(name)) != shape:
+            raise FormatError(f"{name} has shape {there} in the checkpoint; the model needs {shape}.")
 
     def float(self, name: str) -> torch.Tensor:
         """A float tensor in float32. Raises as `read`."""
@@ -220,25 +228,50 @@ class Source:
             known += [name.removesuffix("weight") + leaf for leaf in BESIDE]
         return next((scale for scale in known if scale in self._files), None)
 
-    def _require_scale(self, name: str) -> None:
-        """Raise FormatError for codes without what scales them, and for integers in the place of values."""
+    def _require_parts(self, name: str) -> None:
+        """Raise FormatError for codes without what scales them, for parts of another type than their program writes,
+        and for integers in the place of values.
+        """
         form = self._form(name)
-        dtype = self.meta(name).dtype if name in self._files and name.endswith((".weight", ".bias")) else torch.float32
-        if dtype == torch.uint8 != self._fp4 if form != "plain" else not self._holds_values(dtype):
-            raise FormatError(
-                f"{name} has the type {str(dtype).removeprefix('torch.')}, and nothing says how to decode it."
-            )
-        blocks = form == "blocks" and f"{name}{EXPONENTS}" not in self._files
-        if blocks or (form in ("coded", "packed") and self._scale_name(name) is None):
-            missing = name + (EXPONENTS if blocks else SCALES[0] if form == "coded" else SCALES[1])
-            raise FormatError(f"The checkpoint has no tensor {missing}, which its other tensors need.")
-        scale = self._scale_name(name) if form in ("coded", "packed") else None
-        if scale and not (self.meta(scale).dtype.is_floating_point or self.meta(scale).dtype == torch.uint8):
-            raise FormatError(f"{scale} holds {str(self.meta(scale).dtype).removeprefix('torch.')}, and no scales.")
+        if form == "plain":
+            self._require_values(name)
+        elif form == "blocks":
+            for part in (f"{name}{end}" for end in (BLOCKS, EXPONENTS)):
+                require_type(part, self._there(part).dtype, (torch.uint8,), "bytes of MXFP4")
+        else:
+            self._require_codes(name, form == "packed")
 
-    def _holds_values(self, dtype: torch.dtype) -> bool:
-        """True for a type whose numbers are values where nothing scales them."""
-        return dtype.is_floating_point and not (self._has_encoding and dtype.itemsize == 1)
+    def _require_codes(self, name: str, packed: bool) -> None:
+        """Raise FormatError as `_require_parts` does, for codes that have a scale."""
+        parent = name.rpartition(".")[0]
+        coded = f"{parent}.{PACKED}" if packed else name
+        scale = self._scale_name(name) or name + SCALES[1 if packed else 0]
+        codes = self._there(coded).dtype
+        require_type(coded, codes, self._claimed.packed() if packed else self._claimed.codes(), "codes")
+        twice = any(f"{parent}.{leaf}" in self._files for leaf in (DIVISOR, FACTOR))
+        wanted = self._claimed.scales(codes, packed, twice)
+        require_type(scale, self._there(scale).dtype, wanted, "scales of such codes")
+        for leaf, kinds in BESIDE_TYPES.items() if name.endswith(".weight") else ():
+            if (part := f"{parent}.{leaf}") in self._files:
+                require_type(part, self.meta(part).dtype, kinds, leaf)
+
+    def _require_values(self, name: str) -> None:
+        """Raise FormatError for integers in the place of values, and for values beside a scale that codes have."""
+        if name not in self._files or not name.endswith((".weight", ".bias")):
+            return
+        dtype = self.meta(name).dtype
+        # Where nothing scales them, numbers of a byte are values but beside those of a program with parts of its own.
+        if not dtype.is_floating_point or (self._has_encoding and dtype.itemsize == 1):
+            raise FormatError(f"{name} has the type {dtype_name(dtype)}, and nothing says how to decode it.")
+        scale = name + {"fp8": SCALES[0], "modelopt": SCALES[1]}.get(self._claimed.method, "")
+        if scale != name and name.endswith(".weight") and scale in self._files:
+            raise FormatError(f"{name} holds {dtype_name(dtype)}, and {scale} scales codes.")
+
+    def _there(self, name: str) -> torch.Tensor:
+        """Dtype and shape of a stored tensor. Raises FormatError for one that is not there."""
+        if name not in self._files:
+            raise FormatError(f"The checkpoint has no tensor {name}, which its other tensors need.")
+        return self.meta(name)
 
     def _is_scale(self, name: str) -> bool:
         """Return True where a tensor is the scale, or the exponents, of another one that is stored in codes."""
@@ -252,14 +285,12 @@ class Source:
         return name.removesuffix(end) + other in self._files
 
     def _raw(self, name: str) -> torch.Tensor:
-        if name not in self._files:
-            raise FormatError(f"The checkpoint has no tensor {name}, which its other tensors need.")
+        self._there(name)
         return self._files[name].read(name)
 
     def _blocks(self, name: str) -> torch.Tensor:
         stored, exponents = self._raw(f"{name}{BLOCKS}"), self._raw(f"{name}{EXPONENTS}")
-        fits = stored.ndim == 4 and stored.shape[:3] == exponents.shape and stored.dtype == exponents.dtype
-        if not fits or stored.dtype != torch.uint8:
+        if stored.ndim != 4 or stored.shape[:3] != exponents.shape:
             raise FormatError(
                 f"{name}: blocks of shape {tuple(stored.shape)} and exponents of {tuple(exponents.shape)} do not "
                 "belong together."
@@ -280,10 +311,18 @@ class Source:
             stored, scale = stored[index], scale[index] if len(scale) == len(stored) else scale
         leaves = (ZERO, ORDER, DIVISOR, FACTOR) if weight else ()
         found = {leaf: self._raw(f"{parent}.{leaf}") for leaf in leaves if f"{parent}.{leaf}" in self._files}
+        if weight:
+            self._check_live(parent)
         fp4 = not packed and stored.dtype == self._fp4
         # The scales of FP4 lie in another grid than the one that the config names, and always in a whole one.
         codes = StoredCodes(
             parent if weight else name, stored, scale, packed or fp4, found.get(ZERO), found.get(ORDER),
-            found.get(DIVISOR), found.get(FACTOR), Tile() if fp4 else self._tile,
+            found.get(DIVISOR), found.get(FACTOR), Tile() if fp4 else self._tile, self._bits,
         )  # fmt: skip
         return decode(codes, shape, dtype)
+
+    def _check_live(self, layer: str) -> None:
+        """Raise FormatError where a scale of what runs through a layer is no scale: it is passed over, but damaged."""
+        for name in (f"{layer}.{leaf}" for leaf in LIVE if f"{layer}.{leaf}" in self._files):
+            if bool((scales(name, self._raw(name)) < 0).any()):
+                raise FormatError(f"{name} cannot be read: a scale is negative.")

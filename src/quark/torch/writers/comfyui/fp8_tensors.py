@@ -16,6 +16,7 @@ import torch
 
 from quark.errors import NotSupportedError
 from quark.torch.checkpoint.safetensors_file import TensorFile
+from quark.torch.checkpoint.sources.decode import require_finite
 from quark.torch.diffusion.network import VALUES, common_dtype
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -39,11 +40,12 @@ class Fp8Tensor:
     dtype: torch.dtype
 
     def decode(self, file: TensorFile, name: str) -> torch.Tensor:
-        """The values of a tensor of a file."""
+        """The values of a tensor of a file. Raises FormatError for NaN or infinity among them."""
         codes = file.read(name)
-        if self.scale is None:
-            return codes.to(self.dtype)
-        return codes.float().mul_(file.read(self.scale).float().reshape(())).to(self.dtype)
+        scale = None if self.scale is None else file.read(self.scale).float().reshape(())
+        values = (codes if scale is None else codes.float().mul_(scale)).to(self.dtype)
+        require_finite(name, values)
+        return values
 
 
 def fp8_tensors(file: TensorFile, own: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Fp8Tensor]]:
