@@ -139,6 +139,11 @@ def is_interrupt(error: BaseException | None) -> bool:
     return False
 
 
+def is_panic(error: BaseException) -> bool:
+    """Return True for what a library in Rust, such as tokenizers, gives up with: it is no Exception."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
 def one_line(message: object) -> str:
     """A message as one line: those that quote a runtime have lines of their own."""
     return " ".join(str(message).split())
@@ -155,7 +160,9 @@ def as_format_error(folder: Path, what: str = "cannot be loaded") -> Iterator[No
         yield
     except (QuarkError, MemoryError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         message = one_line(error)
         kind = "" if isinstance(error, (OSError, ValueError, RuntimeError)) and message else f"{type(error).__name__}: "
         shown = message if len(message) <= LONGEST else f"{message[:LONGEST]} ..."

@@ -31,7 +31,7 @@ from rich.table import Column, Table
 from quark.base.log import UnfailingStream, logger
 from quark.base.memory_and_disk import asked_bytes, is_out_of_memory
 from quark.base.progress import bars
-from quark.errors import INTERRUPTED, USAGE, QuarkError, UsageError, is_interrupt, one_line
+from quark.errors import INTERRUPTED, USAGE, QuarkError, UsageError, is_interrupt, is_panic, one_line
 
 DEBUG, DEBUG_VARIABLE = "--debug", "QUARK_DEBUG"
 JSON, QUIET, VERBOSE = "--json", "--quiet", "--verbose"
@@ -184,7 +184,9 @@ def _run(app: typer.Typer, name: str, words: list[str], debug: bool) -> int:
     except (KeyboardInterrupt, typer.Abort):
         _trace(debug)
         return _say(name, "Interrupted.", INTERRUPTED)
-    except Exception as error:  # noqa: BLE001 - a program ends in a line
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         if is_interrupt(error):
             _trace(debug)
             return _say(name, "Interrupted.", INTERRUPTED)
@@ -206,7 +208,7 @@ FREES_A_DEVICE = (
 )
 
 
-def _unexpected(error: Exception, debug: bool) -> str:
+def _unexpected(error: BaseException, debug: bool) -> str:
     """Return the message for an error that nobody foresaw: its kind, where it came up, and what to do."""
     # This file is always among them.
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(PACKAGE)]

@@ -19,6 +19,7 @@ from torch import nn
 
 from quark.base.files import temporary_folder
 from quark.base.json_objects import plain_json
+from quark.base.libraries.huggingface_hub import offline
 from quark.base.libraries.transformers import import_transformers
 from quark.base.log import logger
 from quark.errors import FormatError, NotSupportedError, as_format_error, require_packages
@@ -26,6 +27,7 @@ from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import TensorFile
 from quark.torch.checkpoint.sources.methods import AS_FLOAT
+from quark.torch.model.adapter_config import require_local, with_names
 from quark.torch.model.folder_files import file_of, side_files
 from quark.torch.model.tied_weights import tying_configs
 from quark.torch.writers.adapters import adapted_layers
@@ -41,9 +43,12 @@ def base_of(folder: Path) -> OpenedFolder:
 
     Raises:
         FormatError: The config or the weights are none, or no model is there.
-        NotSupportedError: The base is quantized: its weights, which the adapter would be added to, are codes.
+        NotSupportedError: The base is quantized: its weights, which the adapter would be added to, are codes. Or the
+            adapter is of a kind of which PEFT would load more than its folder holds.
     """
-    path, name = folder / CONFIG, _base_name(folder)
+    path, said = folder / CONFIG, _config_of(folder)
+    name = said["base_model_name_or_path"]
+    require_local(path, said)
     places = () if "\0" in name else (Path(name), Path(os.path.realpath(folder / name)))
     found = next((base for base in places if (base / "config.json").is_file()), None)
     if found is None:
@@ -62,8 +67,8 @@ def base_of(folder: Path) -> OpenedFolder:
     return base
 
 
-def _base_name(folder: Path) -> str:
-    """The name or path of the base model in the config of an adapter."""
+def _config_of(folder: Path) -> dict[str, Any]:
+    """The config of an adapter, which names its base model. Raises FormatError where it is none."""
     path = folder / CONFIG
     try:
         said = plain_json(file_of(folder, CONFIG).read_text(encoding="utf-8"))
@@ -72,7 +77,8 @@ def _base_name(folder: Path) -> str:
     name = said.get("base_model_name_or_path") if isinstance(said, dict) else None
     if not isinstance(name, str) or not name:
         raise FormatError(f"{path} names no base model: base_model_name_or_path is {name!r}.")
-    return name
+    found: dict[str, Any] = said
+    return found
 
 
 @contextmanager
@@ -115,10 +121,16 @@ def _merged_model(folder: Path, base: OpenedFolder, stored: set[str]) -> Any:
 
     import_transformers().utils.logging.disable_progress_bar()
     model = load_float_model(base)
-    with as_format_error(folder, f"is no adapter that fits {base.path}"), warnings.catch_warnings():
+    said = _config_of(folder)
+    changed = with_names(folder / CONFIG, said, [name for name, _ in model.named_modules()])
+    with as_format_error(folder, f"is no adapter that fits {base.path}"), offline(), warnings.catch_warnings():
         # PEFT asks transformers by a name that is old there, and warns of tensors that are compared below.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`|Found missing adapter keys")
-        model = peft.PeftModel.from_pretrained(model, str(folder), local_files_only=True)
+        config = peft.PeftConfig.from_pretrained(str(folder), local_files_only=True)
+        for field, value in changed.items():
+            setattr(config, field, value)
+        config.inference_mode = True
+        model = peft.PeftModel.from_pretrained(model, str(folder), config=config, local_files_only=True)
     model.peft_config[model.active_adapter].base_model_name_or_path = str(base.path)  # which is read for its vocabulary
     used = set(peft.get_peft_model_state_dict(model))
     if used != stored:

@@ -33,7 +33,7 @@ from quark.base.log import logger
 from quark.errors import CalibrationError, FormatError, one_line
 from quark.torch.llm.chat_templates import render_chat
 from quark.torch.llm.named_datasets import SOURCES, NamedDataset, rows_of
-from quark.torch.llm.text import first_tokens, read_text, token_windows, windows_of
+from quark.torch.llm.text import first_tokens, read_text, token_ids, token_windows, windows_of
 
 DATASETS = "datasets:"
 """Begins the name of a dataset in the place of a path: datasets:NAME[:SPLIT[:COLUMN]]."""
@@ -87,7 +87,7 @@ class Document:
         options = {} if length is None else {"truncation": True, "max_length": length}
         # A chat template writes the special tokens itself.
         special = not self._is_chat(tokenizer)
-        return list(tokenizer(self.text(tokenizer), add_special_tokens=special, verbose=False, **options)["input_ids"])
+        return token_ids(tokenizer, self.text(tokenizer), add_special_tokens=special, **options)
 
     def answer_start(self, tokenizer: Any, length: int | None = None) -> int:
         """How many of the ids of `token_ids` stand before the answer; 0 where there is none."""
@@ -107,8 +107,8 @@ class Document:
         """The ids that ask for an answer. Raises CalibrationError as `token_ids` does."""
         if self._is_chat(tokenizer):
             asked = self._rendered(tokenizer, self._turns(self.content, "user"), True)
-            return list(tokenizer(asked, add_special_tokens=False, verbose=False)["input_ids"])
-        return list(tokenizer(self._joined(""), verbose=False)["input_ids"])
+            return token_ids(tokenizer, asked, add_special_tokens=False)
+        return token_ids(tokenizer, self._joined(""))
 
     def text(self, tokenizer: Any) -> str:
         """The text as the model reads it. Raises CalibrationError as `token_ids` does."""

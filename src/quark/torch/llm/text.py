@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from quark.base.progress import progress
-from quark.errors import CalibrationError
+from quark.errors import CalibrationError, FormatError, is_panic, one_line
 
 
 def token_windows(
@@ -34,8 +34,24 @@ def token_windows(
     Raises:
         CalibrationError: The file cannot be read, or has fewer tokens than one window.
     """
-    ids = tokenizer(read_text(file), add_special_tokens=False, verbose=False)["input_ids"]
+    ids = token_ids(tokenizer, read_text(file), add_special_tokens=False)
     return windows_of(ids, str(file), length, limit, first_tokens(tokenizer) if special else ())
+
+
+def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """The ids of a text, with these options of a transformers tokenizer.
+
+    Raises FormatError where its library gives up, as it does on a regular expression that tries too many ways.
+    """
+    try:
+        return list(tokenizer(text, verbose=False, **options)["input_ids"])
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        place = getattr(tokenizer, "name_or_path", "") or "This folder"
+        raise FormatError(
+            f"{place} has a tokenizer.json whose regular expressions fail on this text: {one_line(error)}."
+        ) from None
 
 
 def windows_of(

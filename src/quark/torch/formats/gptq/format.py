@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from quark.base.bounded_regex import full_match
 from quark.base.libraries.transformers import is_conv1d
 from quark.core.dtypes import DTYPES
 from quark.core.granularity import Granularity, PerChannel, PerGroup
 from quark.core.spec import FLOAT_SCALES, LayerSpec, ScaleType, TensorSpec
-from quark.errors import FormatError, NotSupportedError, ShapeError
+from quark.errors import ConfigError, FormatError, NotSupportedError, ShapeError
 from quark.torch.config.config import QConfig
 from quark.torch.config.lowering import config_of_layer
 from quark.torch.formats.format import (
@@ -204,9 +205,9 @@ def _override(name: str, dynamic: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the first key of `dynamic` that matches a layer, as gptqmodel and vLLM match them."""
     for key, entries in dynamic.items():
         try:
-            found = re.match(key.removeprefix("-:").removeprefix("+:"), name)
-        except re.error as error:
-            raise FormatError(f"dynamic: {key!r:.80} is not a regular expression: {error}.") from None
+            found = full_match(f"(?:{key.removeprefix('-:').removeprefix('+:')}).*", name)
+        except ConfigError as error:
+            raise FormatError(f"dynamic: {error}") from None
         if found and key.startswith("-:"):
             raise FormatError(f"{name} is quantized in the files, but {key!r:.80} of dynamic excludes it.")
         if found:
