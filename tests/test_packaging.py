@@ -25,7 +25,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 
 # What of the package each extra serves; the longest path that fits counts. Everything else needs no extra.
 EXTRAS_OF = {
-    "base/image_files.py": {"images"},
+    "base/data_files/images.py": {"images"},
     "base/libraries/": {"torch", "diffusers"},
     "report/": {"report"},
     "torch/": {"torch"},

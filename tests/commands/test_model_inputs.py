@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from quark.base.image_files import open_image
+from quark.base.data_files.images import open_image
 from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.jobs.folders.model_inputs import ModelInputs
 from quark.torch.checkpoint.opened import OpenedFolder

@@ -9,10 +9,11 @@ import typer
 from rich.table import Table
 
 from quark.base.command_line import program, results, run
+from quark.base.data_files.arrays import read_npy
 from quark.core.array import NumpyArray
 from quark.core.metrics import Comparison, Metric
 from quark.errors import ConfigError, FormatError
-from quark.onnx.calibration.data.sample_files import IMAGES, read_array, read_image
+from quark.onnx.calibration.data.sample_files import IMAGES, read_image
 
 KINDS = IMAGES | {".npy"}
 TITLES = {"cosine": "cosine similarity", "l2": "L2 distance", "psnr": "PSNR (dB)"}
@@ -56,7 +57,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def _read_numbers(path: Path) -> NumpyArray:
-    array = read_image(path) if path.suffix.lower() in IMAGES else read_array(path)
+    array = read_image(path) if path.suffix.lower() in IMAGES else read_npy(path)
     if array.dtype.kind not in "biuf":
         raise FormatError(f"{path} holds {array.dtype}, not numbers.")
     return array

@@ -7,20 +7,21 @@ import itertools
 import random
 import sys
 import wave
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from quark.base.image_files import LABELS, files_in_turn, open_image
+from quark.base.data_files.arrays import ArrayHeader, read_npz
+from quark.base.data_files.images import LABELS, files_in_turn, open_image
 from quark.base.json_objects import plain_json
 from quark.base.libraries.transformers import import_transformers, require_readable_tokenizer
 from quark.core.checks import naming
-from quark.errors import CalibrationError, ConfigError, MissingDependencyError, as_format_error, one_line
+from quark.errors import CalibrationError, ConfigError, FormatError, MissingDependencyError, as_format_error, one_line
 from quark.torch.llm.answers import answered_texts
 from quark.torch.llm.documents import holds_documents, is_dataset, lines_of, samples_of
 from quark.torch.llm.text import read_text
@@ -288,18 +289,10 @@ class ModelInputs:
     def _arrays(self, data: Path) -> Iterator[Batch]:
         """The rows of arrays, each named for an argument."""
         try:
-            with data.open("rb") as handle, np.load(handle, allow_pickle=False) as stored:
-                arrays = {name: torch.from_numpy(stored[name]) for name in stored.files}
-        except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
-            raise CalibrationError(f"{data} cannot be read: {error}.") from None
-        unknown = [name for name in arrays if name not in self.names]
-        counts = {name: len(x) if x.ndim else 0 for name, x in arrays.items()}
-        if unknown or len(set(counts.values())) != 1:
-            what = f"unknown: {', '.join(unknown)}" if unknown else f"samples: {counts}"
-            raise CalibrationError(
-                f"{data} does not hold equally many samples for arguments ({what}): {self._wanted()}."
-            )
-        for row in range(next(iter(counts.values()))):
+            arrays = {name: torch.from_numpy(x) for name, x in read_npz(data, partial(self._check_rows, data)).items()}
+        except (FormatError, TypeError) as error:  # TypeError: texts, of which torch has no tensors
+            raise CalibrationError(f"{data} cannot be read: {one_line(error)}") from None
+        for row in range(next((len(x) for x in arrays.values() if x.ndim), 0)):
             sample = self._arguments_of({name: x[row : row + 1] for name, x in arrays.items()})
             for name, x in sample.items():
                 if not torch.isfinite(x).all():
@@ -307,6 +300,16 @@ class ModelInputs:
                         f"{data}: the sample {row} of {name} holds NaN or Inf in {x.dtype}. Possible: leave it out."
                     )
             yield sample
+
+    def _check_rows(self, data: Path, headers: Mapping[str, ArrayHeader]) -> None:
+        """Raise CalibrationError for arrays of other arguments, or of unlike numbers of samples."""
+        unknown = [name for name in headers if name not in self.names]
+        counts = {name: header.shape[0] if header.shape else 0 for name, header in headers.items()}
+        if unknown or len(set(counts.values())) != 1:
+            what = f"unknown: {', '.join(unknown)}" if unknown else f"samples: {counts}"
+            raise CalibrationError(
+                f"{data} does not hold equally many samples for arguments ({what}): {self._wanted()}."
+            )
 
 
 def _chosen(samples: Iterator[Batch], limit: int, seed: int) -> list[Batch]:

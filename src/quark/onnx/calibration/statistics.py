@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from quark.base.data_files.arrays import read_npz
 from quark.base.files import atomic_file, require_regular
 from quark.base.log import logger
 from quark.core.array import Array, NumpyArray
@@ -32,7 +33,6 @@ from quark.core.observers.moving_average import MovingAverageObserver
 from quark.core.scales import QParams
 from quark.core.spec import spec
 from quark.errors import CalibrationError, FormatError, one_line
-from quark.onnx.graph.proto_file import reason
 
 SCALARS = ("count", "low", "high", "low_sum", "high_sum")
 BINS = 1 << 16
@@ -123,13 +123,10 @@ class Statistics:
             FormatError: It is no statistics file.
             CalibrationError: It was collected on another model.
         """
-        require_regular(Path(path))
         try:
-            # numpy leaves a file open that it opened itself and that is none of its archives.
-            with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-        except Exception as error:  # of zip, zlib, numpy: whatever a damaged archive gives
-            raise FormatError(f"{path} is not a statistics file: {reason(error)}") from error
+            arrays = read_npz(Path(path))
+        except FormatError as error:
+            raise FormatError(f"{path} is not a statistics file: {error}") from error
         if str(arrays.get("format")) != FORMAT:
             raise FormatError(f"{path} is not a statistics file of this version ({FORMAT}).")
         if str(arrays.pop("digest", "")) != _digest(arrays):

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -57,7 +58,7 @@ def check_reached(model: nn.Module, layers: Mapping[str, QuantLayer], data: Iter
     waiting = {name: own for name, quantizers in waiting.items() if (own := [q for q in quantizers if q.needs_range])}
     if not waiting or not isinstance(data, Sized) or _has_own_code(model):
         return
-    with torch.random.fork_rng(devices=[]):  # a shuffled loader draws when it is begun
+    with _no_tracebacks(), torch.random.fork_rng(devices=[]):  # a shuffled loader draws when it is begun
         found = _never_called(model, waiting, data, nullcontext, "meta")
         found = found or _never_called(model, waiting, data, _fake, "cpu")
     if found is not None and found[0]:
@@ -78,6 +79,18 @@ def _fake() -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def _no_tracebacks() -> Iterator[None]:
+    """Within: torch does not log a page for an operator that fails on fake tensors; what it raises is said later."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _never_called(

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from quark.base.image_files import class_numbers, labels_of
+from quark.base.data_files.images import class_numbers, labels_of
 from quark.errors import ConfigError
 from quark.jobs.folders.compared.task_scores import Pair, Task, TaskScores, outputs_of_both
 from quark.jobs.folders.model_inputs import ModelInputs, StepInputs

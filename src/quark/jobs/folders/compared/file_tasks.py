@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from quark.base.image_files import class_numbers, labels_of
+from quark.base.data_files.images import class_numbers, labels_of
 from quark.errors import ConfigError
 from quark.jobs.folders.compared.task_scores import ACCURACY, TaskScores, check_metric, own_metric
 from quark.onnx.calibration.data.inputs import Feed

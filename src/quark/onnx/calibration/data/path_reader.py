@@ -13,13 +13,14 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from quark.base.image_files import WAYS, Resizing
+from quark.base.data_files.arrays import read_npy, read_npz
+from quark.base.data_files.images import WAYS, Resizing
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, ConfigError, FormatError
 from quark.onnx.calibration.data.inputs import Feed, Input, check_feed, model_inputs
 from quark.onnx.calibration.data.readers import CalibrationDataReader, check_range
 from quark.onnx.calibration.data.sample_batches import rebatch
-from quark.onnx.calibration.data.sample_files import IMAGES, find_samples, read_array, read_arrays, read_image
+from quark.onnx.calibration.data.sample_files import IMAGES, find_samples, read_image
 
 __all__ = ["PathDataReader"]
 
@@ -131,11 +132,11 @@ class PathDataReader(CalibrationDataReader):
             if path.suffix.lower() == ".npz":
                 return {n: self._fit(n, a, path) for n, a in self._feed_of_file(path).items()}
             image = path.suffix.lower() in IMAGES
-            feed[name] = self._fit(name, self._image(path, self._inputs[name]) if image else read_array(path), path)
+            feed[name] = self._fit(name, self._image(path, self._inputs[name]) if image else read_npy(path), path)
         return feed
 
     def _feed_of_file(self, path: Path) -> Feed:
-        arrays = read_arrays(path)
+        arrays = read_npz(path)
         if len(arrays) == len(self._inputs) == 1:
             return dict(zip(self._inputs, arrays.values(), strict=True))
         if set(arrays) != set(self._inputs):

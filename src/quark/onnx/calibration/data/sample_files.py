@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from quark.base.data_files.images import files_in_turn, open_image
 from quark.base.files import require_regular
-from quark.base.image_files import files_in_turn, open_image
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, FormatError, MissingDependencyError
-from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.graph.proto_file import reason
 
 IMAGES = frozenset({".png", ".jpg", ".jpeg"})
@@ -61,38 +60,11 @@ def _data_files(folder: Path) -> list[Path]:
     return found
 
 
-def read_array(path: Path) -> NumpyArray:
-    """The array of an .npy file. Raises FormatError when it is none; pickled objects are not loaded."""
-    require_regular(path)
-    try:
-        return np.asarray(np.load(path, allow_pickle=False))
-    except Exception as error:  # of numpy, and of zip where it is an archive of another name
-        raise FormatError(f"{path} is not an .npy file: {_cause(error)}") from error
-
-
-def read_arrays(path: Path) -> Feed:
-    """The named arrays of an .npz file. Raises FormatError when it is none."""
-    require_regular(path)
-    try:
-        # numpy leaves a file open that it opened itself and that is none of its archives.
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            return {name: np.asarray(file[name]) for name in file.files}
-    except Exception as error:  # of zip, zlib and numpy
-        raise FormatError(f"{path} is not an .npz file: {_cause(error)}") from error
-
-
-def _cause(error: Exception) -> str:
-    """Why numpy reads no array; of objects, what to store in their place."""
-    if isinstance(error, ValueError) and "allow_pickle" in str(error):
-        return "it holds Python objects, which are not loaded. Possible for text: save array.astype(str)."
-    return reason(error)
-
-
 def read_image(path: Path, mode: str | None = None, fit: Callable[[Any], Any] | None = None) -> NumpyArray:
     """The pixels of an image: uint8 [height, width, colours], or [height, width] of a grey one.
 
     Args:
-        path: An image of 8 or 16 bits a colour; see `quark.base.image_files`.
+        path: An image of 8 or 16 bits a colour; see `quark.base.data_files.images`.
         mode: "RGB" or "L"; None: grey stays grey, all else becomes RGB.
         fit: Makes of the image of Pillow the one that is returned, as `Resizing.apply` does.
 

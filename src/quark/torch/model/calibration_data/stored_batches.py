@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -21,8 +20,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from quark.base.data_files.arrays import read_npz
 from quark.base.json_objects import plain_json
-from quark.errors import CalibrationError, StructureError, did_you_mean, one_line
+from quark.errors import CalibrationError, FormatError, StructureError, did_you_mean, one_line
 from quark.torch.diffusion.component import TIMESTEPS
 from quark.torch.model.calibration_data.model_arguments import positional_parameters
 
@@ -64,13 +64,12 @@ def _taken_apart(name: str, value: Any, arrays: dict[str, Any]) -> Any:
 def read_batch(file: Path) -> dict[str, Any]:
     """The arguments in a file, arrays as tensors. Raises CalibrationError for a file that cannot be read."""
     try:
-        if not file.is_file():  # opening a pipe would wait for ever
-            raise FileNotFoundError("no such file")
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
+        arrays = read_npz(file)
         layout = plain_json(str(arrays.pop(LAYOUT))) if LAYOUT in arrays else {name: {"array": name} for name in arrays}
         return {name: _put_together(value, arrays) for name, value in layout.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+    except FormatError as error:
+        raise CalibrationError(f"{file} cannot be read as a batch: {one_line(error)}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CalibrationError(
             f"{file} cannot be read as a batch: {type(error).__name__}: {one_line(error)}."
         ) from None
