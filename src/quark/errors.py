@@ -21,6 +21,7 @@ Each message says what came, where, and what is possible.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -144,9 +145,21 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__module__ == "pyo3_runtime"
 
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Characters that a terminal acts on, or that change the order in which others are shown; not tab and new line."""
+
+
+def visible(text: str) -> str:
+    r"""A text of files or users as it may be printed: control characters as escapes, such as \u001b.
+
+    Names and templates of a stranger could clear a screen with them, and write on it. In JSON they are the same text.
+    """
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def one_line(message: object) -> str:
-    """A message as one line: those that quote a runtime have lines of their own."""
-    return " ".join(str(message).split())
+    """A message as one line that can be printed: those that quote a runtime have lines of their own."""
+    return visible(" ".join(str(message).split()))
 
 
 LONGEST = 300

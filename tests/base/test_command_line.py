@@ -267,3 +267,31 @@ def test_other_libraries_are_silent_unless_more_is_asked_for(
 
     run(program(work), "tool", words)
     assert seen == [asked, "info"] and "TRANSFORMERS_VERBOSITY" not in os.environ
+
+
+HOSTILE = "\x1b[2J\x1b[Hdone\x9b31m\u202e\x07"
+
+
+def test_control_characters_of_names_are_shown_as_escapes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In results, errors, logs, JSON, events, notebooks and pages: nothing that a terminal acts on."""
+    from quark.base.command_line import Results, new_table, results
+    from quark.base.log import logger
+    from quark.errors import one_line
+    from quark.report.page import PageTable, Section, render
+    from quark.report.shown import text_table
+
+    table = new_table("name", title=HOSTILE)
+    table.add_row(HOSTILE)
+    for item in (HOSTILE, table, text_table(PageTable(("a",), [(HOSTILE,)]))):
+        results().print(item)
+    logger.warning("%s", HOSTILE)
+    printed = capsys.readouterr()
+    page = render(HOSTILE, [Section("s", HOSTILE, [PageTable(("a",), [(HOSTILE,)])])])
+    for text in (printed.out, printed.err, one_line(HOSTILE), page):
+        assert "\\u001b[2J" in text and "\\u009b" in text and "\\u202e" in text, text
+        assert not {"\x1b", "\x9b", "\x07", "\u202e"} & set(text)
+    monkeypatch.setattr(Results, "collected", {"tables": [], "lines": []})
+    results().print(HOSTILE)
+    assert Results.collected == {"tables": [], "lines": [HOSTILE]}  # of which JSON writes escapes

@@ -31,7 +31,7 @@ from rich.table import Column, Table
 from quark.base.log import UnfailingStream, logger
 from quark.base.memory_and_disk import asked_bytes, is_out_of_memory
 from quark.base.progress import bars
-from quark.errors import INTERRUPTED, USAGE, QuarkError, UsageError, is_interrupt, is_panic, one_line
+from quark.errors import INTERRUPTED, USAGE, QuarkError, UsageError, is_interrupt, is_panic, one_line, visible
 
 DEBUG, DEBUG_VARIABLE = "--debug", "QUARK_DEBUG"
 JSON, QUIET, VERBOSE = "--json", "--quiet", "--verbose"
@@ -86,8 +86,12 @@ class Results:
     """The rows that --json prints at the end, by their kind; None without it."""
 
     def print(self, item: Any = "", **options: Any) -> None:
-        """Print a table, or text; `options` are those of `rich.console.Console.print`."""
+        """Print a table, or text; `options` are those of `rich.console.Console.print`.
+
+        Control characters in it are shown as escapes.
+        """
         if Results.collected is None:
+            item = visible_table(item) if isinstance(item, Table) else visible(item) if isinstance(item, str) else item
             Console(file=sys.stdout, markup=False, emoji=False).print(item, **options)
         elif isinstance(item, Table):
             headers = [str(column.header) for column in item.columns]
@@ -119,6 +123,15 @@ def results() -> Results:
     return Results()
 
 
+def visible_table(table: Table) -> Table:
+    """A table whose texts have escapes in the place of control characters; changed in place."""
+    table.title = visible(table.title) if isinstance(table.title, str) else table.title
+    for column in table.columns:
+        column._cells = [visible(cell) if isinstance(cell, str) else cell for cell in column._cells]
+        column.header = visible(column.header) if isinstance(column.header, str) else column.header
+    return table
+
+
 def new_table(*headers: str, title: str | None = None) -> Table:
     """A table whose cells go on in the next line where they are too long: names differ at their ends."""
     return Table(*(Column(header, overflow="fold") for header in headers), title=title)
@@ -139,7 +152,7 @@ def run(app: typer.Typer, name: str = "quark", arguments: Sequence[str] | None =
     with _said_as_asked(words), redirect_stdout(cast(IO[str], output)):
         code = _run(app, name, [word for word in words if word not in ANYWHERE], debug)
         if Results.collected is not None and any(Results.collected.values()):
-            output.write(json.dumps(Results.collected, indent=2, ensure_ascii=False) + "\n")
+            output.write(visible(json.dumps(Results.collected, indent=2, ensure_ascii=False)) + "\n")
         output.flush()
     if output.error is not None:
         _silence(output)

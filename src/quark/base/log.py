@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, ParamSpec, TypeVar
 
+from quark.errors import visible
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -65,7 +67,7 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = UnfailingStream(sys.stderr)
-        stream.write(self.format(record) + "\n")
+        stream.write(visible(self.format(record)) + "\n")
         stream.flush()
 
 

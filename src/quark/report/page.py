@@ -14,7 +14,7 @@ from typing import Any
 
 from quark.__version__ import __version__
 from quark.base.files import atomic_file, check_apart, check_file
-from quark.errors import require_packages
+from quark.errors import require_packages, visible
 
 TEMPLATE = "page.html"
 _LONGEST_TABLE = 2000
@@ -111,6 +111,7 @@ def render(title: str, sections: Sequence[Section]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
+        finalize=lambda value: visible(value) if type(value) is str else value,  # not Markup, which is ours
     )
     shown = [section for section in sections if section]
     return environment.get_template(TEMPLATE).render(title=title, sections=shown, version=__version__)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from quark.errors import visible
 from quark.report.page import PageTable
 
 if TYPE_CHECKING:
@@ -19,12 +20,12 @@ WIDTH = 100
 
 def text_table(table: PageTable) -> Table:
     """A table for a terminal."""
-    from quark.base.command_line import new_table  # with rich: when something is printed
+    from quark.base.command_line import new_table, visible_table  # with rich: when something is printed
 
     made = new_table(*table.headers, title=table.title or None)
     for row in table.rows:
         made.add_row(*row)
-    return made
+    return visible_table(made)
 
 
 class Shown(ABC):
@@ -51,6 +52,11 @@ class Shown(ABC):
 
 
 def _html(table: PageTable) -> str:
-    head = "".join(f"<th>{escape(header)}</th>" for header in table.headers)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
-    return f"<table><caption>{escape(table.title)}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    head = "".join(f"<th>{_escaped(header)}</th>" for header in table.headers)
+    rows = "".join(f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    title = f"<caption>{_escaped(table.title)}</caption>"
+    return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _escaped(text: str) -> str:
+    return escape(visible(text))

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from quark.base.files import check_file
 from quark.base.progress import seconds_and_peak
-from quark.errors import OutputError, OutputExistsError, one_line
+from quark.errors import OutputError, OutputExistsError, one_line, visible
 
 
 class _Events:
@@ -32,7 +32,8 @@ def write_event(event: str, **facts: Any) -> None:
     if _Events.file is None:
         return
     facts["peak_mb"] = seconds_and_peak.peak_mb()
-    line = json.dumps({"event": event, "time": round(time.time(), 3), **_json_value(facts)}, ensure_ascii=False)
+    facts = {"event": event, "time": round(time.time(), 3), **_json_value(facts)}
+    line = visible(json.dumps(facts, ensure_ascii=False))
     try:
         _Events.file.write(line + "\n")
         _Events.file.flush()
