@@ -35,12 +35,12 @@ def main() -> None:
 
         run(app())
     except BaseException as error:
-        from quark.errors import INTERRUPTED, is_interrupt
+        from quark.errors import interrupt_code
 
-        if not is_interrupt(error):
+        if (code := interrupt_code(error)) is None:
             raise
         sys.stderr.write("quark: Interrupted.\n")
-        sys.exit(INTERRUPTED)
+        sys.exit(code)
 
 
 def _leave_garbage() -> None:

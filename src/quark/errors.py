@@ -33,6 +33,18 @@ INTERRUPTED = 130
 """The exit code of a program that Ctrl-C ended."""
 
 
+class SignalledError(KeyboardInterrupt):
+    """A signal that ends a process came, as of Docker, Slurm or a terminal that closed; it is met as Ctrl-C is.
+
+    Attributes:
+        number: Of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
 class QuarkError(Exception):
     """Base of all errors raised by quark."""
 
@@ -129,15 +141,20 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def is_interrupt(error: BaseException | None) -> bool:
-    """Return True where an error is Ctrl-C, or came of it: libraries raise their own where it falls into their work."""
+def interrupt_code(error: BaseException | None) -> int | None:
+    """Return the exit code where an error is Ctrl-C or a signal, or came of one; None for any other.
+
+    Libraries raise errors of their own where it falls into their work.
+    """
     seen: list[BaseException] = []
     while error is not None and error not in seen:
+        if isinstance(error, SignalledError):
+            return 128 + error.number
         if isinstance(error, KeyboardInterrupt):
-            return True
+            return INTERRUPTED
         seen.append(error)
         error = error.__cause__ or error.__context__
-    return False
+    return None
 
 
 def is_panic(error: BaseException) -> bool:

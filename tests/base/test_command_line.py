@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -295,3 +296,38 @@ def test_control_characters_of_names_are_shown_as_escapes(
     monkeypatch.setattr(Results, "collected", {"tables": [], "lines": []})
     results().print(HOSTILE)
     assert Results.collected == {"tables": [], "lines": [HOSTILE]}  # of which JSON writes escapes
+
+
+WAITS = """
+import sys, time
+from pathlib import Path
+import typer
+from quark.base.command_line import run
+from quark.base.files import scratch_folder
+
+app = typer.Typer()
+
+
+@app.command()
+def wait() -> None:
+    with scratch_folder(Path(sys.argv[1])):
+        print("ready", flush=True)
+        time.sleep(60)
+
+
+run(app, "quark", [])
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="signals")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_ends_a_program_as_ctrl_c_does(name: str, tmp_path: Path) -> None:
+    number = getattr(signal, name)
+    command = [sys.executable, "-c", WAITS, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None and running.stdout.readline() == "ready\n"
+        assert len([*tmp_path.iterdir()]) == 1
+        running.send_signal(number)
+        _, said = running.communicate(timeout=60)
+    assert (running.returncode, said) == (128 + number, "quark: Interrupted.\n")
+    assert not [*tmp_path.iterdir()]

@@ -501,3 +501,18 @@ def test_a_digest_that_nobody_needs_is_not_made(tmp_path: Path, monkeypatch: pyt
     ended.set()
     with pytest.raises(CancelledError):
         digest_of(tmp_path / "weights", ended)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions")
+def test_what_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
+    for place, write in ((tmp_path / "a.bin", False), (tmp_path / "folder", True)):
+        for mode in (0o640, 0o600):
+            with (atomic_folder if write else atomic_file)(place, True) as new:
+                (new / "config.json" if write else new).write_text("{}")
+            inner = place / "config.json" if write else place
+            inner.chmod(mode)
+            place.chmod(mode | 0o110 * write)
+            with (atomic_folder if write else atomic_file)(place, True) as new:
+                (new / "config.json" if write else new).write_text("[]")
+            assert stat.S_IMODE(inner.stat().st_mode) == mode and inner.read_text() == "[]"
+            assert stat.S_IMODE(place.stat().st_mode) == mode | 0o110 * write

@@ -15,7 +15,9 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +33,17 @@ from rich.table import Column, Table
 from quark.base.log import UnfailingStream, logger
 from quark.base.memory_and_disk import asked_bytes, is_out_of_memory
 from quark.base.progress import bars
-from quark.errors import INTERRUPTED, USAGE, QuarkError, UsageError, is_interrupt, is_panic, one_line, visible
+from quark.errors import (
+    INTERRUPTED,
+    USAGE,
+    QuarkError,
+    SignalledError,
+    UsageError,
+    interrupt_code,
+    is_panic,
+    one_line,
+    visible,
+)
 
 DEBUG, DEBUG_VARIABLE = "--debug", "QUARK_DEBUG"
 JSON, QUIET, VERBOSE = "--json", "--quiet", "--verbose"
@@ -190,19 +202,19 @@ def _run(app: typer.Typer, name: str, words: list[str], debug: bool) -> int:
     try:
         # Not app(...): that takes a broken pipe of a worker for one of the terminal, and says nothing.
         command = typer.main.get_command(app)
-        with command.make_context(name, words) as context, bars() if _is_first("RANK") else nullcontext():
+        with _signals(), command.make_context(name, words) as context, bars() if _is_first("RANK") else nullcontext():
             command.invoke(context)
     except typer.Exit as error:
         return error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort) as error:
         _trace(debug)
-        return _say(name, "Interrupted.", INTERRUPTED)
+        return _say(name, "Interrupted.", interrupt_code(error) or INTERRUPTED)
     except BaseException as error:
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
-        if is_interrupt(error):
+        if (code := interrupt_code(error)) is not None:
             _trace(debug)
-            return _say(name, "Interrupted.", INTERRUPTED)
+            return _say(name, "Interrupted.", code)
         if isinstance(error, QuarkError):
             _trace(debug)
             return _say(name, str(error), USAGE if isinstance(error, UsageError) else 1)
@@ -213,6 +225,30 @@ def _run(app: typer.Typer, name: str, words: list[str], debug: bool) -> int:
         _trace(debug)
         return _say(name, _unexpected(error, debug))
     return 0
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Within: SIGTERM and SIGHUP end the program as Ctrl-C does, with all that this removes, keeps and says.
+
+    Not where somebody said otherwise (nohup), and not in one of several processes, which wait in libraries for others.
+    """
+    mine = threading.current_thread() is threading.main_thread() and "RANK" not in os.environ
+    known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if mine and hasattr(signal, name)]
+    taken = [number for number in known if signal.getsignal(number) is signal.SIG_DFL]
+
+    def end(number: int, frame: object) -> None:
+        for each in taken:
+            signal.signal(each, signal.SIG_IGN)  # a second one would end what the first one lets be removed
+        raise SignalledError(number)
+
+    for number in taken:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 FREES_A_DEVICE = (

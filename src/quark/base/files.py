@@ -113,6 +113,7 @@ def atomic_file(path: str | os.PathLike[str], overwrite: bool = True) -> Iterato
     with temporary_folder(target) as temporary:
         file = temporary / target.name
         yield file
+        _keep_modes(file, target)
         flush(file)
         file.replace(target)
         flush(target.parent)
@@ -134,6 +135,7 @@ def replace_file(file: Path, target: Path, stale: Collection[Path]) -> None:
     for path in stale:
         with suppress(OSError):  # a file system without second names: what a kill leaves stays
             os.link(path, gone / path.name)
+    _keep_modes(file, target)
     flush(file)
     file.replace(target)
     flush(target.parent)
@@ -466,9 +468,16 @@ def _put(new: Path, target: Path, temporary: Path) -> None:
     """Give `new` the name `target`; what had it goes into `temporary`."""
     for path in (*new.rglob("*"), new):
         if not path.is_symlink():
+            _keep_modes(path, target / path.relative_to(new))
             flush(path)
     _rename(new, target, temporary)
     flush(target.parent)
+
+
+def _keep_modes(new: Path, old: Path) -> None:
+    """Give what replaces a file or folder its permissions: what others could not read, they cannot read then."""
+    with suppress(OSError):  # nothing is replaced, or the file system has no permissions
+        new.chmod(stat.S_IMODE(old.stat().st_mode))
 
 
 def _rename(new: Path, target: Path, temporary: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quark.base.files import scratch_folder
 from quark.base.log import logger, severity
 from quark.base.progress import progress
 from quark.errors import ConfigError, DamageError, QuarkError, UsageError, one_line
@@ -250,8 +251,8 @@ def _of_file(request: CompareFiles, job: ComparisonJob) -> ComparedSchemes:
     def measure(name: str) -> SchemeResult:
         quantizer = quantizers[name]
         quantizer.settings = replace(quantizer.settings, least_sqnr=None)  # how bad it is, is what is asked
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "quantized.onnx"
+        with scratch_folder(Path(tempfile.gettempdir())) as folder:
+            file = folder / "quantized.onnx"
             for reader in filter(None, (calib, data)):
                 reader.rewind()
             quantizer.quantize(model, file, calib)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import shutil
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, ResNetConfig, ResNetForImageClassification
 
-from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, OutputExistsError
+from quark.errors import CalibrationError, ConfigError, FormatError, NotSupportedError, OutputError, OutputExistsError
 from quark.torch import LLMTemplate, ModelQuantizer, QuantFlow, export_safetensors
 from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.checkpoint.opened import OpenedFolder
@@ -349,6 +350,20 @@ def test_an_error_that_nobody_foresaw_leaves_nothing(tmp_path: Path, monkeypatch
     with pytest.raises(AttributeError):
         stream(scheme("int8_wo"), OpenedFolder(source), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["float"]
+
+
+def test_a_disk_that_fills_midway_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, finish = save_float(tmp_path / "float"), Manifest.finish
+
+    def fails(self: Any, *args: Any) -> None:
+        if self.begun:
+            raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "out.partial" / "model"))
+        finish(self, *args)
+
+    monkeypatch.setattr(Manifest, "finish", fails)
+    with pytest.raises(OutputError, match=r"out\.partial/model: No space left on device"):
+        stream(scheme("int8_wo"), OpenedFolder(source), tmp_path / "out")
+    assert (tmp_path / "out.partial").is_dir() and not (tmp_path / "out").exists()
 
 
 # What is refused. ----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import onnx
 
+from quark.base.files import scratch_folder
 from quark.onnx.evaluation.ort_fusion_nodes import DECODERS, ENCODERS, QuantizedGraph, QuantizedNode
 from quark.onnx.evaluation.ort_fusion_rules import MOVES, explain
 from quark.onnx.graph.proto_file import read_header
@@ -124,8 +125,8 @@ def _optimized(model: onnx.ModelProto, folder: Path) -> onnx.GraphProto:
     tagged.CopyFrom(model)
     for index, node in enumerate(tagged.graph.node):
         node.name = f"{index}|{node.name}"
-    with tempfile.TemporaryDirectory() as place:
-        target = Path(place) / "optimized.onnx"
+    with scratch_folder(Path(tempfile.gettempdir())) as place:
+        target = place / "optimized.onnx"
         open_session(tagged, folder, optimized=target)
         return read_header(target).graph
 

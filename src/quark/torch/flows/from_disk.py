@@ -17,13 +17,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from quark.base.files import check_apart, check_file, check_folder, check_place, move_file, move_folder
+from quark.base.files import check_apart, check_file, check_folder, check_place, final_place, move_file, move_folder
 from quark.base.log import logger, severity
 from quark.base.memory_and_disk import give_back_memory
 from quark.base.progress import progress, status
 from quark.core.checks import all_finite, check, naming
 from quark.core.scales import QParams
-from quark.errors import FormatError
+from quark.errors import FormatError, OutputError, QuarkError
 from quark.torch.algorithms import algorithms_of
 from quark.torch.algorithms.base import Algorithm
 from quark.torch.algorithms.block_loop import LoopState, is_inside, is_outside
@@ -121,7 +121,7 @@ def _write(
         manifest = first_then_all(lambda first: Manifest.open(work, settings))
         if manifest.begun:
             logger.info("Going on from %s, where %d blocks are finished.", work, manifest.finished)
-        with _kept_if_begun(manifest, batches):
+        with _named(work), _kept_if_begun(manifest, batches):
             made = manifest.folder / MODEL / output.name if target.is_file else manifest.folder / MODEL
             run = _Run(job, contents, layers, manifest, made, device)
             run.quantize(algorithms_of(config.algo_config or []), batches)
@@ -151,6 +151,18 @@ def _kept_if_begun(manifest: Manifest, batches: list[Any] | None) -> Iterator[No
         if rank() == 0:
             _say_kept(manifest)
         raise
+
+
+@contextmanager
+def _named(work: Path) -> Iterator[None]:
+    """Raise OutputError, which names the file or the folder of the run, in the place of an OSError of the body."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, QuarkError):
+            raise
+        place = final_place(error.filename or work)
+        raise OutputError(f"Could not write {place}: {error.strerror or error}.") from error
 
 
 def _say_kept(manifest: Manifest) -> None:
