@@ -91,6 +91,16 @@ class Comparison:
         self.peak = max(self.peak, float(x.max()), -float(x.min())) if math.prod(x.shape) else self.peak
         return self
 
+    def add(self, other: Comparison, sign: int = 1) -> Comparison:
+        """Add the pairs of another comparison, or with -1 take out what was added: the peak then stays."""
+        self.count += sign * other.count
+        self.signal += sign * other.signal
+        self.other += sign * other.other
+        self.product += sign * other.product
+        self.noise = max(0.0, self.noise + sign * other.noise)
+        self.peak = max(self.peak, other.peak)
+        return self
+
     @property
     def sqnr(self) -> float:
         """Signal to quantization noise ratio in dB; inf where x and y are equal."""

@@ -46,8 +46,9 @@ def _recovery(recovery: Recovery) -> Section:
     ]  # fmt: skip
     words = (
         f"Steps were tried one on top of the other, and kept where {recovery.metric.name} gained by them on "
-        f"{recovery.held_out} samples that calibration did not see: {recovery.metric.text(recovery.plain)} became "
-        f"{recovery.metric.text(recovery.score)}."
+        f"{recovery.held_out} samples that calibration did not see. On "
+        f"{f'{recovery.last_looked} others' if recovery.last_looked else 'the same'} "
+        f"{recovery.metric.text(recovery.plain)} became {recovery.metric.text(recovery.score)}."
     )
     table = PageTable(("step", "before", "after", "seconds", "result"), rows)
     return Section("Recovery", words, [table], [Figure(search_path(steps, recovery.metric.name, recovery.target))])

@@ -132,7 +132,7 @@ def recovery_table(recovery: Recovery) -> Table:
     from quark.onnx.search.recovery.search import measure_text  # imports onnx: the flow has run
 
     measure = measure_text(recovery.metric, recovery.by_scores)
-    title = f"Recovery: {measure} of {recovery.held_out} held-out samples, calibrated on {recovery.fitted}"
+    title = f"Recovery: {measure} of {recovery.held_out} samples to choose by, calibrated on {recovery.fitted}"
     table = new_table("step", "before", "after", "seconds", "result", title=title)
     for trial in recovery.trials:
         before, after = ("" if value is None else recovery.metric.text(value) for value in (trial.before, trial.after))
@@ -150,4 +150,9 @@ def recovery_line(recovery: Recovery) -> str:
         text += (
             f"; the target of {recovery.metric.text(recovery.target)} is {'' if recovery.reached else 'not '}reached"
         )
-    return f"{text} (worst output, {counted(recovery.held_out, 'held-out sample')} of the calibration data)"
+    where = (
+        f"{counted(recovery.last_looked, 'sample')} that nothing was calibrated or chosen by"
+        if recovery.last_looked
+        else f"{counted(recovery.held_out, 'sample')} that steps were chosen by: new data may show less"
+    )
+    return f"{text} (worst output, {where})"

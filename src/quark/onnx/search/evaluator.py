@@ -25,9 +25,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -82,6 +82,22 @@ _Samplewise = Iterable[Sequence[tuple[NumpyArray, NumpyArray]]]
 """Of each sample, for each output: what the float model gave, and another."""
 Measure = Callable[[_Samplewise], float]
 """The outputs of all samples -> the score of the model that gave the others; for searches, less is better."""
+Sums = Sequence[Mapping[OutputPart, Comparison]]
+"""Of each sample, the sums of each part of an output."""
+
+
+class Score(NamedTuple):
+    """The score of a model.
+
+    Attributes:
+        value: It.
+        part: The part of an output that it is of; None where it is of them all.
+        sums: What it follows from; empty where it follows from something else.
+    """
+
+    value: float
+    part: OutputPart | None
+    sums: Sums = ()
 
 
 class Scorer:
@@ -95,13 +111,29 @@ class Scorer:
     def __init__(self, expected: FloatOutputs, measure: Measure) -> None:
         self.expected, self._measure = expected, measure
 
-    def score(self, model: ir.Model, count: int | None = None) -> tuple[float, OutputPart | None]:
-        """The score of a model on the first samples, None for all; and the part of an output that it is of."""
+    def score(self, model: ir.Model, count: int | None = None) -> Score:
+        """The score of a model on the first samples, None for all."""
         return self.of(self.expected.beside(model, count))
 
-    def of(self, outputs: _Samplewise) -> tuple[float, OutputPart | None]:
-        """The score of the outputs of a model; and the part of an output that it is of, None for all of them."""
-        return self._measure(outputs), None
+    def of(self, outputs: _Samplewise) -> Score:
+        """The score of the outputs of a model."""
+        return Score(self._measure(outputs), None)
+
+
+def total(sums: Sums) -> dict[OutputPart, Comparison]:
+    """The sums of each part over all samples."""
+    found: dict[OutputPart, Comparison] = {}
+    for each in sums:
+        for part, comparison in each.items():
+            found.setdefault(part, Comparison()).add(comparison)
+    return found
+
+
+def worst_part(metric: Metric, sums: Mapping[OutputPart, Comparison]) -> tuple[float, OutputPart]:
+    """The metric of the worst part, and that part."""
+    values = {part: metric.of(comparison) for part, comparison in sums.items()}
+    worst = metric.worst_of(values)
+    return values[worst], worst
 
 
 class PartScorer(Scorer):
@@ -136,22 +168,26 @@ class PartScorer(Scorer):
         )
         self._centers: dict[OutputPart, float] = {}
 
-    def of(self, outputs: _Samplewise) -> tuple[float, OutputPart]:
+    def on(self, reference: ir.Model, data: Samples, settings: Settings) -> PartScorer:
+        """A scorer by the same measure, of other samples."""
+        return PartScorer(reference, data, self.metric, settings, self._by_scores)
+
+    def of(self, outputs: _Samplewise) -> Score:
         """The metric and the worst part of an output.
 
         Raises:
             NotSupportedError: The shape of an output follows from values.
         """
-        comparisons = {part: Comparison() for parts in self._parts for part in parts}
+        sums = []
         for pairs in outputs:
+            sums.append({part: Comparison() for parts in self._parts for part in parts})
             for parts, (expected, array) in zip(self._parts, pairs, strict=True):
                 _same_shape(parts[0].tensor, expected, array)
                 for part in parts:
                     with np.errstate(invalid="ignore", over="ignore"):
-                        comparisons[part].update(*self.values(part, part.of(expected), part.of(array)))
-        values = {part: self.metric.of(comparison) for part, comparison in comparisons.items()}
-        worst = self.metric.worst_of(values)
-        return values[worst], worst
+                        sums[-1][part].update(*self.values(part, part.of(expected), part.of(array)))
+        value, worst = worst_part(self.metric, total(sums))
+        return Score(value, worst, sums)
 
     def is_lost(self, score: float, part: OutputPart | None) -> bool:
         """True for a score with which tasks suffer: an SQNR in dB below the bound; no other metric has one."""
@@ -232,6 +268,7 @@ class ScoredModel:
         score: Of its outputs.
         output: The part of an output that it is of; None where it is of them all.
         seconds: What quantizing and measuring took.
+        sums: What the score follows from, of each sample; see `Score`.
     """
 
     settings: Settings
@@ -239,6 +276,12 @@ class ScoredModel:
     score: float
     output: OutputPart | None
     seconds: float
+    sums: Sums = ()
+
+    def scored_by(self, scorer: Scorer) -> ScoredModel:
+        """The same model with the score on other samples."""
+        found = scorer.score(self.model)
+        return replace(self, score=found.value, output=found.part, sums=found.sums)
 
 
 _Shortcut = Callable[[Settings, int], Iterable[Sequence[NumpyArray]] | None]
@@ -277,7 +320,8 @@ class Evaluator:
         start = clock()
         with severity(None if told else 2):
             model = self.convert(self.prepared.copy(), settings)
-        return ScoredModel(settings, model, *self.scorer.score(model), clock() - start)
+        found = self.scorer.score(model)
+        return ScoredModel(settings, model, found.value, found.part, clock() - start, found.sums)
 
     def score(self, settings: Settings, count: int | None = None) -> float:
         """The score alone, on the first samples; None for all."""

@@ -32,7 +32,7 @@ def test_scores_of_30_db_are_enough_where_all_decisions_are_kept(last: str) -> N
     scorer = PartScorer(
         model, Samples(FEEDS, model_inputs(model)), Metric("sqnr"), ModelQuantizer("A8W8").settings, by_scores=True
     )
-    _, part = scorer.score(model)
+    _, part, _ = scorer.score(model)
     kept, other = load(scores(1.1, last)), load(scores(-1.0, last))
     assert scorer.is_plenty(SCORES_LOST, part, kept) and not scorer.is_plenty(SCORES_LOST, part, other)
     assert scorer.is_plenty(SCORES_LOST + SPARE, part, other) and not scorer.is_plenty(SCORES_LOST - 1, part, kept)
@@ -43,5 +43,5 @@ def test_of_other_outputs_the_noise_alone_tells() -> None:
     scorer = PartScorer(
         model, Samples(FEEDS, model_inputs(model)), Metric("sqnr"), ModelQuantizer("A8W8").settings, by_scores=True
     )
-    _, part = scorer.score(model)
+    _, part, _ = scorer.score(model)
     assert [scorer.is_plenty(score, part, model) for score in (LOST, LOST + SPARE)] == [False, True]

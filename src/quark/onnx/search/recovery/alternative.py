@@ -59,6 +59,7 @@ class Alternative:
         self._model, self._settings = model, settings
         self._passed: Settings | None = None
         self._scored: ScoredModel | None = None
+        self._scorer: PartScorer | None = None
         self._proto: onnx.ModelProto | None = None
         self._compared: tuple[ir.Model, tuple[bool, str]] | None = None
         self._given_up = False
@@ -128,7 +129,11 @@ class Alternative:
                 if settings.measurement.enabled:
                     settings = leave_slower_in_float(prepared, settings)
                 model = convert(prepared, settings)
-            self._scored = ScoredModel(settings, model, *scorer.score(model), own_time() - start)
+            found = scorer.score(model)
+            self._scored = ScoredModel(settings, model, found.value, found.part, own_time() - start, found.sums)
+            self._scorer = scorer
+        if self._scorer is not scorer:
+            self._scored, self._scorer = self._scored.scored_by(scorer), scorer
         return self._scored
 
 

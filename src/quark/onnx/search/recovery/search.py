@@ -1,8 +1,11 @@
 """The search of a recovery: steps are tried on top of the best model so far, until a target or the time is reached.
 
-What a step gives is measured on samples that are set aside: each step is kept only where these gain by it. The plain
-config comes first, so the result is never worse by this measure. Whatever is tried is quantized from the float model by
-settings alone, on statistics of one pass over the data; the same settings give the same model again.
+What a step gives is measured on samples that are set aside: each step is kept only where these gain by it more than
+they differ in it (`gain.py`). Whatever is tried is quantized from the float model by settings alone, on statistics of
+one pass over the data; the same settings give the same model again.
+
+From `ENOUGH` samples on, others are set aside that no step is chosen by. They say at the end which of the models that
+were made is written, and what it keeps: the plain config comes back where it is the better one on them.
 
 Where a model of integers lost so much that its task suffers, weights alone are tried (`WeightsAlone`): at last, or
 first, if the plain config is further from what tasks take than steps bring a model.
@@ -43,11 +46,14 @@ from quark.onnx.search.history import TimeBudget, Trial
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.noise.choices import Measured
 from quark.onnx.search.recovery.alternative import Alternative
+from quark.onnx.search.recovery.gain import is_sure
 from quark.onnx.search.recovery.steps import STEPS, WEIGHTS_STEPS, Step
 from quark.onnx.search.settle import check_algorithms, convert, start_as_chosen
 
 EVERY = 4
-"""One sample in this many is set aside; as many samples are needed."""
+"""One sample in this many is set aside to choose steps by; as many samples are needed."""
+ENOUGH, LAST = 32, 8
+"""Samples from which on one in so many is set aside for the last look. Of fewer, ranges need all that are left."""
 
 MARGIN = 0.8
 """Share of the time left that is planned with: layers differ in what they cost."""
@@ -61,6 +67,8 @@ _NO_HOPE = "left out: "
 REACH = 15.0
 """dB that steps bring a model at most: 25 searches on 16 models that wheels ship gained up to 14.5."""
 
+_UNSURE = "no more gain than the samples differ by"
+_BACK = "the config as it is, on samples that no step was chosen by"
 _ALTERNATIVE = "as without samples"
 """Name of a model that is made so, in the table of trials."""
 
@@ -74,9 +82,11 @@ class Recovery:
         settings: With which `quark.onnx.search.settle.convert` makes it of the float model after its passes.
         metric: What was measured, on the held-out samples.
         target: The value that ends the search; None for none.
-        plain, score: The metric of the plain config, and of the best model.
-        trials: The plain config, then the steps, in order.
-        fitted, held_out: How many samples were calibrated with, and measured on.
+        plain, score: The metric of the plain config, and of the best model, on the samples of the last look.
+        trials: The plain config, then the steps, in order, by the samples that steps are chosen by.
+        fitted, held_out: How many samples were calibrated with, and measured on to choose steps.
+        last_looked: On how many samples, by which no step was chosen, `plain` and `score` were measured; 0: there were
+            too few samples, and both are of those that steps were chosen by.
         by_scores: Whether a part of an output that is a distribution, or of probabilities, was compared by its scores.
         lost: Whether the task suffers with the best model.
         types: What the model holds: (element type, "activations" or "weights") -> how many.
@@ -91,6 +101,7 @@ class Recovery:
     trials: list[Trial]
     fitted: int
     held_out: int
+    last_looked: int = 0
     by_scores: bool = False
     lost: bool = False
     types: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -147,15 +158,14 @@ def recover(
     if alternative is not None:
         alternative.begin_with(model, asked, settings)
     data = repeatable(reader, model, settings)
-    fit, held_out = (data, data) if quick and data is not None and 0 < len(data) < EVERY else split(data)
+    fit, held_out, last = split(data, all_of_few=quick)
     prepared = Prepared(model, fit)
     settings = _settled(prepared, settings)
     scorer = PartScorer(model, held_out, metric, settings, by_scores=quick and target is None)
     fit.clock = clock
     evaluator = Evaluator(replace(prepared, identity=fingerprint(model), statistics={}), scorer, convert)
     search = _Search(evaluator, fit, scorer, target, time_left)
-    plain = search.start(settings)
-    logger.info("Recovery: %s as it is: %s.", search.measure, metric.text(plain.score))
+    search.start(settings)
 
     def apart() -> tuple[Recovery, ir.Model] | None:
         return None if weights is None else weights.recovered(data, metric, target, budget)
@@ -164,12 +174,13 @@ def recover(
     if alternative is None or not search.gives_way(alternative):
         if search.needs_steps(apart):
             search.run(steps, allow_wider, quick)
-        if alternative is not None:
-            search.gives_way(alternative, at_last=True)
+    else:
+        alternative = None  # it is the best
+    search.look_at_last(None if last is None else scorer.on(model, last, settings), alternative)
     best = search.best
     found = Recovery(
-        None, best.settings, metric, target, plain.score, best.score, search.trials, len(fit), len(held_out),
-        bool(scorer.scored), search.lost, element_types(best.model),
+        None, best.settings, metric, target, search.plain.score, best.score, search.trials, len(fit), len(held_out),
+        search.last_looked, bool(search.scorer.scored), search.lost, element_types(best.model),
     )  # fmt: skip
     other = apart() if found.lost else None
     return (found, best.model) if other is None else _better((found, best.model), other)
@@ -195,16 +206,27 @@ def _settled(prepared: Prepared, settings: Settings) -> Settings:
     return settings
 
 
-def split(data: Samples | None) -> tuple[Samples, Samples]:
-    """The samples to calibrate with, and every fourth, which is set aside. Raises CalibrationError for too few."""
+def split(data: Samples | None, all_of_few: bool = False) -> tuple[Samples, Samples, Samples | None]:
+    """The samples to calibrate with, every fourth, which steps are chosen by, and some that nothing is chosen by.
+
+    Args:
+        data: All samples.
+        all_of_few: Whether too few to set some aside are all calibrated with, and chosen by.
+
+    Returns:
+        None for the last where there are too few. Raises CalibrationError for fewer still.
+    """
     count = 0 if data is None else len(data)
+    if all_of_few and data is not None and 0 < count < EVERY:
+        return data, data, None
     if data is None or count < EVERY:
         raise CalibrationError(
             f"Recovery measures on every {EVERY}th calibration sample, which it sets aside: at least {EVERY} samples "
             f"are needed, and there {'is 1' if count == 1 else f'are {count}'}."
         )
-    held_out = range(EVERY - 1, count, EVERY)
-    return data.part([i for i in range(count) if i not in held_out]), data.part(held_out)
+    held_out, last = range(EVERY - 1, count, EVERY), range(1, count if count >= ENOUGH else 0, LAST)
+    fit = data.part([i for i in range(count) if i not in held_out and i not in last])
+    return fit, data.part(held_out), data.part(last) if last else None
 
 
 class _Search:
@@ -215,6 +237,7 @@ class _Search:
     ) -> None:
         self.evaluator, self.target, self.budget = evaluator, target, budget
         self.fit, self.scorer, self.trials = fit, scorer, list[Trial]()
+        self._has_steps, self.last_looked = False, 0
         assert evaluator.prepared.statistics is not None
         self._statistics: dict[str, Statistics] = evaluator.prepared.statistics
         self._extra: dict[str, float] = {}
@@ -274,12 +297,12 @@ class _Search:
                 raise
             return self.evaluator.evaluate(settings)
 
-    def start(self, settings: Settings) -> ScoredModel:
+    def start(self, settings: Settings) -> None:
         """Begin with the plain config, and with the clock: it is quantized whatever it takes."""
         plain = self.quantize_plain(settings)
         self.best, self.plain, self._cheapest = plain, plain, plain.seconds
         self.trials.append(Trial("the config as it is", None, plain.score, plain.seconds, "kept"))
-        return plain
+        logger.info("Recovery: %s as it is: %s.", self.measure, self.scorer.metric.text(plain.score))
 
     def run(self, steps: Iterable[Step], allow_wider: bool, quick: bool) -> None:
         """Try steps until the target is reached; quick ones without a target, until the loss is seldom felt."""
@@ -306,6 +329,25 @@ class _Search:
             self.best = other
             self._tell(Trial(_ALTERNATIVE, before.score, other.score, self.fit.clock() - start, "kept"))
         return other is not None
+
+    def look_at_last(self, scorer: PartScorer | None, alternative: Alternative | None = None) -> None:
+        """Compare what was made on samples that no step was chosen by, and take what is worse by nothing.
+
+        No step makes a model smaller or faster: where the plain config is the more exact one, it is better.
+
+        Args:
+            scorer: Of these samples; None where there are none, so that those of the steps have to do.
+            alternative: What was made without samples, too.
+        """
+        if scorer is not None:
+            is_plain, self.scorer, self.last_looked = self.best is self.plain, scorer, len(scorer.expected)
+            self.plain = self.plain.scored_by(scorer)
+            self.best = self.plain if is_plain else self.best.scored_by(scorer)
+        if self._has_steps and self.scorer.metric.better(self.plain.score, self.best.score):
+            self._tell(Trial(_BACK, self.best.score, self.plain.score, 0.0, "kept"))
+            self.best = self.plain
+        if alternative is not None:
+            self.gives_way(alternative, at_last=True)
 
     def leave_out(self, step: Step) -> None:
         """Note a step that would give another scheme than was asked for."""
@@ -354,13 +396,15 @@ class _Search:
         except QuarkError as error:
             result, found = one_line(error).rstrip("."), None
         better = found is not None and self.scorer.metric.better(found.score, self.best.score)
-        self._forget(present, better)
+        sure = better and found is not None and is_sure(self.scorer.metric, self.best.sums, found.sums)
+        self._forget(present, sure)
         if found is None:
             return None, result
         self._cheapest = min(self._cheapest, found.seconds)
         self._extra[step.name] = (found.seconds - self._cheapest) / share
-        self.best = found if better else self.best
-        return found.score, "kept" if better else "no gain"
+        if sure:
+            self.best, self._has_steps = found, True
+        return found.score, "kept" if sure else _UNSURE if better else "no gain"
 
     def _forget(self, present: set[str], better: bool) -> None:
         """Drop the statistics that the best model does not need: they are half a megabyte for each tensor."""
