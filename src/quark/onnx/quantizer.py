@@ -19,7 +19,7 @@ from quark.core.metrics import Metric
 from quark.core.names.patterns import unmatched_as_documented
 from quark.errors import CalibrationError, ConfigError, DamageError, NotSupportedError
 from quark.onnx.calibration.calibrate import repeatable
-from quark.onnx.calibration.data.inputs import model_inputs
+from quark.onnx.calibration.data.inputs import file_bytes, model_inputs
 from quark.onnx.calibration.data.padding import without_padding
 from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.calibration.data.samples import Samples
@@ -306,7 +306,8 @@ class ModelQuantizer:
         elif self.settings.least_sqnr is not None:
             _refuse_lost_on_noise(model, quantized, self.settings)
         if self.settings.measurement.whole_file:
-            refuse_slower(model, quantized, feeds, self.settings)
+            after = quantized.ByteSize() if isinstance(quantized, onnx.ModelProto) else file_bytes(quantized)
+            refuse_slower(model, quantized, feeds, self.settings, (source.bytes, after))
 
 
 def _refuse_lost_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path, settings: Settings) -> None:

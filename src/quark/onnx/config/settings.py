@@ -228,12 +228,14 @@ class MeasurementSettings:
             cache folder.
         threads: Within an operator.
         whole_file: Whether what was written is timed as a whole, too, and refused where it is slower than float.
+        node_seconds: (node, seconds in float) of the nodes that were timed; empty before.
     """
 
     enabled: bool = False
     profile: str | None = None
     threads: int = 1
     whole_file: bool = False
+    node_seconds: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import onnx
@@ -12,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from quark.errors import SlowerThanFloatError
 from quark.onnx import ModelQuantizer
 from quark.onnx.graph.model_file import load
+from quark.onnx.search.latency import whole_file as module
 from quark.onnx.search.latency.whole_file import FEWEST, FileRatio, file_ratio, refuse_slower
 
 FEED = {"x": np.ones((8, 8), np.float32)}
@@ -51,6 +53,18 @@ def test_a_file_is_slower_where_two_looks_say_so(ratios: tuple[float, ...], expe
     found = file_ratio(load(products(1)), products(1), FEED, clock=turns(*ratios))
     assert found.ratio == pytest.approx(expected)
     assert found.slower is slower
+
+
+@pytest.mark.parametrize(
+    ("ratio", "sizes", "refused"), [(1.0, (9, 9), True), (1.0, (9, 8), False), (0.9, (9, 9), False)]
+)
+def test_a_file_that_is_better_in_nothing_is_refused(
+    ratio: float, sizes: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "file_ratio", lambda *_: FileRatio(ratio, 1.0, 0.5))
+    settings = ModelQuantizer("INT8_CPU_DYNAMIC").settings
+    with pytest.raises(SlowerThanFloatError, match="neither faster .* nor smaller") if refused else nullcontext():
+        refuse_slower(load(products(1)), products(1), [FEED], settings, sizes)
 
 
 def test_what_few_runs_say_makes_no_file_slower() -> None:

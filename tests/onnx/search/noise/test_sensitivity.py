@@ -187,6 +187,16 @@ def test_a_tensor_is_in_float_once_all_that_hold_it_are() -> None:
     assert found.worst_nodes(2, before=["a"]) == ["b", "c"]
 
 
+def test_nodes_in_float_are_counted_by_their_cost() -> None:
+    """One that gains most, and takes most of the time, is worth less than two that take none of it."""
+    powers = {NoiseSource(name, name, frozenset(name)): power for name, power in (("a", 9.0), ("b", 3.0), ("c", 2.0))}
+    found, costs = OutputNoise(powers), {"a": 2.6, "b": 0.3, "c": 0.1}
+    assert found.worst_nodes(1) == ["a"]
+    assert found.worst_nodes(1, costs=costs) == ["c", "b"]
+    assert found.worst_nodes(2.6, ["c", "b"], costs) == ["a"]
+    assert found.worst_nodes(2.5, ["c", "b"], costs) == []
+
+
 def test_what_was_measured_is_known_where_nodes_in_float_came_by_their_names() -> None:
     noise = OutputNoise({})
     for added, known in ((("a", "b"), (noise, ["a", "b"])), (("a", re.compile("b")), None)):

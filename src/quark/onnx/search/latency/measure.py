@@ -52,6 +52,7 @@ class Measured:
         float_seconds: Kernels of the float model.
         chosen_seconds: The same of the model with the nodes that are kept.
         all_seconds: The same where the target's rule alone decides.
+        node_seconds: (node, seconds in float): of the nodes of one kernel each an equal share.
     """
 
     stay_float: frozenset[str]
@@ -59,6 +60,7 @@ class Measured:
     float_seconds: float
     chosen_seconds: float
     all_seconds: float
+    node_seconds: tuple[tuple[str, float], ...]
 
 
 def leave_slower_in_float(prepared: Prepared, settings: Settings, timer: Timer = timed) -> Settings:
@@ -92,6 +94,7 @@ def leave_slower_in_float(prepared: Prepared, settings: Settings, timer: Timer =
         f"Measured placement: {found.in_integers} of {found.in_integers + len(found.stay_float)} nodes in integers; "
         f"kernels take {found.chosen_seconds * 1e3:.3f} ms ({times})."
     )
+    settings = replace(settings, measurement=replace(settings.measurement, node_seconds=found.node_seconds))
     return _without(settings, found.stay_float)
 
 
@@ -144,7 +147,9 @@ def measure(model: ir.Model, settings: Settings, data: Samples | None, timer: Ti
     best = min(totals, key=lambda names: totals[names])
     if totals[best] > (1 - _LEAST_GAIN) * totals[found.candidates]:
         best = found.candidates
-    return Measured(best, len(found.candidates - best), sides[0].total(), totals[best], sides[1].total())
+    return Measured(
+        best, len(found.candidates - best), sides[0].total(), totals[best], sides[1].total(), sides[0].of_nodes()
+    )
 
 
 def _timed_sides(

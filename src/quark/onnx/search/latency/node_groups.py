@@ -45,6 +45,14 @@ class Side:
         """Seconds of all kernels."""
         return sum(self.seconds[kernel.name] for kernel in self.kernels)
 
+    def of_nodes(self) -> tuple[tuple[str, float], ...]:
+        """(node of the float model, its share of the seconds of the kernels that compute it), by name."""
+        found: dict[str, float] = {}
+        for kernel in self.kernels:
+            for node in (owners := self.owners.get(kernel.name, frozenset())):
+                found[node] = found.get(node, 0.0) + self.seconds[kernel.name] / len(owners)
+        return tuple(sorted(found.items()))
+
 
 @dataclass
 class NodeGroups:

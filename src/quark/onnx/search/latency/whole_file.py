@@ -52,13 +52,22 @@ class FileRatio:
     pairs: float
 
     @property
+    def faster(self) -> bool:
+        """True where the file is faster by more than it may differ from itself."""
+        return self.ratio < 1 - TOLERANCE
+
+    @property
     def slower(self) -> bool:
         """True where the file is slower by more than it may differ from itself."""
         return self.ratio > 1 + TOLERANCE and self.pairs >= _MOST_PAIRS
 
 
 def refuse_slower(
-    model: ir.Model, quantized: onnx.ModelProto | Path, feeds: Sequence[Feed], settings: Settings
+    model: ir.Model,
+    quantized: onnx.ModelProto | Path,
+    feeds: Sequence[Feed],
+    settings: Settings,
+    sizes: tuple[int, int] = (1, 0),
 ) -> None:
     """Log what a quantized model takes beside the float one.
 
@@ -67,9 +76,10 @@ def refuse_slower(
         quantized: What was made of it.
         feeds: Samples, of which the first is run; noise where there are none.
         settings: The number of threads.
+        sizes: Bytes of the float model, and of the quantized one.
 
     Raises:
-        SlowerThanFloatError: It is slower.
+        SlowerThanFloatError: It is slower; or no faster, and no smaller.
     """
     feed, words = (feeds[0], "the first sample") if feeds else noise_sample(model) or (None, "")
     if feed is None:
@@ -84,6 +94,12 @@ def refuse_slower(
         raise SlowerThanFloatError(
             f"The quantized model takes {found.ratio:.2f} times as long as the float one, on {words}. Possible: the "
             "float model as it is, or --no-measure for a smaller file."
+        )
+    before, after = sizes
+    if not found.faster and after >= before:
+        raise SlowerThanFloatError(
+            f"The quantized model is neither faster than the float one ({found.ratio:.2f} of its time, on {words}) nor "
+            f"smaller ({after} bytes for {before}). Possible: the float model as it is."
         )
     logger.info(f"Time / float {found.ratio:.2f} ({found.seconds * 1e3:.3f} ms in float, on {words}).")
 

@@ -37,6 +37,8 @@ from quark.onnx.search.evaluator import PartValues
 from quark.onnx.search.noise.sources import Noise, NoiseModel, NoiseRun, NoiseSource
 
 _SIGNS_SEED = 0
+_LEAST_COST = 0.01
+"""Nodes that a move costs at least."""
 _FIRST_GROUPS = 8
 """Groups before the first is split."""
 
@@ -65,26 +67,36 @@ class OutputNoise:
                 found[node] = found.get(node, 0.0) + power / len(source.holders)
         return found
 
-    def worst_nodes(self, count: int, before: Iterable[str] = ()) -> list[str]:
+    def worst_nodes(
+        self, count: float, before: Iterable[str] = (), costs: Mapping[str, float] | None = None
+    ) -> list[str]:
         """The nodes that are best left in float, at most `count` of them, the ones that gain most first.
 
         Args:
             count: How many, beside those before.
             before: Nodes that are in float already.
+            costs: Node -> as how many it counts; None for one each.
 
         A tensor is quantized as long as one of its holders is. So a step takes all that still hold one tensor, and the
-        step is taken that removes most noise for each node: greedy, as for a knapsack.
+        step is taken that removes most noise for its cost: greedy, as for a knapsack.
         """
         first = dict.fromkeys(before)
         chosen = dict(first)
-        count += len(first)
+
+        def cost(nodes: Iterable[str]) -> float:
+            return sum(1.0 if costs is None else costs.get(node, 0.0) for node in nodes)
+
+        count += cost(first)
         left = {source: power for source, power in self.powers.items() if not source.holders <= set(chosen)}
-        while left and len(chosen) < count:
+        while left:
             moves = {source.holders - set(chosen) for source in left}
-            fitting = [move for move in moves if 0 < len(move) <= count - len(chosen)]
+            # What costs next to nothing is worth no more than a hundredth of a node tells.
+            fitting = {
+                move: max(cost(move), _LEAST_COST) for move in moves if move and cost(move) <= count - cost(chosen)
+            }
             if not fitting:
                 break
-            gains = {move: self._removed(left, set(chosen) | move) / len(move) for move in fitting}
+            gains = {move: self._removed(left, set(chosen) | move) / price for move, price in fitting.items()}
             best = max(fitting, key=lambda move: (gains[move], sorted(move)))
             if not gains[best]:
                 break
