@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from quark.core.metrics import sqnr
 from quark.core.spec import LayerSpec, spec
 from quark.errors import ConfigError, NotSupportedError, QuarkError, StructureError
+from quark.onnx import ModelQuantizer
 from quark.onnx.config.settings import Settings, SpecSettings
 from quark.onnx.graph.model_file import infer_shapes, load, opset, read, to_proto
 from quark.onnx.graph.pattern import Const, either, match, op, scalar
@@ -632,3 +633,22 @@ def test_factors_behind_a_concat_go_into_what_it_joins(kind: str) -> None:
     assert left == {"Conv": [], "Relu": ["Add"], "MaxPool": ["Add"]}[kind]
     done = to_proto(quantize(load(source), U8S8, Reader([sample])))
     assert sqnr(outputs(source, sample)[0], outputs(done, sample)[0]) > 30
+
+
+@pytest.mark.parametrize("norm", ["ReduceL2", "Sqrt"])
+@pytest.mark.parametrize("preset", ["INT8_CPU_DYNAMIC", "INT8_CPU_WEIGHTS", "A8W8"])
+def test_weights_that_follow_from_constants_are_weights(norm: str, preset: str) -> None:
+    """Weight norm, as PyTorch writes it: w = g v / |v|, by an operator of its own or as a root of a sum."""
+    b = Builder()
+    v, g = b.constant("v", b.random.normal(0, 1, (16, 8, 3))), b.constant("g", b.random.uniform(0.5, 2, (16, 1, 1)))
+    if norm == "ReduceL2":
+        length = b.node("ReduceL2", [v], "length", axes=[1, 2])
+    else:
+        squares = b.node("ReduceSum", [b.node("Mul", [v, v], "square"), b.integers("axes", [1, 2])], "squares")
+        length = b.node("Sqrt", [squares], "length")
+    weight = b.node("Mul", [g, b.node("Div", [v, length], "direction")], "w")
+    proto = b.model({"x": ["n", 8, 32]}, {b.node("Conv", ["x", weight], "y"): ["n", 16, 30]})
+    sample = {"x": b.random.normal(0, 1, (2, 8, 32)).astype(np.float32)}
+    quantized = ModelQuantizer(preset).quantize_model(proto, None, [sample])
+    assert quantized is not None and not {"Div", "ReduceL2", "Sqrt"} & set(types(quantized))
+    assert 30 < sqnr(outputs(proto, sample)[0], outputs(quantized, sample)[0]) < 60

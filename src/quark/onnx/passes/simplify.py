@@ -20,8 +20,25 @@ from quark.onnx_ops.graph_writer import add_constant, redirect
 
 MOVES = ("Cast", "Concat", "Expand", "Gather", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze")
 COMPUTES = ("Add", "ConstantOfShape", "Div", "Equal", "Floor", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Range")
-FOLDED = (*MOVES, *COMPUTES, "ReduceProd", "Sub", "Where", "And", "Or", "Less", "Greater", "Ceil", "Sqrt", "Pow")
-"""Op types that are computed where all inputs are constant: arithmetic of shapes, and weights that are only moved."""
+NORMS = ("Abs", "Exp", "Log", "MatMul", "Reciprocal", "ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin",
+         "ReduceSum", "ReduceSumSquare", "Sigmoid", "Sign", "Softplus", "Tanh")  # fmt: skip
+"""What weights are computed by from constants: a norm and a direction (weight norm), a mean and a deviation, masks."""
+FOLDED = (
+    *MOVES,
+    *COMPUTES,
+    *NORMS,
+    "ReduceProd",
+    "Sub",
+    "Where",
+    "And",
+    "Or",
+    "Less",
+    "Greater",
+    "Ceil",
+    "Sqrt",
+    "Pow",
+)
+"""Op types that are computed where all inputs are constant: arithmetic of shapes, and weights."""
 
 OPEN = np.iinfo(np.int64).min
 """Stands for a dimension that is not fixed."""
