@@ -20,6 +20,7 @@ from quark.core.names.patterns import unmatched_as_documented
 from quark.errors import CalibrationError, ConfigError, DamageError, NotSupportedError
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.inputs import file_bytes, model_inputs
+from quark.onnx.calibration.data.own_time import own_time
 from quark.onnx.calibration.data.padding import without_padding
 from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.calibration.data.samples import Samples
@@ -55,11 +56,13 @@ class _Source:
         given: By the user.
         model: The float model as it was loaded, which nothing changes.
         kept: Some of its calibration samples, where there are any.
+        start: When its quantization began, by the clock of this process.
     """
 
     given: Model
     model: ir.Model
     kept: SpreadSamples | None
+    start: float
 
     @property
     def bytes(self) -> int:
@@ -166,7 +169,7 @@ class ModelQuantizer:
                 model = load(model_input)
                 settings, reader = with_channels_last(model, settings, reader)
                 kept = reader = None if reader is None else SpreadSamples(reader, model)
-                source = _Source(model_input, model.clone(), kept)
+                source = _Source(model_input, model.clone(), kept, own_time())
                 if settings.metrics:
                     reader = repeatable(reader, model, settings)
                 model = quantize(model, settings, reader, None if kept is None else kept.outputs)
@@ -238,7 +241,7 @@ class ModelQuantizer:
                 model = load(model_input)
                 settings, reader = with_channels_last(model, self.settings, reader)
                 kept = None if reader is None else SpreadSamples(reader, model)
-                source = _Source(model_input, model.clone(), kept)
+                source = _Source(model_input, model.clone(), kept, own_time())
                 data = repeatable(kept, model, settings)
                 alternative = None if without_samples is None else Alternative(model.clone(), without_samples.settings)
                 weights = None if weights_alone is None else WeightsAlone(model.clone(), weights_alone.settings)
@@ -288,9 +291,11 @@ class ModelQuantizer:
             SlowerThanFloatError: It is slower than the float model, where the settings ask for that.
             FormatError: ONNX Runtime does not load what was made of a model that it loads.
         """
+        from quark.onnx.search.history import TimeBudget
         from quark.onnx.search.latency.whole_file import refuse_slower
-        from quark.onnx.search.lost_outputs.advice import Retrying, refuse_damage
+        from quark.onnx.search.lost_outputs.advice import LEAST_SECONDS, SHARE, refuse_damage
         from quark.onnx.search.lost_outputs.damage import MADE, damage
+        from quark.onnx.search.lost_outputs.trials import Trials
 
         model, kept = source.model, source.kept
         feeds = [] if kept is None else kept.feeds()
@@ -301,8 +306,9 @@ class ModelQuantizer:
             with suppress(NotSupportedError):  # of operators that it does not know it cannot say
                 require_loads(quantized, MADE)
         if kept is not None:
-            retry = Retrying(source.given, self.settings, kept.feeds()) if self.settings.tries_advice else None
-            refuse_damage(self.damage, self.settings.least_sqnr, model, quantized, kept.feeds(), retry)
+            budget = TimeBudget.of(max(LEAST_SECONDS, SHARE * (own_time() - source.start)), own_time)
+            trials = Trials(source.given, self.settings, kept.feeds(), budget) if self.settings.tries_advice else None
+            refuse_damage(self.damage, self.settings.least_sqnr, model, quantized, kept.feeds(), trials, budget)
         elif self.settings.least_sqnr is not None:
             _refuse_lost_on_noise(model, quantized, self.settings)
         if self.settings.measurement.whole_file:

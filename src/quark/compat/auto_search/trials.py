@@ -34,8 +34,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.flow.flow import finish
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
-from quark.onnx.graph.output_parts import OutputPart
-from quark.onnx.search.evaluator import Distance, Evaluator, Scorer, mean_distance
+from quark.onnx.search.evaluator import Distance, Evaluator, Score, Scorer, mean_distance
 from quark.onnx.search.history import History
 from quark.onnx.search.settle import check_algorithms, convert
 from quark.onnx_ops.saving import save
@@ -138,9 +137,9 @@ class _FileScorer(Scorer):
     def __init__(self, evaluator: FileEvaluator, baseline: float, path: Path) -> None:
         self._evaluator, self._baseline, self._path = evaluator, baseline, path
 
-    def score(self, model: ir.Model, count: int | None = None) -> tuple[float, OutputPart | None]:
+    def score(self, model: ir.Model, count: int | None = None) -> Score:
         """The score of the file."""
-        return self._baseline - float(self._evaluator(str(self._path))), None
+        return Score(self._baseline - float(self._evaluator(str(self._path))), None)
 
 
 class Study:

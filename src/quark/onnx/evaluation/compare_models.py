@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -191,20 +192,24 @@ class _Layers:
 
 
 def damaged_layers(
-    model: onnx.ModelProto | Path, quantized: onnx.ModelProto | Path, feeds: Sequence[Feed]
+    model: onnx.ModelProto | Path,
+    quantized: onnx.ModelProto | Path,
+    feeds: Sequence[Feed],
+    left: Callable[[], float] = lambda: math.inf,
 ) -> list[tuple[ComparedLayer, float]]:
     """The layers that lose something of what comes to them, most first, each with the SQNR in dB of its worst input.
 
     Args:
         model, quantized: A float model, and what was made of it.
         feeds: Samples.
+        left: Gives the seconds that are left; with none, no sample after the first is run.
     """
     protos = [read_header(each) if isinstance(each, Path) else each for each in (model, quantized)]
     folders = [each.parent if isinstance(each, Path) else None for each in (model, quantized)]
     layers = _Layers(protos, folders, 1, in_float=not integer_kernels_are_exact())
     reads, given = _reads(protos[0].graph), {value.name for value in protos[0].graph.input}
-    for feed in feeds:
-        layers.update(feed)
+    for _ in takewhile(lambda _: left() >= 0, map(layers.update, feeds)):
+        pass
     known = {layer.tensor: layer for layer in layers.compared if layer.damage.signal}
     lost = []
     for name, layer in known.items():

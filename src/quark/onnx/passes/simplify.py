@@ -22,7 +22,7 @@ MOVES = ("Cast", "Concat", "Expand", "Gather", "Reshape", "Slice", "Squeeze", "T
 COMPUTES = ("Add", "ConstantOfShape", "Div", "Equal", "Floor", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Range")
 NORMS = ("Abs", "Exp", "Log", "MatMul", "Reciprocal", "ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin",
          "ReduceSum", "ReduceSumSquare", "Sigmoid", "Sign", "Softplus", "Tanh")  # fmt: skip
-"""What weights are computed by from constants: a norm and a direction (weight norm), a mean and a deviation, masks."""
+"""Op types by which graphs compute weights from constants: a norm and a direction (weight norm), a mean, a mask."""
 FOLDED = (
     *MOVES,
     *COMPUTES,

@@ -279,7 +279,7 @@ class ScoredModel:
     sums: Sums = ()
 
     def scored_by(self, scorer: Scorer) -> ScoredModel:
-        """The same model with the score on other samples."""
+        """This model with the score on other samples."""
         found = scorer.score(self.model)
         return replace(self, score=found.value, output=found.part, sums=found.sums)
 

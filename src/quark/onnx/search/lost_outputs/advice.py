@@ -1,49 +1,47 @@
-"""advice: which nodes in float bring a lost model back, tried before it is given; the error that gives it.
+"""advice: what lost outputs come from and what brings them back, tried before it is given; the error that gives it.
 
 The nodes that lose most are left in float with all that makes or reads the tensors that they lose it in: a tensor has
-codes as long as one of these is quantized. What is lost then names the next ones, a few times over.
-
-It is tried by quantizing once more, without some nodes, on the samples that were kept (`Retrying`).
+codes as long as one of these is quantized. What is lost then names the next ones, a few times over. Beside that, other
+scales and types are tried (`trials.py`). All of it ends at a share of the time that the quantization took.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnx_ir as ir
 
-from quark.base.log import logger, severity
-from quark.errors import DamageError, QuarkError
-from quark.onnx.calibration.data.inputs import Feed, model_inputs
-from quark.onnx.calibration.data.samples import Samples
-from quark.onnx.calibration.prepared import Prepared
-from quark.onnx.calibration.statistics import Statistics
+from quark.base.log import logger
+from quark.errors import DamageError
+from quark.onnx.calibration.data.inputs import Feed
+from quark.onnx.calibration.data.own_time import own_time
+from quark.onnx.config.config import Config
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.presets import get_default_config
 from quark.onnx.config.settings import Settings
-from quark.onnx.evaluation.compare_models import damaged_layers
+from quark.onnx.evaluation.compare_models import ComparedLayer, damaged_layers
 from quark.onnx.flow.body_model import bodies_of
-from quark.onnx.flow.flow import finish
-from quark.onnx.flow.image_layout import with_channels_last
-from quark.onnx.flow.prepare import prepare
-from quark.onnx.graph.model_file import checked_proto, is_constant, load, to_proto
-from quark.onnx.search.lost_outputs.damage import Model, damage
+from quark.onnx.graph.model_file import is_constant, to_proto
+from quark.onnx.search.history import TimeBudget
+from quark.onnx.search.lost_outputs.causes import causes_of
+from quark.onnx.search.lost_outputs.damage import Model
+from quark.onnx.search.lost_outputs.trials import Trials, Tried
 from quark.onnx.search.lost_outputs.verdict import Damage
-from quark.onnx.search.settle import convert
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
 
+SHARE, LEAST_SECONDS = 0.5, 5.0
+"""Share of the time of a quantization that the advice for it may take, and what it may take in any case."""
 _BLAMED = 3
 """Nodes that an error names for what they lose, and that are excluded at once."""
 _TRIES = 4
-"""Quantizations that are tried."""
+"""Sets of nodes that are tried."""
 _LOOKED = 8
 """Samples on which it is looked for what nodes lose."""
-
-_Retry = Callable[[frozenset[str]], tuple[onnx.ModelProto, Damage | None]]
-"""Quantizes without some nodes: the model, and what is left of its outputs."""
+_NAMED = 8
+"""Nodes that an error names of those that were tried in vain; the log names all."""
 
 
 @dataclass(frozen=True)
@@ -53,71 +51,121 @@ class _Advice:
     Attributes:
         blamed: Names of the nodes that lose most, worst first.
         losses: What comes to each, and what it gives, in words.
-        nodes: Nodes that bring the outputs back, if they stay in float; or that were tried in vain.
+        causes: What they come from, a sentence each.
+        nodes: Nodes that were tried in float.
         tried: What is left with these in float; None where nothing was tried.
+        others: What else was tried, and what it leaves, in words.
     """
 
     blamed: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
-    tried: Damage | None = None
+    tried: Tried | None = None
+    others: tuple[str, ...] = ()
 
     @property
     def blame(self) -> str:
-        """Where most is lost, a sentence with a space after; nothing where no node is blamed."""
+        """Where most is lost, and why, in sentences with a space after; nothing where no node is blamed."""
         shown = "; ".join(f"{node} ({loss})" for node, loss in zip(self.blamed, self.losses, strict=True))
-        vain = "" if self.tried is None or not self.tried.lost else (
-            f"Excluding {len(self.nodes)} nodes that lose most was tried and does not help ({self.tried}). "
-        )  # fmt: skip
-        return f"{f'Most is lost at {shown}. ' if shown else ''}{vain}"
+        found = [f"Most is lost at {shown}"] if shown else []
+        found += self.causes
+        if self.tried is not None and self.tried.left.lost:
+            named = ", ".join(self.nodes[:_NAMED]) + (" ..." if len(self.nodes) > _NAMED else "")
+            found.append(
+                f"Excluding the {len(self.nodes)} nodes that lose most ({named}) was tried and does not help "
+                f"({self.tried})"
+            )
+        return "".join(f"{sentence}. " for sentence in found)
 
     @property
-    def exclusion(self) -> str:
-        """The nodes to exclude, with a comma after; nothing where that was not tried, or does not help."""
-        if self.tried is None or self.tried.lost:
-            return ""
-        return f"exclude {', '.join(self.nodes)} (tried: {self.tried}), "
+    def cures(self) -> str:
+        """The cures, with a comma after each; nothing where nothing that was tried does."""
+        nodes = self.tried is not None and not self.tried.left.lost
+        found = [f"exclude {', '.join(self.nodes)} (tried: {self.tried})"] if nodes else []
+        return "".join(f"{cure}, " for cure in (*found, *self.others))
 
 
-def _exclusion_that_helps(
-    model: ir.Model, quantized: onnx.ModelProto | Path, feeds: Sequence[Feed], retry: _Retry | None
+def _advice(
+    model: ir.Model,
+    quantized: onnx.ModelProto | Path,
+    feeds: Sequence[Feed],
+    trials: Trials | None,
+    budget: TimeBudget,
 ) -> _Advice:
-    """Find the nodes that lose most, and those without which the outputs are not lost.
+    """Find the nodes that lose most, why, and what brings the outputs back.
 
     Args:
         model: The float model, with the names that a user can exclude.
         quantized: What was made of it.
         feeds: Samples.
-        retry: What quantizes without some nodes; None to try nothing.
+        trials: What quantizes in other ways; None to try nothing.
+        budget: The time for all of it.
     """
-    source, chosen, advice = to_proto(model), list[str](), _Advice()
-    feeds = feeds[:: -(-len(feeds) // _LOOKED)]
+    source, feeds = to_proto(model), feeds[:: -(-len(feeds) // _LOOKED)]
     makers = {value.name: node.name or "" for node in model.graph for value in node.outputs}
+    layers = _damaged(source, quantized, feeds, budget)
+    blamed = {makers[layer.tensor]: (layer, before) for layer, before in reversed(layers[:_BLAMED])}
+    losses = [f"{before:.1f} dB -> {layer.sqnr:.1f}" for layer, before in reversed(blamed.values())]
+    tensors = [layer.tensor for layer, _ in layers[:_BLAMED]]
+    causes = causes_of(model, quantized, tensors, feeds, budget)
+    for cause in causes:
+        logger.info("%s.", cause)
+    advice = _Advice(tuple(reversed(blamed)), tuple(losses), tuple(causes))
+    if trials is None or not layers:
+        return advice
+    advice = replace(advice, others=_other_scales(trials))
+    chosen, tried = _nodes_that_help(model, source, layers, feeds, trials)
+    return replace(advice, nodes=chosen, tried=tried)
+
+
+def _nodes_that_help(
+    model: ir.Model,
+    source: onnx.ModelProto,
+    layers: list[tuple[ComparedLayer, float]],
+    feeds: Sequence[Feed],
+    trials: Trials,
+) -> tuple[tuple[str, ...], Tried | None]:
+    """The nodes that lose most, as many as it takes; and what is left with them in float.
+
+    The value is that of the quantization that was refused, with all that it does beside, where there is time.
+    """
+    chosen, tried = list[str](), None
     for _ in range(_TRIES):
-        # It adds outputs to what it is given.
-        copied = onnx.ModelProto()
-        copied.CopyFrom(source)
-        layers = damaged_layers(copied, quantized, feeds)
-        if not advice.blamed:
-            blamed = {makers[layer.tensor]: (layer, before) for layer, before in reversed(layers[:_BLAMED])}
-            losses = [f"{before:.1f} dB -> {layer.sqnr:.1f}" for layer, before in reversed(blamed.values())]
-            advice = _Advice(tuple(reversed(blamed)), tuple(losses))
         worst = [layer.tensor for layer, _ in layers if _around(model, [layer.tensor]) - set(chosen)][:_BLAMED]
-        if retry is None or not worst:
-            return advice
-        chosen += sorted(_around(model, worst) - set(chosen))
-        try:
-            with severity(2):
-                quantized, left = retry(frozenset(chosen))
-        except QuarkError as error:
-            logger.debug(f"Nothing is left to try: {error}")
-            return advice
-        if left is None:
-            return advice
-        advice = _Advice(advice.blamed, advice.losses, tuple(chosen), left)
-        if not left.lost:
-            return advice
-    return advice
+        more = sorted(_around(model, worst) - set(chosen))
+        found = trials.without(frozenset((*chosen, *more))) if worst else None
+        if found is None:
+            break
+        chosen, tried = chosen + more, found
+        logger.info("In float in this trial: %s.", ", ".join(chosen))
+        if not tried.left.lost:
+            break
+        layers = _damaged(source, tried.model, feeds, trials.budget)
+    whole = None if tried is None else trials.without(frozenset(chosen), whole=True)
+    return tuple(chosen), whole or tried
+
+
+def _other_scales(trials: Trials) -> tuple[str, ...]:
+    """Return what weights with scales of channels, and another type, leave, where it is enough."""
+    half = lower(Config(get_default_config("BF16"))).specs.layer
+
+    def in_half(settings: Settings) -> Settings:
+        return replace(settings, specs=replace(settings.specs, layer=half))
+
+    found = {"weights with a scale for each channel, where the target takes them": trials.with_channel_scales()}
+    if trials.settings.specs.layer != half:
+        found["BF16 (--config BF16)"] = trials.tried("BF16", in_half)
+    return tuple(f"{what} (tried: {tried.left})" for what, tried in found.items() if tried and not tried.left.lost)
+
+
+def _damaged(
+    source: onnx.ModelProto, quantized: onnx.ModelProto | Path, feeds: Sequence[Feed], budget: TimeBudget
+) -> list[tuple[ComparedLayer, float]]:
+    # It adds outputs to what it is given.
+    copied = onnx.ModelProto()
+    copied.CopyFrom(source)
+    return damaged_layers(copied, quantized, feeds, budget.left)
 
 
 def _around(model: ir.Model, tensors: Sequence[str]) -> set[str]:
@@ -140,15 +188,17 @@ def refuse_damage(
     model: ir.Model,
     quantized: Model,
     feeds: Sequence[Feed],
-    retry: _Retry | None = None,
+    trials: Trials | None = None,
+    budget: TimeBudget | None = None,
 ) -> None:
-    """Log what was found; raise DamageError where it is too little, and say which nodes in float would help.
+    """Log what was found; raise DamageError where it is too little, and say why, and what would help.
 
     Args:
         found: From `damage`.
         least: In dB; None: log only.
         model, quantized, feeds: As for `damage`.
-        retry: What quantizes the model without some nodes, and what is then left; None to try nothing.
+        trials: What quantizes the model in other ways, and what is then left; None to try nothing.
+        budget: The time that the advice may take; None for the least.
     """
     if found is None:
         return
@@ -158,59 +208,20 @@ def refuse_damage(
     if least is None:
         logger.warning(f"The quantized model has lost its outputs on calibration samples: {found}.")
         return
-    named = weight_bytes(model) < PROTOBUF_LIMIT
-    advice = _exclusion_that_helps(model, quantized, feeds, retry) if named else _Advice()
+    named, budget = weight_bytes(model) < PROTOBUF_LIMIT, budget or TimeBudget.of(LEAST_SECONDS, own_time)
+    if named and trials is not None:
+        logger.info(
+            "The quantized model has lost its outputs: %s. It is made, and --allow-damage writes it as it is. For at "
+            "most %.0f s it is now looked for what they are lost by, and what would help.",
+            found,
+            budget.shown or 0.0,
+        )
+    advice = _advice(model, quantized, feeds, trials, budget) if named else _Advice()
     # Without an If, Loop or Scan there may be nothing left to quantize: nodes within it can be named as well.
     within = advice.blamed and set(advice.blamed) <= {body.node.name for body in bodies_of(model.graph)}
-    exclusion = "exclude nodes within their bodies, " if within else advice.exclusion
+    cures = "exclude nodes within their bodies, " if within else advice.cures
     raise DamageError(
         f"The quantized model has lost its outputs on calibration samples: {found}; {least:g} dB are asked for. "
-        f"{advice.blame}Possible: {exclusion}another configuration, "
+        f"{advice.blame}Possible: {cures}another configuration, "
         "more or better calibration data, or --allow-damage to write it as it is."
     )
-
-
-# What an advice is tried by ------------------------------------------------------------------------------------------
-
-
-CALIBRATED = 64
-"""Samples that it calibrates on."""
-
-
-class Retrying:
-    """Quantizes a model without some nodes, as often as it is asked to; the model is calibrated once.
-
-    Args:
-        source: The float model, as `load` takes it.
-        settings: Of the quantization that lost the outputs. Algorithms are left out: they would be run on each try.
-        feeds: Samples.
-    """
-
-    def __init__(self, source: Any, settings: Settings, feeds: Sequence[Feed]) -> None:
-        self._source, self._feeds = source, feeds
-        calibration = replace(settings.calibration, statistics=None, range_file=None, figures=False)
-        self._settings = replace(
-            settings, calibration=calibration, algorithms=(), equalization=None, equalize_if_better=False,
-            correct_biases=False, measurement=replace(settings.measurement, enabled=False), prepared_file=None,
-        )  # fmt: skip
-        self._statistics: dict[str, Statistics] = {}
-
-    @cached_property
-    def _prepared(self) -> tuple[ir.Model, Settings]:
-        model, settings = self._loaded()
-        return model, prepare(model, settings)
-
-    def _loaded(self) -> tuple[ir.Model, Settings]:
-        """The float model as the feeds fit it, and what is then left to do."""
-        model = load(self._source)
-        return model, with_channels_last(model, self._settings, None)[0]
-
-    def __call__(self, names: frozenset[str]) -> tuple[onnx.ModelProto, Damage | None]:
-        """The model with these nodes in float, and what is left of its outputs."""
-        model, settings = self._prepared
-        specs = replace(settings.specs, exclude=(*settings.specs.exclude, names))
-        data = Samples(self._feeds[:CALIBRATED], model_inputs(model))
-        quantized = convert(Prepared(model, data, statistics=self._statistics).copy(), replace(settings, specs=specs))
-        finish(quantized, settings)
-        proto = checked_proto(quantized)
-        return proto, damage(self._loaded()[0], proto, self._feeds, settings)

@@ -11,7 +11,7 @@ candidate, as a noise in the float model, and the outputs decide. Quiet tensors 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -98,20 +98,16 @@ def leave_in_float(
         known = noise, []
     found, before = known
     quantized = found.of_nodes().keys() - set(before)
-    costs = _costs(settings, quantized | set(before))
+    # The seconds of a node over those of a usual one.
+    seconds = {node: taken for node, taken in settings.measurement.node_seconds if node in found.of_nodes()}
+    usual = sum(seconds.values()) / max(1, len(seconds))
+    costs = {node: taken / usual for node, taken in seconds.items()} if usual else None
     count = config.share * len(quantized)
     nodes = found.worst_nodes(math.ceil(count) if costs is None else count, before, costs)
     if not nodes:
         raise NothingQualifiesError("FloatNodes: the outputs have no noise that few nodes in float would take away.")
     logger.info("In float, for the noise that they put into the outputs: %s.", ", ".join(nodes))
     return replace(settings, specs=replace(settings.specs, exclude=(*settings.specs.exclude, *nodes)))
-
-
-def _costs(settings: Settings, nodes: Collection[str]) -> dict[str, float] | None:
-    """Node -> its seconds in float over those of a usual one; None where none was timed."""
-    seconds = {node: taken for node, taken in settings.measurement.node_seconds if node in nodes}
-    every = sum(seconds.values())
-    return {node: taken * len(nodes) / every for node, taken in seconds.items()} if every else None
 
 
 # Ranges --------------------------------------------------------------------------------------------------------------

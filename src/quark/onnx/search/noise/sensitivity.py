@@ -80,33 +80,31 @@ class OutputNoise:
         A tensor is quantized as long as one of its holders is. So a step takes all that still hold one tensor, and the
         step is taken that removes most noise for its cost: greedy, as for a knapsack.
         """
-        first = dict.fromkeys(before)
-        chosen = dict(first)
+        first = list(dict.fromkeys(before))
+        chosen = list(first)
+        count += _cost(first, costs)
+        while best := self._best_move(chosen, count - _cost(chosen, costs), costs):
+            chosen += sorted(best)
+        return chosen[len(first) :]
 
-        def cost(nodes: Iterable[str]) -> float:
-            return sum(1.0 if costs is None else costs.get(node, 0.0) for node in nodes)
+    def _best_move(
+        self, chosen: Sequence[str], room: float, costs: Mapping[str, float] | None
+    ) -> frozenset[str] | None:
+        """The nodes that remove most noise for their cost, beside those that are chosen; None where none fit."""
+        before = set(chosen)
+        left = {source: power for source, power in self.powers.items() if not source.holders <= before}
+        gains: dict[frozenset[str], float] = {}
+        for move in {source.holders - before for source in left}:
+            if _cost(move, costs) <= room:
+                removed = sum(power for source, power in left.items() if source.holders <= before | move)
+                gains[move] = removed / max(_cost(move, costs), _LEAST_COST)
+        best = max(gains, key=lambda move: (gains[move], sorted(move)), default=None)
+        return best if best and gains[best] else None
 
-        count += cost(first)
-        left = {source: power for source, power in self.powers.items() if not source.holders <= set(chosen)}
-        while left:
-            moves = {source.holders - set(chosen) for source in left}
-            # What costs next to nothing is worth no more than a hundredth of a node tells.
-            fitting = {
-                move: max(cost(move), _LEAST_COST) for move in moves if move and cost(move) <= count - cost(chosen)
-            }
-            if not fitting:
-                break
-            gains = {move: self._removed(left, set(chosen) | move) / price for move, price in fitting.items()}
-            best = max(fitting, key=lambda move: (gains[move], sorted(move)))
-            if not gains[best]:
-                break
-            chosen |= dict.fromkeys(sorted(best))
-            left = {source: power for source, power in left.items() if not source.holders <= set(chosen)}
-        return [name for name in chosen if name not in first]
 
-    @staticmethod
-    def _removed(powers: Mapping[NoiseSource, float], nodes: set[str]) -> float:
-        return sum(power for source, power in powers.items() if source.holders <= nodes)
+def _cost(nodes: Iterable[str], costs: Mapping[str, float] | None) -> float:
+    """As how many nodes some count together."""
+    return sum(1.0 if costs is None else costs.get(node, 0.0) for node in nodes)
 
 
 def sensitivity(

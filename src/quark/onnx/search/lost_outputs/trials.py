@@ -1,0 +1,140 @@
+"""trials: what would be left of lost outputs in another quantization, tried in the time that there is.
+
+A quick trial leaves out the algorithms and corrections of the quantization that lost the outputs, which take most of
+its time: it finds nodes, and compares kinds of scales. What an error promises is the value of a whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from quark.base.log import logger, severity
+from quark.core.granularity import PerChannel
+from quark.core.spec import LayerSpec, ScaleType
+from quark.errors import QuarkError
+from quark.onnx.calibration.data.inputs import Feed, model_inputs
+from quark.onnx.calibration.data.readers import TimeUpError
+from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.prepared import Prepared
+from quark.onnx.calibration.statistics import Statistics, fingerprint
+from quark.onnx.config.settings import Settings
+from quark.onnx.flow.flow import finish
+from quark.onnx.flow.image_layout import with_channels_last
+from quark.onnx.flow.prepare import prepare
+from quark.onnx.graph.model_file import checked_proto, load
+from quark.onnx.search.history import TimeBudget
+from quark.onnx.search.lost_outputs.damage import damage
+from quark.onnx.search.lost_outputs.verdict import Damage
+from quark.onnx.search.settle import convert
+
+CALIBRATED = 64
+"""Samples that a trial calibrates on."""
+
+Change = Callable[[Settings], Settings]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A model that was tried.
+
+    Attributes:
+        model: It.
+        left: Of its outputs.
+        whole: Whether it was quantized with all algorithms and corrections.
+    """
+
+    model: onnx.ModelProto
+    left: Damage
+    whole: bool
+
+    def __str__(self) -> str:
+        return f"{self.left}{'' if self.whole else ', without the corrections, for which there was no time'}"
+
+
+class Trials:
+    """Quantizes a model in other ways, as often as there is time; the model is calibrated once.
+
+    Args:
+        source: The float model, as `load` takes it.
+        settings: Of the quantization that lost the outputs.
+        feeds: Samples.
+        budget: The time for all trials.
+    """
+
+    def __init__(self, source: Any, settings: Settings, feeds: Sequence[Feed], budget: TimeBudget) -> None:
+        self._source, self._feeds, self.budget = source, feeds, budget
+        calibration = replace(settings.calibration, statistics=None, range_file=None, figures=False)
+        self.settings = replace(
+            settings, calibration=calibration, prepared_file=None,
+            measurement=replace(settings.measurement, enabled=False),
+        )  # fmt: skip
+        self._statistics: dict[str, Statistics] = {}
+
+    @cached_property
+    def _prepared(self) -> tuple[ir.Model, Settings]:
+        model, settings = self._loaded()
+        return model, prepare(model, settings)
+
+    def _loaded(self) -> tuple[ir.Model, Settings]:
+        """The float model as the feeds fit it, and what is then left to do."""
+        model = load(self._source)
+        return model, with_channels_last(model, self.settings, None)[0]
+
+    def without(self, names: frozenset[str], whole: bool = False) -> Tried | None:
+        """Try some nodes in float; None where there is no time, or nothing to compare."""
+
+        def change(settings: Settings) -> Settings:
+            return replace(settings, specs=replace(settings.specs, exclude=(*settings.specs.exclude, names)))
+
+        return self.tried(f"{len(names)} nodes in float", change, whole)
+
+    def with_channel_scales(self) -> Tried | None:
+        """Try a scale for each output channel of a weight; None where the target has one for all."""
+        changed = self._prepared[1].specs.with_layers(_with_channel_scales)
+        if changed == self._prepared[1].specs:
+            return None
+        return self.tried("weights with scales of channels", lambda settings: replace(settings, specs=changed))
+
+    def tried(self, what: str, change: Change, whole: bool = False) -> Tried | None:
+        """Quantize by changed settings, and say what that gave; None where it cannot be, or the time is up."""
+        if self.budget.left() < 0:
+            return None
+        model, settings = self._prepared
+        settings = change(settings)
+        if not whole:
+            settings = replace(
+                settings, algorithms=(), equalization=None, equalize_if_better=False, correct_biases=False
+            )
+        data = Samples(self._feeds[:CALIBRATED], model_inputs(model))
+        data.clock, data.until = self.budget.clock, self.budget.end
+        prepared = Prepared(model.clone(), data, fingerprint(model), statistics=self._statistics)
+        try:
+            with severity(2):
+                quantized = convert(prepared, settings)
+                finish(quantized, settings)
+                proto = checked_proto(quantized)
+            left = damage(self._loaded()[0], proto, self._feeds, settings)
+        except TimeUpError:
+            logger.info("Tried %s: stopped, as the time for advice is up.", what)
+            return None
+        except QuarkError as error:
+            logger.debug("Tried %s: %s", what, error)
+            return None
+        if left is None:
+            return None
+        kind = "the same quantization" if whole else "without corrections"
+        logger.info("Tried %s (%s): %.1f dB; %.0f s for advice left.", what, kind, left.sqnr, self.budget.shown or 0.0)
+        return Tried(proto, left, whole)
+
+
+def _with_channel_scales(layer: LayerSpec) -> LayerSpec:
+    weight = layer.weight
+    if weight is None or not weight.has_zero_point or weight.scale_type is ScaleType.pof2 or not weight.symmetric:
+        return layer
+    return replace(layer, weight=replace(weight, granularity=PerChannel(0)))

@@ -1,0 +1,109 @@
+"""A refusal says what outputs are lost by, what was tried is what is promised, and it comes to an end."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from quark.errors import DamageError
+from quark.onnx import BiasCorrectionConfig, Int8Spec, ModelQuantizer, QConfig, QLayerConfig
+from quark.onnx.config.settings import Settings
+from quark.onnx.graph.model_file import load, read
+from quark.onnx.search.history import TimeBudget
+from quark.onnx.search.lost_outputs import advice as module
+from quark.onnx.search.lost_outputs.causes import causes_of, channel_ratios
+from quark.onnx.search.lost_outputs.trials import Trials
+from tests.models.onnx_zoo import Builder, vectors
+
+FOREVER = TimeBudget(lambda: 0.0)
+
+
+def uneven(ratio: float = 300.0) -> onnx.ModelProto:
+    """Half of the channels of a layer are small, and the next layer makes up for it, as nothing equalizes."""
+    b = Builder()
+    scale = np.where(np.arange(32) % 2, 1.0, 1 / ratio)
+    hidden = b.node("MatMul", ["x", b.constant("w", b.random.normal(0, 0.2, (32, 32)) * scale)], "hidden")
+    b.node("MatMul", [b.node("Mul", [hidden, b.constant("back", 1 / scale)], "even"), b.constant("v", np.eye(32))], "y")
+    return b.model({"x": ["n", 32]}, {"y": ["n", 32]})
+
+
+def spiky() -> onnx.ModelProto:
+    """Half of the output channels read one value, the others a mean of thousands: as loud, of weights as small."""
+    b = Builder()
+    weight = b.random.uniform(-1, 1, (4096, 16)) / 48
+    weight[:, ::2] = np.eye(4096, 8)
+    b.node("MatMul", ["x", b.constant("w", weight)], "y")
+    return b.model({"x": ["n", 4096]}, {"y": ["n", 16]})
+
+
+def quantizer(least: float = 40.0, **more: Any) -> ModelQuantizer:
+    made = ModelQuantizer(QConfig(QLayerConfig(input_tensors=Int8Spec(), weight=Int8Spec()), **more))
+    made.settings = replace(made.settings, least_sqnr=least)
+    return made
+
+
+def test_channels_under_one_scale_are_named_with_their_ratio() -> None:
+    made = ModelQuantizer(QConfig(QLayerConfig(input_tensors=Int8Spec(), weight=Int8Spec())))
+    quantized = made.quantize_model(uneven(40.0), None, vectors(4))
+    assert quantized is not None
+    ratios = dict(channel_ratios(read(quantized)))
+    assert 20 < ratios["hidden_node"] < 80 and set(ratios) == {"hidden_node", "y_node"}
+    (cause,) = causes_of(load(uneven(40.0)), quantized, [], vectors(1), FOREVER)
+    assert "in 1 of 2 weights: hidden_node (" in cause
+
+
+def test_outliers_masks_and_spectra_are_told_apart() -> None:
+    b = Builder()
+    for name, value in (("outlier", 100.0), ("mask", -1e9)):
+        spike = np.zeros((1, 2048))
+        spike[0, 0] = value
+        b.node("Add", ["x", b.constant(f"{name}_c", spike)], name)
+    b.node("Exp", [b.node("Mul", ["x", b.constant("four", np.array(4.0))], "loud")], "power")
+    b.node("Log", ["power"], "y")
+    ends = {name: ["n", 2048] for name in ("outlier", "mask", "y")}
+    proto = b.model({"x": ["n", 2048]}, ends)
+    feed = {"x": b.random.normal(size=(1, 2048)).astype(np.float32)}
+    found = causes_of(load(proto), proto, ["outlier", "mask"], [feed], FOREVER)
+    assert [("an outlier" in each, "a mask" in each, "The logarithm y_node" in each) for each in found] == [
+        (True, False, False), (False, True, False), (False, False, True),
+    ]  # fmt: skip
+    assert causes_of(load(proto), proto, ["outlier"], [feed], TimeBudget(lambda: 1.0, 0.0)) == []
+
+
+def test_what_is_tried_is_the_quantization_that_was_refused() -> None:
+    """With its algorithms; a quick trial leaves them out."""
+    made = quantizer(algo_config=[BiasCorrectionConfig()])
+    trials = Trials(uneven(), made.settings, vectors(8), FOREVER)
+    names = frozenset({"hidden_node"})
+    quick, whole = trials.without(names), trials.without(names, whole=True)
+    assert quick is not None and whole is not None and quick.whole is False and whole.whole is True
+    followed = quantizer(algo_config=[BiasCorrectionConfig()], exclude=["hidden_node"])
+    followed.settings = replace(followed.settings, least_sqnr=None)
+    followed.quantize_model(uneven(), None, vectors(8))
+    assert followed.damage is not None
+    assert whole.left.sqnr == pytest.approx(followed.damage.sqnr, abs=0.01) and "corrections" in str(quick)
+
+
+def test_a_refusal_names_the_cause_and_the_scales_that_help(caplog: pytest.LogCaptureFixture) -> None:
+    feeds = [{"x": np.random.default_rng(seed).normal(size=(1, 4096)).astype(np.float32)} for seed in range(8)]
+    with caplog.at_level(logging.INFO, "quark"), pytest.raises(DamageError) as error:
+        quantizer(least=28.0).quantize_model(spiky(), None, feeds)
+    assert "One scale serves channels of very different ranges" in str(error.value)
+    assert "weights with a scale for each channel" in str(error.value) and "(tried: SQNR" in str(error.value)
+    assert "It is made, and --allow-damage writes it as it is" in caplog.text and "for advice left" in caplog.text
+
+
+def test_an_advice_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At half of the time of the quantization, or a few seconds: here at once."""
+    monkeypatch.setattr(module, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(module, "SHARE", 0.0)
+    settings: list[Settings] = []
+    monkeypatch.setattr("quark.onnx.search.lost_outputs.trials.damage", lambda *given: settings.append(given[3]))
+    with pytest.raises(DamageError, match="Most is lost at .* Possible: another configuration"):
+        quantizer().quantize_model(uneven(), None, vectors(8))
+    assert not settings
