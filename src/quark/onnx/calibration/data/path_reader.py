@@ -15,8 +15,10 @@ import onnx_ir as ir
 
 from quark.base.data_files.arrays import read_npy, read_npz
 from quark.base.data_files.images import WAYS, Resizing
+from quark.base.log import logger
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, ConfigError, FormatError
+from quark.onnx.calibration.data.colours import PREPROCESSOR, Colours
 from quark.onnx.calibration.data.inputs import Feed, Input, check_feed, model_inputs
 from quark.onnx.calibration.data.readers import CalibrationDataReader, check_range
 from quark.onnx.calibration.data.sample_batches import rebatch
@@ -40,12 +42,14 @@ class PathDataReader(CalibrationDataReader):
         batch_size: Rows in a sample. None: files of a folder as they are; from a single file the batch of the model,
             or 1.
         mean: Mean of each colour, or of all, in units of 0 to 1; for images read as floats: (image / 255 - mean) / std.
+            None for what a `preprocessor_config.json` beside the model says.
         std: Standard deviation of the same.
         resize: How images get the size of the input: "stretch", "crop" or "pad"; with ":HEIGHTxWIDTH" where the model
             leaves its size open. None: images have that size already.
 
     Raises:
         CalibrationError: The path is not there, is empty or unreadable, or a sample does not fit the model.
+        ConfigError: mean and std are in units of 0 to 255, or do not belong together.
     """
 
     def __init__(
@@ -60,8 +64,6 @@ class PathDataReader(CalibrationDataReader):
     ) -> None:
         if (mean is None) != (std is None):
             raise ConfigError("mean and std of images belong together: give both or neither.")
-        if std is not None and not np.all(np.asarray(std) > 0):
-            raise ConfigError(f"The std of images must be over 0, got {list(std)}.")
         self._inputs, self._path = model_inputs(model_input), Path(data_path)
         shapes = input_shape or {}
         if not isinstance(shapes, Mapping):
@@ -69,7 +71,10 @@ class PathDataReader(CalibrationDataReader):
                 raise ConfigError(f"input_shape: the model has the inputs {', '.join(self._inputs)}; give a dict.")
             shapes = {next(iter(self._inputs)): shapes}
         self._shapes = shapes
-        self._colour = None if mean is None else (np.array(mean, np.float32), np.array(std, np.float32))
+        self._colours = (
+            Colours.given(mean, std) if mean is not None and std is not None else Colours.beside(model_input)
+        )
+        self._told = False
         self._resizing = None if resize is None else Resizing.parse(resize)
         self._size = batch_size
         self._feeds: Iterator[Feed] = iter(())
@@ -174,15 +179,16 @@ class PathDataReader(CalibrationDataReader):
 
     def _normalised(self, array: NumpyArray, entry: Input, path: Path) -> NumpyArray:
         """An image of 0 to 255 (height, width, colours) by mean and std, in the type of an input."""
-        if self._colour is None:
+        if self._colours is None:
             raise CalibrationError(
                 f"{path} holds 0 to 255 and the model expects {entry}: say how it was trained to see images by "
-                "mean and std, as in (image / 255 - mean) / std."
+                f"mean and std, as in (image / 255 - mean) / std, or by {PREPROCESSOR} beside the model."
             )
-        mean, std = self._colour
-        if {len(mean), len(std)} - {1, array.shape[-1]}:
-            raise ConfigError(f"mean and std of {path} take one number or {array.shape[-1]}, one for each colour.")
-        return ((array / np.float32(255) - mean) / std).astype(entry.dtype)
+        found = self._colours(array, path)
+        if not self._told:
+            self._told, kind = True, "grey" if array.shape[-1] == 1 else "RGB"
+            logger.info("Images are read as %s, %dx%d: %s.", kind, *array.shape[:2], self._colours)
+        return found.astype(entry.dtype)
 
     def _fitting(self, entry: Input, height: int | str | None, width: int | str | None) -> Callable[[Any], Any] | None:
         """Return what resizes an image of Pillow to an input, or None. Raises ConfigError for one of no known size."""

@@ -11,11 +11,14 @@ import numpy as np
 
 from quark.base.data_files.images import files_in_turn, open_image
 from quark.base.files import require_regular
+from quark.base.log import logger
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, FormatError, MissingDependencyError
 from quark.onnx.graph.proto_file import reason
 
-IMAGES = frozenset({".png", ".jpg", ".jpeg"})
+IMAGES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+_NAMED = 3
+"""Files that are skipped whose names are told."""
 SUFFIXES = frozenset({".npy", ".npz"}) | IMAGES
 
 
@@ -57,6 +60,10 @@ def _data_files(folder: Path) -> list[Path]:
     found = files_in_turn(folder, lambda file: file.suffix.lower() in SUFFIXES) if folder.is_dir() else []
     if not found:
         raise CalibrationError(f"{folder} holds no samples; possible: files of {', '.join(sorted(SUFFIXES))}.")
+    others = [file.name for file in sorted(folder.iterdir()) if file.is_file() and file not in found]
+    if others:
+        shown = ", ".join(others[:_NAMED]) + (" ..." if len(others) > _NAMED else "")
+        logger.info("%d files of %s are no samples, and skipped: %s.", len(others), folder, shown)
     return found
 
 
