@@ -24,8 +24,8 @@ Subgraph = tuple[tuple[str, ...], tuple[str, ...]]
 """Of an ONNX graph: (start nodes, end nodes), the nodes on paths from one to the other."""
 
 Scope = str | Subgraph | frozenset[str]
-"""Nodes of an ONNX graph: a name, a regular expression ("^" at its start and ".*" in it, or "re:"), a subgraph, or the
-names that these stood for in the float model.
+"""Nodes of an ONNX graph: a name, a glob, a regular expression ("re:", or "^" at its start and ".*" in it), a subgraph,
+or the names that these stood for in the float model.
 """
 
 

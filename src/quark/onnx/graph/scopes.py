@@ -1,4 +1,9 @@
-"""Scopes: node names, regular expressions and subgraphs, resolved to nodes. What matches nothing is `unmatched`.
+r"""Scopes: node names, patterns and subgraphs, resolved to nodes. What matches nothing is `unmatched`.
+
+    /head/Gemm          the node of that name, whatever characters it has
+    */attn/*            a glob, as the names of layers of folders have
+    re:/layer\d+/.*     a regular expression of the whole name
+    ^/layer.*           the documented one of the start of a name
 
 They speak of the model that the user knows: `prepare` resolves them to names before the passes change the graph. A
 node that takes the place of another stands for it (`edit.STANDS_FOR`); one that a pass removes is simply gone. Nodes of
@@ -32,7 +37,8 @@ def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str, bodies: bool 
     nodes = _by_name(model, bodies)
     found: set[ir.Node] = set()
     scopes = list(scopes)
-    require_names([scope for scope in scopes if isinstance(scope, str) and _is_name(scope)], model, where, bodies)
+    names = [scope for scope in scopes if isinstance(scope, str) and _is_name(scope)]
+    require_names([name for name in names if name in nodes or not _is_glob(name)], model, where, bodies)
     for scope in scopes:
         if isinstance(scope, frozenset):
             found |= {node for name, node in nodes.items() if {name, node.meta.get(STANDS_FOR)} & scope}
@@ -48,9 +54,10 @@ def nodes_of(scopes: Iterable[Scope], model: ir.Model, where: str, bodies: bool 
 
 def _matching(scope: str, nodes: dict[str, ir.Node], where: str) -> set[ir.Node]:
     """The nodes of a name, or of a pattern that is said to match none."""
-    if _is_name(scope):
+    if scope in nodes or (_is_name(scope) and not _is_glob(scope)):
         return {node for name, node in nodes.items() if name == scope}
-    pattern = scope if scope.startswith("re:") else f"re:{scope}{'' if scope.endswith('$') else '.*'}"
+    documented = not scope.startswith("re:") and not _is_name(scope)
+    pattern = f"re:{scope}{'' if scope.endswith('$') else '.*'}" if documented else scope
     require_matches([pattern], nodes, where)
     return {node for name, node in nodes.items() if matches(name, pattern)}
 
@@ -78,6 +85,11 @@ def _absent(name: str, nodes: Collection[str], where: str) -> str:
 def _is_name(scope: str) -> bool:
     """Return True where a scope is the name of a node: documented regular expressions start with ^ and hold ".*"."""
     return not scope.startswith("re:") and not (scope.startswith("^") and ".*" in scope)
+
+
+def _is_glob(scope: str) -> bool:
+    """Return True for what stands for several names, unless a node has that very name."""
+    return any(sign in scope for sign in "*?[")
 
 
 def outside(first: Iterable[str], last: Iterable[str], model: ir.Model) -> set[ir.Node]:
