@@ -178,9 +178,10 @@ class Damage:
     silent: bool = False
 
     def __str__(self) -> str:
-        kept = "" if self.decisions is None else f"{self.decisions:.0%} of what stands out is kept"
+        told = "of the values that stand out (peaks, detections) still do"
+        kept = "" if self.decisions is None else f"{self.decisions:.0%} {told}"
         where = f"at the output {self.output}, over {self.samples} samples"
         if math.isnan(self.sqnr):
             return f"{kept or 'one label'} {where}"
-        nothing = "nothing stands out of them" if self.silent else ""
+        nothing = "no value stands out in these samples" if self.silent else ""
         return "; ".join(filter(None, (f"SQNR {self.sqnr:.1f} dB {where}", kept, nothing)))

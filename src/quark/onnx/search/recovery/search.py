@@ -436,7 +436,11 @@ class _Search:
             return trial.result if trial.result.startswith(_NO_HOPE) else ""
         before, after = (self.scorer.metric.noise(value, 1) for value in (trial.before, trial.after))
         gain = 10 * math.log10(before / after) if before > 0 and after > 0 else math.copysign(math.inf, before)
-        return "" if gain >= step.least else f"{_NO_HOPE}{trial.step} gained {gain:.2f} dB, less than {step.least:.1f}"
+        if gain >= step.least:
+            return ""
+        told = f"gained {gain:.2f} dB" if gain >= 0 else f"lost {-gain:.2f} dB"
+        bound = f"gains {step.least:.1f} dB" if step.least >= 0 else f"loses at most {-step.least:.1f} dB"
+        return f"{_NO_HOPE}{trial.step} {told}, and this is tried only where that {bound}"
 
     def _situation(self, step: Step) -> Situation:
         work, left = self._work(step), max(0.0, MARGIN * (self.left(step) - self.best.seconds))

@@ -119,7 +119,7 @@ def floating(config: FloatNodes, where_lost: bool = False) -> Change:
         if where_lost and not situation.lost:
             return None
         if situation.goal.target is None and not where_lost:
-            return "needs a target: it leaves no node in float that the target does not need"
+            return "needs a target (--reach): nodes in float cost time, so only as many are as the target takes"
         known = known_noise(settings, situation.noises) is not None
         # Fewer runs leave more tensors in groups.
         configs = (replace(config, runs=runs) for runs in range(config.runs, _FEWEST_RUNS - 1, -8))
@@ -205,7 +205,7 @@ def raise_bits(settings: Settings, situation: Situation) -> Settings | str | Non
     """Twice the bits for the layers that gain most by it, until the target is reached."""
     goal = situation.goal
     if goal.target is None:
-        return "needs a target: it raises no more bits than that takes"
+        return "needs a target (--reach): more bits cost size and time, so only as many are given as the target takes"
     raised = raise_all_bits(settings, situation)
     if not isinstance(raised, Settings):
         return raised
