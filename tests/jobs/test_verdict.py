@@ -153,6 +153,13 @@ def test_a_goal_calibrates_where_there_is_time(
     nearest = made(tmp_path / "nearest", goal="vllm")
     assert not nearest.job.algorithms and "To nearest: calibrating (--effort balanced) would take about" in caplog.text
     assert yaml.safe_load((nearest.path / "quark_recipe.yaml").read_text())["effort"] == "fast"
+    # 4-bit floats with inputs lose too much to nearest: what takes a moment is done.
+    monkeypatch.setattr(effort_costs, "measured_speed", lambda *_: 1e9)
+    equal = made(tmp_path / "equal", goal="vllm", scheme="mxfp4")
+    assert [*equal.job.algorithms] == ["equalize"] and "Equalized and to nearest: solving too" in caplog.text
+    recipe = yaml.safe_load((equal.path / "quark_recipe.yaml").read_text())
+    assert (recipe["effort"], recipe["algorithms"]) == ("fast", ["equalize"])
+    monkeypatch.setattr(effort_costs, "measured_speed", lambda *_: 1e6)
     assert made(tmp_path / "asked", **said).job.algorithms  # who names samples wants them read
     assert not made(tmp_path / "fast", goal="vllm", effort="fast").job.algorithms
 

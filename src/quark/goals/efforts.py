@@ -119,10 +119,11 @@ SMOOTH = Steps(("smooth",), "SmoothQuant: outliers of inputs move to weights whe
 FISHER = Steps((QRONOS,), _WHY_FISHER, distills=True)
 _FISHER_IN_GROUPS = Steps((_ON_THE_WAY,), _WHY_FISHER, distills=True)
 FISHER_WITH_INPUTS = Steps((QRONOS,), "Qronos by Fisher information: 43.3 millinats of MXFP4, GPTQ 47.8", distills=True)
-_WHY_EQUALIZED = "equalizing halves what rounded inputs lose"
+EQUALIZED_ALONE = Steps((EQUALIZE,), "equalizing halves what rounded inputs lose")
+"""Where there is no time for a solver."""
 _EQUALIZED = (
-    Steps((EQUALIZE, "qronos"), f"{_WHY_EQUALIZED}; {_BALANCED_SOLVER.why}"),
-    Steps((EQUALIZE, QRONOS), f"{_WHY_EQUALIZED}; {FISHER_WITH_INPUTS.why}", distills=True),
+    Steps((EQUALIZE, "qronos"), f"{EQUALIZED_ALONE.why}; {_BALANCED_SOLVER.why}"),
+    Steps((EQUALIZE, QRONOS), f"{EQUALIZED_ALONE.why}; {FISHER_WITH_INPUTS.why}", distills=True),
 )
 """Of 4-bit floats that share scales in blocks, with such inputs."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quark.base.files import move_file, move_folder
 from quark.base.log import logger
 from quark.errors import FormatError
-from quark.goals.efforts import DEFAULT_TEXT
+from quark.goals.efforts import DEFAULT_TEXT, FAST
 from quark.jobs.configure_folder import configure, servers_say, with_budget
 from quark.jobs.folders.best_effort import say_completed
 from quark.jobs.folders.bit_budget import choose_for_budget
@@ -163,6 +163,8 @@ def _recipe_of(job: FolderJob, named: Path) -> Recipe:
     request, choice, found = replace(job.request, model=named), job.choice, dict[str, Any]()
     if choice is not None and choice.decided_here:
         found["effort"] = choice.effort
+        if choice.effort == FAST and choice.algorithms:
+            found["algorithm"] = choice.algorithms
     if choice is not None and choice.distills:
         found |= {"algorithm": choice.algorithms, **({"synthetic": choice.texts} if choice.texts else {})}
     if found:

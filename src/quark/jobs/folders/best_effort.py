@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Any
 from quark.base.log import logger
 from quark.errors import QuarkError, one_line
 from quark.goals import GoalChoice, choose
-from quark.goals.efforts import BALANCED, DEFAULT_TEXT, DISTILLATION, FEWEST_TEXTS, MOST_SECONDS, TEXTS
+from quark.goals.efforts import (
+    BALANCED,
+    DEFAULT_TEXT,
+    DISTILLATION,
+    EQUALIZE,
+    EQUALIZED_ALONE,
+    FAST,
+    FEWEST_TEXTS,
+    MOST_SECONDS,
+    TEXTS,
+)
 from quark.jobs.request import LENGTH, SAMPLES, SAMPLES_OF_PACKAGE, FolderRequest
 from quark.jobs.words import torch_algorithms
 
@@ -47,8 +57,8 @@ def calibrated_choice(choice: GoalChoice, request: FolderRequest, folder: Opened
         folder: Of the model.
 
     Returns:
-        The choice with the text of the package as data; or the same to nearest, which is logged with the price of
-        calibrating.
+        The choice with the text of the package as data; where that takes too long, equalized alone if the scheme is, or
+        to nearest, which is logged with the price of calibrating.
     """
     said = _is_said(request, "effort", "algorithm", "calib", "imatrix", "sensitivity")  # the last two in place of data
     if choice.asked.has_data or said or not folder.is_read:
@@ -67,6 +77,12 @@ def calibrated_choice(choice: GoalChoice, request: FolderRequest, folder: Opened
     why = from_first(_why_to_nearest(better, request, inputs, meta))
     if why is None:
         return replace(better, decided_here=True)
+    if EQUALIZE in better.algorithms:  # which takes a small part of a solver's time
+        steps, reasons = EQUALIZED_ALONE, {**better.reasons, "algorithms": EQUALIZED_ALONE.why}
+        cheap = replace(better, algorithms=steps.algorithms, effort=FAST, reasons=reasons)
+        if from_first(_why_to_nearest(cheap, request, inputs, meta)) is None:
+            logger.info("Equalized and to nearest: solving too (--effort %s) %s.", BALANCED, why)
+            return replace(cheap, decided_here=True)
     logger.info("To nearest: calibrating (--effort %s) %s.", BALANCED, why)
     return replace(choice, decided_here=True)
 

@@ -27,13 +27,15 @@ from quark.torch.model.half_products import lacking_types
 
 TEXTS = "texts"
 """The step in which the model writes samples."""
-FORWARDS = {TEXTS: 8.0, "gptq": 4.0, "gptaq": 6.5, "qronos": 7.0, "distillation": 6.0}
+FORWARDS = {TEXTS: 8.0, "equalize": 2.0, "gptq": 4.0, "gptaq": 6.5, "qronos": 7.0, "distillation": 6.0}
 """Step -> forwards of all tokens that it takes as long as, by linear layers alone; of distillation for each epoch.
-Measured on the example model in float32."""
+Measured on the example model in float32; of equalizing counted: each block runs to be looked at, and for the next."""
 FISHER = 13.0
 """Those of the scores of outputs, and of the moments of layers."""
 COLUMNS = {"gptq": 8.0, "gptaq": 10.0, "qronos": 20.0}
 """Solver -> operations for each weight and column of its layer; measured at the shape of a billion parameters."""
+_BY_BLOCK = {*COLUMNS, "equalize"}
+"""Steps that go block by block, and run no head."""
 COMPUTES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """The types that linear layers compute in."""
 ROWS, ENOUGH, FEWEST_RUNS, MOST_RUNS = 128, 0.02, 8, 20
@@ -79,8 +81,7 @@ def step_costs(model: nn.Module, algorithms: Sequence[Algorithm], tokens: int, w
         name = getattr(algorithm.config, "name", "")
         if name not in FORWARDS:
             continue
-        # Solvers go block by block, and run no head.
-        operations = FORWARDS[name] * getattr(algorithm.config, "epochs", 1) * (blocks if name in COLUMNS else whole)
+        operations = FORWARDS[name] * getattr(algorithm.config, "epochs", 1) * (blocks if name in _BY_BLOCK else whole)
         operations += FISHER * whole if getattr(algorithm.config, "fisher", False) else 0
         operations = operations * (tokens + written) + COLUMNS.get(name, 0.0) * columns
         seconds[name] = operations / speed
