@@ -299,13 +299,14 @@ def test_control_characters_of_names_are_shown_as_escapes(
 
 
 WAITS = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 import typer
 from quark.base.command_line import run
 from quark.base.files import scratch_folder
 
 app = typer.Typer()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
 
 
 @app.command()

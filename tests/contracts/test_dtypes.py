@@ -14,7 +14,7 @@ from tests.core.oracles import ML_DTYPES, magnitudes, nearest, probes
 FLOATS = [row for row in DTYPES.values() if row.is_float]
 KNOWN = [row for row in FLOATS if row.name in ML_DTYPES]
 INTEGERS = [row for row in DTYPES.values() if not row.is_float]
-TIES = {RoundType.half_even: "even", RoundType.round: "away", RoundType.floor: "floor"}
+TIES = {RoundType.half_even: "even", RoundType.round: "away", RoundType.floor: "floor", RoundType.half_up: "up"}
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:

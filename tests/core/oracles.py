@@ -48,7 +48,7 @@ def nearest(x: Values, table: Values, ties: str = "even", signed: bool = True) -
     Args:
         x: Any numbers, exact in float64.
         table: Magnitudes in ascending order; the parity of an index is the parity of its code.
-        ties: "even", "away", or "floor" (no nearest: the largest value <= x).
+        ties: "even", "away", "up" (towards +infinity), or "floor" (no nearest: the largest value <= x).
         signed: Whether -table belongs to the type.
     """
     x = np.clip(np.asarray(x, np.float64), -table[-1] if signed else 0.0, table[-1])
@@ -61,6 +61,8 @@ def nearest(x: Values, table: Values, ties: str = "even", signed: bool = True) -
         up = (np.signbit(x)) & (below > 0)
     elif ties == "away":
         up = below >= above
+    elif ties == "up":
+        up = np.where(np.signbit(x), below > above, below >= above)
     else:
         up = (below > above) | ((below == above) & (low % 2 == 1))
     index = np.where(up & (high != low), high, low)

@@ -21,6 +21,7 @@ from quark.goals import GOALS
 from quark.goals.efforts import EFFORTS
 from quark.jobs import FolderJob, run_folder
 from quark.jobs.folders.export import Export
+from quark.torch.config.config import OWN_ALGORITHMS
 from tests.commands.program import quark
 from tests.models.families import family
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama
@@ -124,7 +125,7 @@ def test_a_plan_names_the_algorithms_that_run(
     words = [word for name, value in said.items() for word in (f"--{name}", str(value))]
     table = json.loads(quark("plan", LANGUAGE_MODEL, *words, "--json").out)["tables"][0]["rows"]
     planned = next(row["chosen"] for row in table if row[""] == "algorithms")
-    run = [each["name"] for each in config["algo_config"] or []]
+    run = [each["name"] for each in config.get(OWN_ALGORITHMS) or config["algo_config"] or []]
     assert [word.partition(":")[0] for word in planned.split(", ") if "=" not in word.partition(":")[0]] == (
         run or ["none"]
     )

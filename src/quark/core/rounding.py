@@ -38,7 +38,7 @@ def round_integer(x: Array, rounding: RoundType = RoundType.half_even) -> Array:
     if rounding is RoundType.floor:
         return xp.floor(x)
     if rounding is RoundType.half_up:
-        return xp.floor((xp.floor(x * 2) + 1) * 0.5)  # not floor(x + 0.5), as below
+        return xp.copysign(xp.floor((xp.floor(x * 2) + 1) * 0.5), x)  # not floor(x + 0.5), as below
     # Not trunc(x + 0.5): that sum rounds 0.49999997 up to 1.
     whole = xp.trunc(x)
     up = astype(abs(x - whole) >= 0.5, dtype_name(x))

@@ -169,7 +169,8 @@ class StoredLayer(QuantLayer):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for role, decoder in decoders.items():
             saved = destination.get(f"{prefix}{role}")
-            if saved is not None and not keep_vars and not saved.is_meta:
+            # Tensors of another library's class cannot become ours.
+            if type(saved) is torch.Tensor and not keep_vars and not saved.is_meta:
                 destination[f"{prefix}{role}"] = CopiedCodes.of(saved, decoder, self.extras(role))
 
     def _load_from_state_dict(
