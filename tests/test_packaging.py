@@ -48,6 +48,8 @@ EXTRAS_OF = {
     "compat/llm_scripts/": {"torch"},
     "compat/onnx_names/": {"onnx"},
     "compat/onnx_tools/": {"onnx"},
+    "compat/quark_cli/": {"torch", "onnx"},
+    "base/telemetry.py": {"onnx"},
     "compat/torch_names/": {"torch"},
     "jobs/folders/pictures.py": {"torch", "diffusers"},
     "jobs/": {"torch", "onnx"},

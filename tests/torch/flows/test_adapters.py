@@ -21,7 +21,7 @@ def adapter(tmp_path: Path) -> Path:
     for name in ("adapter", "base"):
         (tmp_path / name).mkdir()
     (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "adapter" / CONFIG).write_text('{"base_model_name_or_path": "../base"}')
+    (tmp_path / "adapter" / CONFIG).write_text('{"peft_type": "LORA", "base_model_name_or_path": "../base"}')
     save_file({"x": torch.ones(1)}, tmp_path / "adapter" / WEIGHTS)
     return tmp_path / "adapter"
 
@@ -32,7 +32,7 @@ def test_the_base_is_found_from_the_adapter(adapter: Path) -> None:
 
 @pytest.mark.parametrize("name", ["owner/name", "../adapter", "a\0b", "https://example.com/x", "", 3])
 def test_a_base_is_a_folder_of_a_model(adapter: Path, name: object) -> None:
-    (adapter / CONFIG).write_text(json.dumps({"base_model_name_or_path": name}))
+    (adapter / CONFIG).write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": name}))
     with pytest.raises(FormatError, match="no model folder is there|names no base model"):
         base_of(adapter)
 

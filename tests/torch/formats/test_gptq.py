@@ -268,7 +268,7 @@ def test_other_forms_are_refused_in_a_line(entries: dict[str, Any], tmp_path: Pa
     with pytest.raises((FormatError, NotSupportedError)) as caught:
         import_model_from_safetensors(tiny_llama(dtype=torch.float16), made.folder)
     assert "\n" not in str(caught.value)
-    assert any(named in str(caught.value) for named in ("gptq", "dynamic", "_proj"))
+    assert any(named in str(caught.value) for named in ("gptq", "dynamic", "_proj", "sym"))
 
 
 # Writing -------------------------------------------------------------------------------------------------------------

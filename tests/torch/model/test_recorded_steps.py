@@ -162,7 +162,7 @@ def test_pickled_arrays_and_pipes_are_not_opened(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=np.array([Code()], dtype=object))
     os.mkfifo(tmp_path / "y.npz")
     for name in ("x.npz", "y.npz"):
-        with pytest.raises(CalibrationError, match=r"allow_pickle=False|no such file"):
+        with pytest.raises(CalibrationError, match="holds Python objects|is not a file"):
             read_batch(tmp_path / name)
     assert not (tmp_path / "run").exists()
 
