@@ -38,7 +38,7 @@ def round_integer(x: Array, rounding: RoundType = RoundType.half_even) -> Array:
     if rounding is RoundType.floor:
         return xp.floor(x)
     if rounding is RoundType.half_up:
-        return xp.copysign(xp.floor((xp.floor(x * 2) + 1) * 0.5), x)  # not floor(x + 0.5), as below
+        return xp.floor((xp.floor(x * 2) + 1) * 0.5)  # not floor(x + 0.5), as below
     # Not trunc(x + 0.5): that sum rounds 0.49999997 up to 1.
     whole = xp.trunc(x)
     up = astype(abs(x - whole) >= 0.5, dtype_name(x))
@@ -72,7 +72,8 @@ def round_to(x: Array, dtype: Dtype, rounding: RoundType = RoundType.half_even) 
         rounded = (bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) & -(1 << drop)
         return xp.where(xp.isnan(clipped), clipped, view(rounded, "float32"))
     step = step_of(clipped, dtype)
-    return xp.clip(round_integer(clipped / step, rounding) * step, dtype.min, dtype.max)
+    rounded = xp.copysign(round_integer(clipped / step, rounding), clipped)
+    return xp.clip(rounded * step, dtype.min, dtype.max)
 
 
 def step_of(x: Array, dtype: Dtype) -> Array:
