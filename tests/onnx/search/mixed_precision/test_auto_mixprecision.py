@@ -65,7 +65,7 @@ def mixed(
     **parameters: Any,
 ) -> onnx.ModelProto:
     config = QConfig(base, algo_config=[AutoMixprecisionConfig(target, **parameters)], UseQDQContribOps=False)
-    made = ModelQuantizer(config).quantize_model(model or chain(), None, Reader(data or batches()))
+    made = ModelQuantizer(config).quantize(model or chain(), None, Reader(data or batches()))
     assert made is not None
     return made
 
