@@ -67,7 +67,9 @@ def _by_name(model: ir.Model, bodies: bool) -> dict[str, ir.Node]:
     return {node.name or "": node for node in (model.graph.all_nodes() if bodies else model.graph)}
 
 
-def require_names(names: Iterable[str], model: ir.Model, where: str, bodies: bool = False) -> None:
+def require_names(
+    names: Iterable[str], model: ir.Model, where: str, bodies: bool = False, strict: bool = False
+) -> None:
     """Say `unmatched` of each name that no node has, with the nearest. Raises ConfigError for one of several nodes."""
     nodes = _by_name(model, bodies)
     shared = {str(node.meta[SHARED_NAME]) for node in nodes.values() if SHARED_NAME in node.meta}
@@ -75,7 +77,7 @@ def require_names(names: Iterable[str], model: ir.Model, where: str, bodies: boo
         if name in shared:
             raise ConfigError(f"{where}: several nodes have the name {name!r}. Give them names of their own first.")
         if name not in nodes:
-            unmatched(_absent(name, nodes, where))
+            unmatched(_absent(name, nodes, where), strict)
 
 
 def _absent(name: str, nodes: Collection[str], where: str) -> str:
@@ -101,8 +103,8 @@ def outside(first: Iterable[str], last: Iterable[str], model: ir.Model) -> set[i
     nodes = {node.name or "": node for node in model.graph}
     found: set[ir.Node] = set()
     for names, where, forward in ((first, "InputNodes", False), (last, "OutputNodes", True)):
-        require_names(names := list(names), model, where)
-        named = {nodes[name] for name in names if name in nodes}
+        require_names(names := list(names), model, where, strict=True)
+        named = {nodes[name] for name in names}
         found |= _reach(named, forward) - named
     return found
 
