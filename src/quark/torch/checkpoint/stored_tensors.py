@@ -145,7 +145,8 @@ def _as_wanted(name: str, stored: torch.Tensor, wanted: torch.Tensor) -> torch.T
     """
     leaf = name.rpartition(".")[2]
     integers = not (stored.is_floating_point() or wanted.is_floating_point())
-    if leaf == "zero_point" and integers and stored.dtype != wanted.dtype and not stored.is_meta:
+    wider = integers and stored.dtype.itemsize > wanted.dtype.itemsize
+    if leaf == "zero_point" and wider and not stored.is_meta:
         narrow = stored.to(wanted.dtype)
         stored = narrow if torch.equal(narrow.to(stored.dtype), stored) else stored
     return stored.reshape(wanted.shape) if leaf != "weight" and stored.numel() == wanted.numel() == 1 else stored
