@@ -59,6 +59,8 @@ def test_a_solver_reads_the_data_that_a_budget_was_measured_on(place: Path) -> N
     line = ("quantize", place / "llama", "--bits", 3.8, "--calib", place / "text.txt", "--samples", 4)
     assert quark(*line, "-o", place / "solved").code == 0
     assert algorithms(place / "solved") == ["qronos"]
+    recipe = (place / "solved" / "quark_recipe.yaml").read_text(encoding="utf-8")
+    assert "algorithms:\n- qronos" in recipe, "a table that is stored by then would leave it out"
     assert quark(*line, "--algorithm", "gptq", "-o", place / "asked").code == 0
     assert algorithms(place / "asked") == ["gptq"]
 

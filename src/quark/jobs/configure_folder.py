@@ -91,9 +91,10 @@ def _laid_out(job: FolderJob) -> FolderJob:
 
 def _usual_algorithms(request: FolderRequest, budget: Budget | None, mixed: bool) -> tuple[str, ...]:
     """The algorithms where nothing says how to round: one for a mix or a budget, if it reads data anyway."""
-    if (budget is not None and budget.is_measured) or (mixed and request.calib is not None):
+    measured = budget is not None and budget.is_measured
+    if request.imatrix is None and (measured or ((mixed or budget is not None) and request.calib is not None)):
         return (DEFAULT_ALGORITHM,)
-    if budget is not None:
+    if budget is not None and not measured:
         logger.info("To nearest, as a stored table needs no data. Possible: --algorithm %s.", DEFAULT_ALGORITHM)
     return ()
 

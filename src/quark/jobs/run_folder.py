@@ -167,6 +167,8 @@ def _recipe_of(job: FolderJob, named: Path) -> Recipe:
             found["algorithm"] = choice.algorithms
     if choice is not None and choice.distills:
         found |= {"algorithm": choice.algorithms, **({"synthetic": choice.texts} if choice.texts else {})}
+    if job.budget is not None and choice is None and request.algorithm is None and job.algorithms:
+        found["algorithm"] = tuple(job.algorithms)  # with the table, which is there by then, it would be none
     if found:
         request = replace(request, **found, said=request.said | {*found})
     return Recipe.of(request, {"calib": DEFAULT_TEXT} if job.calibration.is_default else {})
