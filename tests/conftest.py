@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 import quark  # noqa: F401 - before onnxruntime, whose telemetry it switches off
+from quark.base.log import logger
 from quark.jobs.folders.compared import job_verdict
 
 job_verdict.BY_DEFAULT = False  # a second or two of each job; those that are about it ask for a verdict
@@ -122,6 +124,16 @@ EVERYDAY = (
     "torch/test_vision_models.py::test_a_vision_model_is_quantized_saved_loaded_and_exported[int8]",
 )
 """Slow tests that `make test` runs, each for its kind: published numbers, processes, kills, what pages print."""
+
+
+@pytest.fixture(autouse=True)
+def level_of_the_log() -> Iterator[None]:
+    """A job that ends leaves the level at which is logged as it was, whatever it muted and in how many threads."""
+    before = logger.level
+    yield
+    after = logger.level
+    logger.setLevel(before)
+    assert after == before, f"The log has level {after} and had {before}."
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import quark.common.utils.log as address
 import quark.shares.utils.log as older
-from quark.base.log import ScreenLogger, log_errors, logger
+from quark.base.log import ScreenLogger, log_errors, logger, severity
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +71,14 @@ def test_log_errors_logs_and_raises(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyError, match="no 3%"):
         fail(3)
     assert capsys.readouterr().err == "[QUARK-ERROR]: 'no 3%'\n"
+
+
+def test_threads_that_mute_the_log_leave_its_level_as_it_was() -> None:
+    """One enters while another is within and leaves after it: each of both once found the level of the other."""
+    before, first, second = logger.level, severity(2), severity(3)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert logger.level == logging.ERROR
+    second.__exit__(None, None, None)
+    assert logger.level == before

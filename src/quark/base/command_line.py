@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import re
 import signal
@@ -30,7 +29,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from quark.base.log import UnfailingStream, logger
+from quark.base.log import UnfailingStream, severity
 from quark.base.memory_and_disk import asked_bytes, is_out_of_memory
 from quark.base.progress import bars
 from quark.errors import (
@@ -178,21 +177,17 @@ def run(app: typer.Typer, name: str = "quark", arguments: Sequence[str] | None =
 @contextmanager
 def _said_as_asked(words: Sequence[str]) -> Iterator[None]:
     """Within: logs have the level, and results the form, that the words of a command line ask for."""
-    level = logger.level
     quiet = (
         {} if VERBOSE in words else {name: value for name, value in _QUIET_LIBRARIES.items() if name not in os.environ}
     )
     os.environ.update(quiet)
-    if not _is_first("RANK"):
-        logger.setLevel(logging.ERROR)
-    elif QUIET in words or VERBOSE in words:
-        logger.setLevel(logging.WARNING if QUIET in words else logging.DEBUG)
+    level = 3 if not _is_first("RANK") else 2 if QUIET in words else 0 if VERBOSE in words else None
     Results.collected = {"tables": [], "lines": []} if JSON in words else None
     try:
-        yield
+        with severity(level):
+            yield
     finally:
         Results.collected = None
-        logger.setLevel(level)
         for variable in quiet:
             os.environ.pop(variable, None)
 

@@ -11,7 +11,8 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any, ParamSpec, TypeVar
+from threading import Lock
+from typing import IO, Any, ClassVar, ParamSpec, TypeVar
 
 from quark.errors import visible
 
@@ -137,13 +138,33 @@ def log_errors(function: Callable[P, T]) -> Callable[P, T]:
     return logged
 
 
+class _Levels:
+    """The levels that are asked for at this time, newest last, and the one that holds where none is.
+
+    Threads enter and leave in any order: each takes away what it brought, so that none leaves behind what another one
+    found.
+    """
+
+    lock = Lock()
+    asked: ClassVar[list[list[int]]] = []
+    before = logging.INFO
+
+
 @contextmanager
 def severity(level: int | None) -> Iterator[None]:
     """Within: log only from this level on (0 debug, 1 info, 2 warning, 3 error, 4 critical; None: no change)."""
-    before = logger.level
-    if level is not None:
-        logger.setLevel(10 * (level + 1))
+    if level is None:
+        yield
+        return
+    entry = [10 * (level + 1)]
+    with _Levels.lock:
+        if not _Levels.asked:
+            _Levels.before = logger.level
+        _Levels.asked.append(entry)
+        logger.setLevel(entry[0])
     try:
         yield
     finally:
-        logger.setLevel(before)
+        with _Levels.lock:
+            _Levels.asked = [other for other in _Levels.asked if other is not entry]
+            logger.setLevel(_Levels.asked[-1][0] if _Levels.asked else _Levels.before)
