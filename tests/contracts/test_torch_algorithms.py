@@ -164,6 +164,7 @@ IN_OTHER_ORDER: dict[type[AlgoConfig], float] = {
     GPTAQConfig: 0.01,
     QronosConfig: 0.03,
     AWQConfig: 0.01,
+    EqualizeConfig: 0.01,
     SVDQuantConfig: 0.25,
 }
 """Algorithms that read second moments, whose sums are in another order where layers are taken in parts, or by

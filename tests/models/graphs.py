@@ -63,7 +63,7 @@ def exported(model: nn.Module, *args: Any, dynamic: bool = True) -> fx.GraphModu
 def quantize(model: nn.Module, layer: LayerSpec, *batches: Any, **options: Any) -> Any:
     """Quantize in graph mode."""
     config = QConfig(global_quant_config=config_of_layer(layer), quant_mode=FX, **options)
-    return ModelQuantizer(config).quantize_model(model, list(batches) or None)
+    return ModelQuantizer(config).quantize_as_planned(model, list(batches) or None)
 
 
 def quantizers(model: fx.GraphModule) -> dict[str, list[str]]:
