@@ -141,7 +141,7 @@ def log_errors(function: Callable[P, T]) -> Callable[P, T]:
 class _Levels:
     """The levels that are asked for at this time, newest last, and the one that holds where none is.
 
-    Threads enter and leave in any order: each takes away what it brought, so that none leaves behind what another one
+    Threads enter and leave in any order: each takes away what it brought, so that none keeps what another one
     found.
     """
 
