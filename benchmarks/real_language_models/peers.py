@@ -1,0 +1,122 @@
+"""Peers: `python peers.py PACKAGE METHOD SCHEME FOLDER TOKENS OUTPUT` quantizes one model, in the peer's environment.
+
+No import of this package or of quark: each runs with the interpreter that has the peer. TOKENS is a JSON list of
+windows of token ids. For llama.cpp, FOLDER is a GGUF file in float, and TOKENS its importance matrix as .npz.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+GROUP = 64
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "uint4_wo_64": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP},
+    "int4_wo_64": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP},
+}
+"""Scheme -> the weights of a scheme of compressed-tensors."""
+NAMED = {"nvfp4": "NVFP4", "mxfp4": "MXFP4"}
+"""Scheme -> what llm-compressor and auto-round call it."""
+
+
+def _float_model(folder: str) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def llm_compressor(method: str, scheme: str, folder: str, windows: list[list[int]], output: str) -> None:
+    """GPTQ, AWQ or rounding to nearest by llm-compressor, as a folder of compressed-tensors."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.awq import AWQModifier
+    from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+
+    model, tokenizer = _float_model(folder)
+    kind = {"gptq": GPTQModifier, "awq": AWQModifier, "nearest": QuantizationModifier}[method]
+    what: dict[str, Any] = {"scheme": NAMED[scheme], "targets": "Linear"}
+    if scheme in WEIGHTS:
+        what = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS[scheme]}}}
+    data = Dataset.from_dict({"input_ids": windows, "attention_mask": [[1] * len(window) for window in windows]})
+    oneshot(
+        model=model, processor=tokenizer, dataset=data, recipe=kind(ignore=["lm_head"], **what),
+        max_seq_length=len(windows[0]), num_calibration_samples=len(windows),
+    )  # fmt: skip
+    model.save_pretrained(output, save_compressed=True)
+    tokenizer.save_pretrained(output)
+
+
+def auto_round(method: str, scheme: str, folder: str, windows: list[list[int]], output: str) -> None:
+    """AutoRound with its default steps, as a folder of GPTQ or of its own."""
+    import torch
+    from auto_round import AutoRound
+
+    model, tokenizer = _float_model(folder)
+    what: dict[str, Any] = {"scheme": NAMED.get(scheme)}
+    if scheme in WEIGHTS:
+        what = {"bits": 4, "group_size": GROUP, "sym": bool(WEIGHTS[scheme]["symmetric"])}
+    rounder = AutoRound(
+        model, tokenizer, dataset=[{"input_ids": torch.tensor([window])} for window in windows],
+        nsamples=len(windows), seqlen=len(windows[0]), batch_size=8, device_map="cpu", **what,
+    )  # fmt: skip
+    rounder.quantize_and_save(output, format="auto_gptq" if scheme in WEIGHTS else "llm_compressor")
+
+
+def amd_quark(method: str, scheme: str, folder: str, windows: list[list[int]], output: str) -> None:
+    """AMD Quark's own configurations for Llama, as a folder of quark."""
+    import torch
+
+    from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+
+    model, tokenizer = _float_model(folder)
+    algorithm = None if method == "nearest" else method
+    config = LLMTemplate.get("llama").get_config(scheme, algorithm=algorithm)
+    quantizer = ModelQuantizer(config)
+    made = quantizer.quantize_model(model, [torch.tensor([window]) for window in windows])
+    export_safetensors(quantizer.freeze(made), output, custom_mode="quark")
+    tokenizer.save_pretrained(output)
+
+
+def llama_cpp(method: str, scheme: str, file: str, moments: str, output: str) -> None:
+    """llama.cpp's own quantization of a GGUF file, with an importance matrix or without."""
+    import ctypes
+
+    import llama_cpp
+    import numpy as np
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.nthread, params.ftype = 1, getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{scheme.upper()}")
+    if method == "imatrix":
+        held = {name: np.ascontiguousarray(values, np.float32) for name, values in np.load(moments).items()}
+        rows = (llama_cpp.llama_model_imatrix_data * (len(held) + 1))()  # the last one, without a name, ends it
+        for row, (name, values) in zip(rows, held.items(), strict=False):
+            row.name, row.size = name.encode(), values.size
+            row.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        params.imatrix = rows
+    code = llama_cpp.llama_model_quantize(file.encode(), output.encode(), ctypes.byref(params))
+    if code:
+        raise RuntimeError(f"llama_model_quantize returned {code}.")
+
+
+PACKAGES: dict[str, Callable[..., None]] = {
+    "llm-compressor": llm_compressor,
+    "auto-round": auto_round,
+    "amd-quark": amd_quark,
+    "llama.cpp": llama_cpp,
+}
+
+
+def main() -> None:
+    package, method, scheme, source, data, output = sys.argv[1:]
+    given = data if package == "llama.cpp" else json.loads(Path(data).read_text())
+    PACKAGES[package](method, scheme, source, given, output)
+
+
+if __name__ == "__main__":
+    main()

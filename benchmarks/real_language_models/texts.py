@@ -1,0 +1,35 @@
+"""Texts that every Python carries: prose and code, for calibration and held out."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from pydoc_data.topics import topics
+
+CODE = ("argparse", "csv", "fractions", "statistics", "textwrap")
+"""Modules of the standard library that are held out."""
+
+
+def texts(place: Path) -> dict[str, Path]:
+    """Name -> file of "calibration", "prose" and "code", which are written where they are missing."""
+    shuffled = [text.strip() for _, text in sorted(topics.items())]
+    random.Random(0).shuffle(shuffled)
+    half = len(shuffled) // 2
+    library = Path(argparse_file()).parent
+    contents = {
+        "calibration": "\n\n".join(shuffled[:half]),
+        "prose": "\n\n".join(shuffled[half:]),
+        "code": "\n\n".join((library / f"{name}.py").read_text("utf-8") for name in CODE),
+    }
+    files = {name: place / f"{name}.txt" for name in contents}
+    for name, file in files.items():
+        if not file.exists():
+            file.write_text(contents[name], "utf-8")
+    return files
+
+
+def argparse_file() -> str:
+    """The path of a module of the standard library, beside which the others lie."""
+    import argparse
+
+    return argparse.__file__
