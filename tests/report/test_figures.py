@@ -36,14 +36,33 @@ def test_figures_are_markup_in_the_colours_of_the_page(kind: str) -> None:
     words = [" ".join((element.text or "").split()) for element in root.iter(f"{SVG}text")]
     assert kind == "tokens" or [word for word in words if word.startswith("</te")], words
     colours = set(re.findall(r"(?:fill|stroke): ([^;\"]+)", text))
-    assert colours <= {"none"} | {f"var(--{name})" for name in figures.VARIABLES.values()}
+    assert colours <= {"none"} | {f"var(--{name}, {color})" for name, color in figures.ELSEWHERE.items()}
+
+
+@pytest.mark.slow
+def test_a_heat_map_shades_blocks_by_kinds_and_frames_the_worst() -> None:
+    values = {f"m.layers.{i}.{kind}": 30.0 - i for i in range(8) for kind in ("q", "mlp.down")}
+    values |= {"m.layers.3.q": -5.0, "head": 1.0, "m.layers.2.q": math.nan, "m.layers.0.experts.0.w": 40.0}
+    values |= {"m.layers.0.experts.1.w": 20.0}
+    text = figures.heat_map(values, "SQNR dB", low_is_worst=True)
+    words = [" ".join((element.text or "").split()) for element in ElementTree.fromstring(text).iter(f"{SVG}text")]
+    assert [word for word in words if word in ("q", "mlp.down", "experts.*.w", "head")] == [
+        "q",
+        "mlp.down",
+        "experts.*.w",
+    ]
+    assert "block; SQNR dB from 30 (pale) to -5 (dark), the 5 worst framed" in words
+    bad = f"fill: var(--bad, {figures.ELSEWHERE['bad']})"
+    assert text.count(bad) == 8 + 8 - 1 + 1  # a value that is not known has no cell, experts have one
+    assert text.count(f'"{bad}"') == 1  # the worst alone is no paler than the colour
+    assert figures.heat_map({"m.layers.0.q": 1.0, "head": 2.0}, "dB", low_is_worst=True) == ""
 
 
 @pytest.mark.slow
 def test_bars_are_as_long_as_their_values() -> None:
     text = figures.bars([("a", (10.0,)), ("b", (20.0,)), ("c", (40.0,))], ("w",), "dB")
     lengths = []
-    for path in re.findall(r'<path d="(M [^"]+z)[^"]*"[^>]*style="fill: var\(--first\)', text):
+    for path in re.findall(r'<path d="(M [^"]+z)[^"]*"[^>]*style="fill: var\(--first', text):
         numbers = [float(x) for x in re.findall(r"[ML] ([\d.]+)", path)]
         lengths.append(max(numbers) - min(numbers))
     first, second, third = lengths[:3]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,11 @@ VARIABLES = dict(
         strict=True,
     )
 )
+ELSEWHERE = {
+    "ink": "#6b7480", "faint": "#808994", "grid": "#9aa3ae", "first": "#3d85cc", "second": "#d97a35",
+    "third": "#3f9a66", "bad": "#d0443c", "soft": "#9aa3ae", "panel": "#80808020",
+}  # fmt: skip
+"""The colours where no page says them, as in a notebook: readable on white and on black."""
 SERIES = (FIRST, SECOND, THIRD)
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "quark", "text.parse_math": False, "font.family": "sans-serif",
@@ -41,6 +46,8 @@ WIDTH = 9.4
 MOST_BARS = 400
 """Rows of a figure; of more, the worst are drawn."""
 LONGEST_NAME = 60
+MARKED = 5
+"""Cells of a heat map that have a frame."""
 BINS = 96
 
 
@@ -108,6 +115,56 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], series: Sequence[str], uni
         axes.xaxis.set_tick_params(labeltop=len(rows) > 40)
         figure.legend(loc="outside upper left", ncols=len(series))
         return _svg(figure, f"{' and '.join(series)} of {len(rows)} layers")
+
+
+def heat_map(values: Mapping[str, float], unit: str, *, low_is_worst: bool) -> str:
+    """Blocks from left to right, kinds of layer from top to bottom, the darker the worse; the worst have a frame.
+
+    Args:
+        values: Name of a layer -> its value, in the order of the model. Of several in one cell (experts) the worst is
+            drawn, NaN not at all, and names without the number of a block not at all.
+        unit: Of the values.
+        low_is_worst: Whether the lowest value is the worst one, as of SQNR; else the highest.
+
+    Returns:
+        The figure; "" where the layers are of fewer than two blocks, or no value is finite.
+    """
+    cells = _cells(values, min if low_is_worst else max)
+    order = sorted((cell for cell, value in cells.items() if math.isfinite(value)), key=cells.__getitem__)
+    if not order or len({block for block, _ in cells}) < 2:
+        return ""
+    worst_first = order if low_is_worst else order[::-1]
+    worst, best = cells[worst_first[0]], cells[worst_first[-1]]
+    shades = {cell: (cells[cell] - best) / (worst - best) if worst != best else 0.0 for cell in order}
+    blocks, kinds = 1 + max(block for block, _ in cells), [*dict.fromkeys(kind for _, kind in cells)]
+    with _figure(WIDTH, 1.1 + 0.3 * len(kinds)) as (figure, axes):
+        for block, kind in cells:
+            shade = 0.06 + 0.94 * shades.get((block, kind), 0.0)
+            axes.barh(kinds.index(kind), 1, 1, block - 0.5, color=BAD, alpha=shade)
+        for block, kind in worst_first[:MARKED]:
+            axes.barh(kinds.index(kind), 0.88, 0.88, block - 0.44, fill=False, edgecolor=INK, linewidth=1.4, zorder=3)
+        axes.set_xlim(-0.5, blocks - 0.5)
+        axes.set_ylim(len(kinds) - 0.5, -0.5)
+        axes.set_yticks(range(len(kinds)), [_short(kind, 32) for kind in kinds], color=INK, fontsize=8)
+        framed = min(MARKED, len(order))
+        axes.set_xlabel(f"block; {unit} from {best:.3g} (pale) to {worst:.3g} (dark), the {framed} worst framed")
+        axes.grid(visible=False)
+        return _svg(figure, f"{unit} of {len(kinds)} kinds of layer in {blocks} blocks")
+
+
+def _cells(values: Mapping[str, float], worse: Callable[[float, float], float]) -> dict[tuple[int, str], float]:
+    """Block and kind of layer -> the worst value of the layers that are of it."""
+    found: dict[tuple[int, str, str], float] = {}
+    for name, value in values.items():
+        parts = name.split(".")
+        place = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+        if place is None or place == len(parts) - 1 or math.isnan(value):
+            continue
+        kind = ".".join("*" if part.isdigit() else part for part in parts[place + 1 :])
+        key = int(parts[place]), ".".join(parts[:place]), kind
+        found[key] = worse(found[key], value) if key in found else value
+    several = len({stack for _, stack, _ in found}) > 1
+    return {(block, f"{stack}.{kind}" if several else kind): value for (block, stack, kind), value in found.items()}
 
 
 def histogram(values: ClippedHistogram) -> str:
@@ -325,6 +382,11 @@ def _svg(figure: Any, label: str) -> str:
     figure.savefig(out, format="svg", metadata=absent)
     text = out.getvalue()
     text = text[text.index("<svg") :]  # no prologue of XML within HTML
-    text = re.sub(r"(fill|stroke): (#0102\w\w)", lambda match: f"{match[1]}: var(--{VARIABLES[match[2]]})", text)
+
+    def in_page(match: re.Match[str]) -> str:
+        name = VARIABLES[match[2]]
+        return f"{match[1]}: var(--{name}, {ELSEWHERE[name]})"
+
+    text = re.sub(r"(fill|stroke): (#0102\w\w)", in_page, text)
     shown = escape(label, {'"': "&quot;"})
     return text.replace("<svg ", f'<svg role="img" aria-label="{shown}" ', 1)

@@ -58,7 +58,7 @@ def test_a_layer_alone_costs_what_the_model_loses_with_it_alone(algorithms: tupl
     assert not any(module._forward_hooks for module in model.modules())
     costs = [found.layers[each].alone for each in found.worst]
     assert costs == sorted(costs, reverse=True) and found.worst[0] in str(found)  # type: ignore[type-var]
-    assert "KL nats" in found._repr_html_()
+    assert "KL nats" in found._repr_html_() and found.heat_map().startswith("<svg") and "<svg" in found._repr_html_()
     if not algorithms:
         single = copy.deepcopy(model)
         single.get_submodule(name).weight = torch.nn.Parameter(after.get_submodule(name).quantized_weight())

@@ -101,7 +101,7 @@ def _shown(error: float, measure: str) -> str:
 
 def budget_section(table: SensitivityTable, choice: BudgetChoice) -> Section:
     """Return a section with the choice of a budget, among what one scheme for all, and other budgets, would give."""
-    from quark.report.figures import scatter
+    from quark.report.figures import heat_map, scatter
 
     uniform = {name: found for name in table.candidates if (found := table.uniform(name)) is not None}
     low, high = (pick(found.bits for found in uniform.values()) for pick in (min, max))
@@ -124,4 +124,15 @@ def budget_section(table: SensitivityTable, choice: BudgetChoice) -> Section:
     )
     headers = ("first layer", "layers", "scheme", "MB", "loss")
     drawn = scatter(points, "size, MB", "predicted loss, nats", log=True, line=line, marked="chosen")
-    return Section("Bit budget", words, [PageTable(headers, rows, "What each group got", folded=True)], [Figure(drawn)])
+    bits = {
+        layer: 8 * group.sizes[choice.schemes[layer]] / group.weights
+        for group in table.groups for layer in group.layers
+    }  # fmt: skip
+    losses = {layer: group.losses[choice.schemes[layer]] for group in table.groups for layer in group.layers}
+    figures = [
+        Figure(drawn),
+        Figure(heat_map(bits, "bits of a weight", low_is_worst=False), "Where the bits went."),
+        Figure(heat_map(losses, "predicted loss, nats", low_is_worst=False), "Where the loss is, by group of layers."),
+    ]
+    tables = [PageTable(headers, rows, "What each group got", folded=True)]
+    return Section("Bit budget", words, tables, [figure for figure in figures if figure.svg])

@@ -11,7 +11,7 @@ import torch
 from quark.commands.results.tables import counted
 from quark.jobs.evaluate import MeasuredPipeline
 from quark.jobs.folders.compared.measure import IN_BLOCKS, WHY_SLOW, MeasuredFolders
-from quark.report.figures import MOST_BARS, bars, histogram, token_divergence
+from quark.report.figures import MOST_BARS, bars, heat_map, histogram, token_divergence
 from quark.report.page import Figure, PageTable, Section
 from quark.torch.checkpoint.sources.methods import method_of
 from quark.torch.flows.compared.coded_layers import coded_layers
@@ -136,6 +136,8 @@ def damage_section(damage: Mapping[str, tuple[float, float]]) -> Section:
     ]
     table = PageTable(("layer", "weight SQNR dB", "output SQNR dB"), rows, "As a table", folded=True)
     figures = [Figure(bars(drawn, ("weight", "output"), "SQNR dB"), tall=True)] if drawn else []
+    if whole := heat_map({name: output for name, (_, output) in damage.items()}, "SQNR dB", low_is_worst=True):
+        figures.insert(0, Figure(whole, "The outputs of all layers at once."))
     return Section("Damage by layer", words, [table], figures)
 
 

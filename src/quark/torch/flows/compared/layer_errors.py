@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from quark.base.progress import progress
 from quark.core.metrics import Comparison, kl_by_row
-from quark.errors import CalibrationError, ConfigError
+from quark.errors import CalibrationError, ConfigError, require_packages
 from quark.report.page import PageTable
 from quark.report.shown import Shown
 from quark.torch.flows.compared.coded_layers import coded_layers
@@ -64,6 +65,25 @@ class LayerErrors(Shown):
             return worst_first(found.output) if found.alone is None else -found.alone
 
         return sorted(self.layers, key=cost)
+
+    def heat_map(self) -> str:
+        """Return all layers at once as an SVG picture, blocks by kinds of layer: what each costs the model's output, if
+        that was measured, else the SQNR of its own output.
+
+        It is "" where the layers are of fewer than two blocks. Raises MissingDependencyError without matplotlib.
+        """
+        from quark.report.figures import heat_map  # of an extra of its own
+
+        require_packages("A heat map", "report", "matplotlib")
+        alone = {name: each.alone for name, each in self.layers.items() if each.alone is not None}
+        if alone:
+            return heat_map(alone, "KL nats" if self.divergence else "error", low_is_worst=False)
+        return heat_map({name: each.output for name, each in self.layers.items()}, "SQNR dB", low_is_worst=True)
+
+    def _repr_html_(self) -> str:
+        """The heat map, where matplotlib is installed, and the table."""
+        drawn = self.heat_map() if find_spec("matplotlib") else ""
+        return drawn + super()._repr_html_()
 
     def tables(self) -> Sequence[PageTable]:
         """The layers that cost most."""
