@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import shutil
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +19,13 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import quark as package
 from quark.core.metrics import kl, kl_by_row
-from quark.errors import ConfigError
+from quark.errors import ConfigError, visible
+from quark.jobs.folders.compared.replies import LONGEST, PROMPTS
 from quark.jobs.folders.models import load_model
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.flows.compared.layer_damage import input_range
 from quark.torch.layers.replace import quantized_layers
+from quark.torch.llm.documents import Document
 from quark.torch.llm.text import token_windows
 from tests.commands.program import Done, quark
 from tests.models.onnx_zoo import cnn, images
@@ -101,6 +103,13 @@ def test_the_page_of_two_folders_says_where_tokens_moved(places: dict[str, Path]
         ])  # fmt: skip
     assert f"Mean {float(rows.mean()):.4g} nats" in page and f">{float(rows.max()):.4g}</td>" in page
     assert "input int8" in page and "layers" in page
+    # Both answer as each does alone, without the padding of a batch.
+    tokenizer = AutoTokenizer.from_pretrained(places["llama"])
+    ids = torch.tensor([Document(min(PROMPTS, key=len), "", question=True).prompt_ids(tokenizer)])
+    for model in (before, after):
+        written = model.generate(ids, do_sample=False, max_new_tokens=LONGEST)[0, ids.shape[1] :]
+        answer = visible(tokenizer.decode(written, skip_special_tokens=True).strip())
+        assert f"<td>{escape(answer)}</td>" in page.replace("&#34;", "&quot;").replace("&#39;", "&#x27;")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from quark.commands.results.tables import counted
 from quark.jobs.evaluate import MeasuredPipeline
 from quark.jobs.folders.compared.measure import IN_BLOCKS, WHY_SLOW, MeasuredFolders
+from quark.jobs.folders.compared.replies import replies_table
 from quark.report.figures import MOST_BARS, bars, heat_map, histogram, token_divergence
 from quark.report.page import Figure, PageTable, Section
 from quark.torch.checkpoint.sources.methods import method_of
@@ -35,6 +36,7 @@ def folder_sections(measured: MeasuredFolders, words: str = "") -> list[Section]
     return [
         Section("What was done", words, [_what_was_done(measured)]),
         _costs(measured),
+        Section("Answers of both models", tables=[replies_table(measured.replies)] if measured.replies else []),
         _tokens(measured),
         *([] if errors is None else [timestep_section(errors)]),
         *([] if errors is None or ranges is None else [range_section(ranges)]),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from quark.base.progress import progress
 from quark.core.metrics import Comparison, kl_by_row
@@ -17,6 +17,7 @@ from quark.report.page import PageTable
 from quark.report.shown import Shown
 
 if TYPE_CHECKING:
+    from quark.jobs.folders.compared.replies import Reply
     from quark.jobs.folders.compared.task_scores import TaskScores
     from quark.jobs.folders.model_inputs import ModelInputs, StepInputs
     from quark.report.figures import ClippedHistogram
@@ -98,6 +99,7 @@ class MeasuredFolders(Shown):
         by_timestep: What layers of a denoiser read by timestep, where a page is asked for; else None.
         task: What both reach on a task, where the data or `metric` make one; else None.
         harness: What both reach on the tasks of lm-eval that were asked for; else None.
+        replies: What both answer to a few prompts, where a page is asked for and both are in memory.
     """
 
     model: Path
@@ -114,6 +116,7 @@ class MeasuredFolders(Shown):
     by_timestep: RangesByTimestep | None = None
     task: TaskScores | None = None
     harness: TaskScores | None = None
+    replies: Sequence[Reply] = ()
 
     @property
     def accuracy(self) -> tuple[float, float] | None:
@@ -211,10 +214,16 @@ def measure_folders(
         ranges, comparison = None, compare_outputs(*models, batches, layers)
     _require_numbers(comparison, (model, quantized))
     sizes = [folder_bytes(model), quantized.stat().st_size if quantized.is_file() else folder_bytes(quantized)]
-    seconds = [] if models[0].is_streamed else [latency(each, batches[0]) for each in (before, after)]
+    in_memory = not models[0].is_streamed
+    seconds = [latency(each, batches[0]) for each in (before, after)] if in_memory else []
+    replies: Sequence[Reply] = ()
+    if page and in_memory and not inputs.is_network:
+        from quark.jobs.folders.compared.replies import replies_of
+
+        replies = replies_of(before, after, cast("ModelInputs", inputs), max(seconds))
     return MeasuredFolders(
         model, quantized, before, after, inputs, batches, comparison, sizes, seconds, layers.damage, layers.histograms,
-        ranges,
+        ranges, replies=replies,
     )  # fmt: skip
 
 
