@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from quark.core.quantize import fake_quantize
 from quark.core.schemes import SCHEMES
+from quark.errors import NotSupportedError
 from quark.torch import dequantize
 from quark.torch.calibration.calibrate import tensor_qparams
 from quark.torch.checkpoint.loading import StoredTensor
@@ -125,6 +126,49 @@ def its_state_goes_there_and_back(case: Case) -> None:
     if layer.codes("weight").dtype != DTYPE:
         with pytest.raises(RuntimeError, match="quark.torch.dequantize"):
             other.load_state_dict({f"{name}.weight": layer.quantized_weight()}, strict=False)
+
+
+def a_float_network_takes_its_values_alone(case: Case) -> None:
+    """As diffusers makes a ControlNet of the parts of a network, under all names or those that are there."""
+    network, plain = case.network(case.load()), case.float_model()
+    for state in (network.state_dict(), copy.deepcopy(network.state_dict())):
+        for strict in (True, False):
+            with pytest.raises(NotSupportedError, match="quark.torch.dequantize"):
+                plain.load_state_dict(state, strict=strict)
+    weights = {name: layer.quantized_weight() for name, layer in stored(network).items()}
+    made: Any = dequantize(copy.deepcopy(network))
+    plain = copy.deepcopy(made)
+    for value in plain.parameters():
+        value.data.zero_()
+    plain.load_state_dict(made.state_dict())
+    assert all(torch.equal(plain.get_submodule(name).weight, weight) for name, weight in weights.items())
+
+
+def floats_in_the_place_of_codes_are_its_weights(case: Case) -> None:
+    """For one call, with their gradients."""
+    layer: Any = next(iter(stored(case.load()).values()))
+    x, given = torch.randn(3, layer.in_features, dtype=DTYPE), layer.quantized_weight().detach().clone()
+    y = torch.func.functional_call(layer, {"weight": given.requires_grad_()}, (x,))
+    assert torch.equal(y, layer(x))
+    y.float().sum().backward()
+    assert given.grad is not None and given.grad.any()
+    with pytest.raises(NotSupportedError, match="quark.torch.dequantize"):
+        layer.requires_grad_()
+
+
+def a_trace_computes_or_names_the_way(case: Case) -> None:
+    layer: Any = next(iter(stored(case.load()).values()))
+    x, other = torch.randn(2, 3, layer.in_features, dtype=DTYPE)
+    with torch.no_grad():
+        try:
+            with warnings.catch_warnings():
+                for kind in (DeprecationWarning, torch.jit.TracerWarning):  # of torch.jit; sizes become constants
+                    warnings.simplefilter("ignore", kind)
+                traced = torch.jit.trace(layer, x, check_trace=False)
+        except NotSupportedError as error:
+            assert "torch.export" in str(error)
+        else:
+            assert torch.equal(traced(other), layer(other))
 
 
 def adapters_compute_as_on_the_model_in_memory(case: Case) -> None:
@@ -290,6 +334,9 @@ ACTS: tuple[Callable[[Case], None], ...] = (
     a_copy_is_its_own,
     it_is_pickled,
     its_state_goes_there_and_back,
+    a_float_network_takes_its_values_alone,
+    floats_in_the_place_of_codes_are_its_weights,
+    a_trace_computes_or_names_the_way,
     adapters_compute_as_on_the_model_in_memory,
     adapters_train_and_nothing_else,
     its_activations_are_computed_again,

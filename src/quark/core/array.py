@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from quark.errors import NotSupportedError
+
 Array = Any
 """A `numpy.ndarray` or a `torch.Tensor`."""
 
@@ -50,8 +52,19 @@ def dtype_name(x: Array) -> str:
 
 
 def view(x: Array, dtype: str) -> Array:
-    """Reinterpret the bits of `x` as another dtype of the same width."""
-    return x.view(getattr(sys.modules["torch"], dtype)) if is_torch(x) else x.view(dtype)
+    """Reinterpret the bits of `x` as another dtype of the same width.
+
+    Raises NotSupportedError within `torch.jit.trace`, which ends in an assertion of its own of such a graph.
+    """
+    if not is_torch(x):
+        return x.view(dtype)
+    torch = sys.modules["torch"]
+    if torch.jit.is_tracing():
+        raise NotSupportedError(
+            "torch.jit.trace has no operator that reads the bits of a number, as this type needs it. Possible: "
+            "torch.export.export or torch.compile, or quark.torch.dequantize(model) before."
+        )
+    return x.view(getattr(torch, dtype))
 
 
 def like(value: Any, x: Array, dtype: str = "float32") -> Array:

@@ -125,9 +125,11 @@ def _check_tensor_file(request: ConvertRequest) -> None:
             f"{request.model} --for comfyui (or --export-format gguf), which reads weights in FP8."
         )
     if not is_tensor_file(request.output):
+        folder = request.output
+        file = folder / f"{request.model.stem}-float.safetensors" if folder.is_dir() else f"{folder}.safetensors"
         raise ConfigError(
-            f"--output {request.output}: {request.model} is one file, and says nothing of the config of a folder. "
-            "Possible: -o X.safetensors, a file of float values, of which from_single_file of diffusers makes a model."
+            f"--output {folder}: {request.model} is one file, and says nothing of the config of a folder. Possible: "
+            f"-o {file}, a file of float values, of which from_single_file of diffusers makes a model."
         )
     dtype_named(request.dtype)
 

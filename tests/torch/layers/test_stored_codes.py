@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from quark.torch import dequantize
-from tests.models.loaded import DTYPE, Case, quantized_folder, stored
+from quark.errors import NotSupportedError
+from quark.torch import LLMTemplate, ModelQuantizer, dequantize, export_safetensors
+from tests.models.denoisers import denoiser
+from tests.models.loaded import DTYPE, Case, held, quantized_folder, stored
 
 WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "in place": lambda w: w.mul_(2),
@@ -75,40 +78,68 @@ def test_views_are_read_as_floats(layer: Any) -> None:
 
 
 def test_codes_that_are_copied_into_a_float_layer_are_its_values(layer: Any, tmp_path: Path) -> None:
-    """As networks of diffusers are made of others, without strict names; what is copied to be stored is codes."""
+    """Where a state dict was made anew, without what torch notes on layers; what is copied to be stored is codes."""
     state = layer.state_dict()
     plain = nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=DTYPE)
     for each in (state, copy.deepcopy(state)):
-        plain.load_state_dict(each, strict=False)
+        plain.load_state_dict(dict(each), strict=False)
         assert torch.equal(plain.weight, layer.quantized_weight())
     codes = layer.codes("weight")
     assert torch.equal(torch.empty_like(codes).copy_(state["weight"]), codes)
     torch.save(state, tmp_path / "state.pt")
-    read = torch.load(tmp_path / "state.pt")["weight"]
+    again = torch.load(tmp_path / "state.pt")
+    assert type(again._metadata[""]) is OrderedDict
+    read = again["weight"]
     assert type(read) is torch.Tensor and torch.equal(read, codes)
     layer.load_state_dict(state)
     assert type(layer.codes("weight").data) is torch.Tensor
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["int8_wo", "mxfp4"])
+def test_what_would_train_codes_is_refused(scheme: str, tmp_path: Path) -> None:
+    """By itself torch says so of integers, and trains nothing of FP8."""
+    made = quantized_folder("dense", scheme, tmp_path / "quantized")
+    assert made is not None
+    model = Case("transformers", *made, tmp_path).load()
+    assert {name for name, x in model.named_parameters() if x.requires_grad} & set(held(model)) == set()
+    assert model.requires_grad_(False) is model
+    for module in (model, next(iter(stored(model).values()))):
+        with pytest.raises(NotSupportedError, match="quark.torch.dequantize"):
+            module.requires_grad_()
+
+
+@pytest.mark.slow
+def test_fp8_codes_that_are_to_be_trained_are_refused(tmp_path: Path) -> None:
+    made = quantized_folder("dense", "fp8_wo", tmp_path / "quantized")
+    assert made is not None
+    model = Case("transformers", *made, tmp_path).load()
+    layer: Any = next(iter(stored(model).values()))
+    assert not layer.codes("weight").requires_grad
+    layer.codes("weight").requires_grad_()
+    with pytest.raises(NotSupportedError, match="no gradient"):
+        layer(torch.zeros(1, layer.in_features, dtype=DTYPE))
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
-def test_a_control_network_is_made_of_a_loaded_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["flux", "unet"])
+def test_a_control_network_is_made_of_a_float_copy(name: str, tmp_path: Path) -> None:
     import diffusers
 
-    made = quantized_folder("denoiser", "int8_wo", tmp_path / "quantized")
-    assert made is not None
-    network = Case("diffusers", *made, tmp_path).load()
-    control = diffusers.FluxControlNetModel.from_transformer(
-        network, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2
-    )
+    model, config = denoiser(name, DTYPE), LLMTemplate.get("auto").get_config("int8_wo")
+    quantizer = ModelQuantizer(config)
+    export_safetensors(quantizer.freeze(quantizer.quantize_model(model)), tmp_path / "quantized")
+    network = type(model).from_pretrained(tmp_path / "quantized", torch_dtype=DTYPE)
+    sizes = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2}
+    make: Callable[[Any], Any] = {
+        "flux": lambda network: diffusers.FluxControlNetModel.from_transformer(network, **sizes),
+        "unet": diffusers.ControlNetModel.from_unet,
+    }[name]
+    with pytest.raises(NotSupportedError, match="quark.torch.dequantize"):
+        make(network)
+    control = make(dequantize(copy.deepcopy(network)))
     layers = {name: layer for name, layer in stored(network).items() if name in dict(control.named_modules())}
     assert len(layers) > 10
     for name, layer in layers.items():
         assert torch.equal(control.get_submodule(name).weight.to(DTYPE), layer.quantized_weight())
-    wanted = {name: layer.quantized_weight() for name, layer in layers.items()}
-    control = diffusers.FluxControlNetModel.from_transformer(
-        dequantize(copy.deepcopy(network)), num_layers=1, num_single_layers=1, attention_head_dim=16,
-        num_attention_heads=2,
-    )  # fmt: skip
-    assert all(torch.equal(control.get_submodule(name).weight.to(DTYPE), x) for name, x in wanted.items())
-    assert stored(network)

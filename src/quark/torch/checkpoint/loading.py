@@ -96,6 +96,7 @@ class StoredTensor(nn.Module):
         tensors: What the file will hold, for the shapes and dtypes of the buffers.
 
     Attributes:
+        code_dtype: Of what is stored.
         name: Of the tensor in its model, for messages; empty where it is not known.
     """
 
@@ -106,6 +107,7 @@ class StoredTensor(nn.Module):
         super().__init__()
         self.layout = layout
         self.shape = shape
+        self.code_dtype = tensors[""].dtype
         self._kept: dict[int, torch.Tensor] | None = None
         self._is_checked, self.name = False, ""
         for name in ("scale", "zero_point"):

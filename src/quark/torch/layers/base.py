@@ -93,6 +93,10 @@ class QuantLayer(nn.Module):
         bias: torch.Tensor | None = getattr(self, "bias", None)
         return bias if bias is None else self.quantized("bias", bias)
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        """Load, also from the state of a layer that holds codes; see `NotesOnCodes`."""
+        super()._load_from_state_dict(state_dict, prefix, dict(metadata), *rest)
+
     def extras(self, role: str) -> dict[str, torch.Tensor]:
         """Tensors of a loaded checkpoint that live on the layer under their file names: transformers renames only
         scale and zero point to `<role>_quantizer.*` when it loads.

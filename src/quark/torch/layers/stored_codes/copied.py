@@ -1,17 +1,43 @@
-"""Codes in a state dict: copied into a float tensor of the shape that they stand for, they become its values.
+"""Codes in a state dict, which are no weights of a float layer, as little as their scales are.
 
-Networks of diffusers are made from others so, as `FluxControlNetModel.from_transformer` is: each part takes the state
-dict of the other's. The codes themselves would be weights a hundred times too large there, without an error.
+Networks of diffusers are made from others so, as `ControlNetModel.from_unet` is: each part takes the state dict of the
+other's. torch asks what a state dict notes on a layer before it looks at shapes and names, and is told the way there.
+Where the notes are lost, codes that are copied into a float tensor of the shape that they stand for become its values:
+they themselves would be weights a hundred times too large, without an error.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from quark.errors import NotSupportedError
+
+
+class NotesOnCodes(dict[str, Any]):
+    """Notes of a state dict on a layer that holds codes, as its version. No layer without codes is loaded with them."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a note. Raises NotSupportedError where torch begins to load a float layer."""
+        if key == "assign_to_params_buffers":
+            raise NotSupportedError(
+                "A float layer is loaded from the state of a quantized one, which holds codes and scales. Possible: "
+                "the state, or the network, of quark.torch.dequantize(copy.deepcopy(model)), whose weights are float."
+            )
+        return super().get(key, default)
+
+    def __deepcopy__(self, memo: Any) -> NotesOnCodes:
+        """Notes on the codes that are copied with them."""
+        return NotesOnCodes(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As plain notes, of plain codes, of a type that torch reads again."""
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 class CopiedCodes(torch.Tensor):

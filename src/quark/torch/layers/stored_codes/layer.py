@@ -22,10 +22,14 @@ from quark.torch.layers.embedding_bag import QuantEmbeddingBag
 from quark.torch.layers.linear import QuantLinear
 from quark.torch.layers.low_rank import branch_of
 from quark.torch.layers.online_rotation import BUFFER
-from quark.torch.layers.stored_codes.copied import CopiedCodes
+from quark.torch.layers.stored_codes.copied import CopiedCodes, NotesOnCodes
 from quark.torch.layers.stored_codes.weight import StoredWeight
 
 ROLES = ("weight", "bias")
+NOT_TRAINED = (
+    "The codes of quantized layers have no gradient. Possible: requires_grad_() of single parameters such as norms, "
+    "adapters (peft.LoraConfig), or quark.torch.dequantize(model), whose weights can be trained."
+)
 
 
 class Decoder(Protocol):
@@ -34,6 +38,10 @@ class Decoder(Protocol):
     @property
     def float_like(self) -> torch.Tensor:
         """A tensor on the meta device, of the shape and dtype that is decoded."""
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """The dtype of what is stored."""
 
     def encode(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors that are stored of new values, by suffix, with scales of their own."""
@@ -74,6 +82,8 @@ class StoredLayer(QuantLayer):
         if present is not None and not present.is_meta and self._is_float(name, value, present.dtype):
             self.write(name, value)
         else:
+            if isinstance(value, nn.Parameter) and name in ROLES and self._decoder(name) is not None:
+                value.requires_grad_(False)  # transformers takes FP8 codes for floats to be trained
             super().__setattr__(name, value)
 
     def _is_float(self, role: str, value: Any, stored: torch.dtype) -> bool:
@@ -94,7 +104,10 @@ class StoredLayer(QuantLayer):
     def codes(self, role: str) -> torch.Tensor:
         """The weight or bias as it is stored, in the tables of the module. Raises AttributeError where it has none."""
         if (stored := self.codes_if_any(role)) is None:
-            raise AttributeError(f"{type(self).__name__} has no {role}")
+            raise AttributeError(
+                f"{type(self).__name__} holds no codes of its {role}: what prunes or parametrizes a weight takes it "
+                "out of the layer. Possible: quark.torch.dequantize(model) before."
+            )
         return stored
 
     def codes_if_any(self, role: str) -> torch.Tensor | None:
@@ -110,6 +123,29 @@ class StoredLayer(QuantLayer):
             if stored is not None:
                 return stored
         return None
+
+    def quantized(self, role: str, x: torch.Tensor) -> torch.Tensor:
+        """x, quantized as the role's spec says; a float weight that a caller computes with is taken as it is.
+
+        Raises NotSupportedError for codes that are to be trained: those in FP8 torch takes for floats.
+        """
+        decoder = self._decoder(role)
+        if decoder is not None and self._is_put_in(x, decoder):
+            return x
+        if decoder is not None and x.requires_grad and x.dtype.itemsize == 1:
+            raise NotSupportedError(NOT_TRAINED)
+        return super().quantized(role, x)
+
+    def _is_put_in(self, x: torch.Tensor, decoder: Decoder) -> bool:
+        """Tell if a tensor in the place of codes is a float one, as `torch.func.functional_call` puts it there.
+
+        A parameter may be FP8 codes whose data was cast with that of all parameters that are floats.
+        """
+        if not x.is_floating_point() or isinstance(x, StoredWeight):
+            return False
+        wide = x.dtype.itemsize > 1 and x.dtype != decoder.code_dtype
+        cast = isinstance(x, nn.Parameter) and decoder.code_dtype.is_floating_point
+        return wide and not cast and x.shape == decoder.float_like.shape
 
     def float_numel(self, role: str) -> int:
         """How many values a weight or bias stands for; 0 where there is none."""
@@ -157,6 +193,12 @@ class StoredLayer(QuantLayer):
             tensor = tensor.contiguous()
             table[name] = nn.Parameter(tensor, requires_grad=False) if table is self._parameters else tensor
 
+    def requires_grad_(self, requires_grad: bool = True) -> StoredLayer:
+        """Let nothing of the layer be trained. Raises NotSupportedError where it is to be."""
+        if requires_grad:
+            raise NotSupportedError(NOT_TRAINED)
+        return super().requires_grad_(False)
+
     def _decoder(self, role: str) -> Decoder | None:
         decoder = self._modules.get(f"{role}_quantizer")
         return decoder if hasattr(decoder, "float_like") else None  # type: ignore[return-value]
@@ -172,6 +214,8 @@ class StoredLayer(QuantLayer):
             # Tensors of another library's class cannot become ours.
             if type(saved) is torch.Tensor and not keep_vars and not saved.is_meta:
                 destination[f"{prefix}{role}"] = CopiedCodes.of(saved, decoder, self.extras(role))
+        if decoders and (notes := getattr(destination, "_metadata", None)) is not None:
+            notes[prefix[:-1]] = NotesOnCodes(notes.get(prefix[:-1], {}))
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],

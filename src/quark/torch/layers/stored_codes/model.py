@@ -1,6 +1,7 @@
 """Answers of a loaded model that are those of its float model, where the package of its class refuses or miscounts.
 
 model.to(dtype), .half(), .float()   the dtype of computing; transformers and diffusers refuse all casts
+model.requires_grad_()               a sentence; codes have no gradient
 model.num_parameters()               of the float model; codes are packed, or no parameters
 DistributedDataParallel(model)       sends no codes around, which each process has read; gloo knows no FP8
 """
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.layers.stored_codes.layer import ROLES, StoredLayer
+from quark.errors import NotSupportedError
+from quark.torch.layers.stored_codes.layer import NOT_TRAINED, ROLES, StoredLayer
 
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 """The attribute in which DistributedDataParallel looks for names; PEFT's wrappers give that of the model inside."""
@@ -62,9 +64,17 @@ def _num_parameters(model: Any, only_trainable: bool = False, exclude_embeddings
     return count
 
 
+def _requires_grad(model: Any, requires_grad: bool = True) -> Any:
+    """`requires_grad_`. Raises NotSupportedError where all parameters are to be trained."""
+    if requires_grad:
+        raise NotSupportedError(NOT_TRAINED)
+    return type(model).requires_grad_(model, False)
+
+
 _CASTS = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32}
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "to": _to,
+    "requires_grad_": _requires_grad,
     "num_parameters": _num_parameters,
     **{name: partial(_to, dtype=dtype) for name, dtype in _CASTS.items()},
 }
