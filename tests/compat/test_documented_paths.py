@@ -71,7 +71,10 @@ def test_a_home_lists_every_public_class() -> None:
 def test_what_is_absent_is_imported_and_refuses_its_use(path: str, name: str) -> None:
     found = getattr(importlib.import_module(path), name)
     assert (found.__name__, found.__module__) == (name, path)
-    for use in (found, lambda: found.from_dict({}), lambda: isinstance(1, found), lambda: type("Own", (found,), {})):
+    for use in (
+        found, lambda: found.from_dict({}), lambda: isinstance(1, found), lambda: type("Own", (found,), {}),
+        lambda: found["a key"], lambda: list(found), lambda: "a key" in found,
+    ):  # fmt: skip
         with pytest.raises(NotSupportedError, match=f"{name} is not part of this version. Possible: "):
             use()
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.compat.torch_names.native_inference import disable_native_inference as disable_native_inference
     from quark.compat.torch_names.native_inference import enable_native_inference as enable_native_inference
     from quark.compat.torch_names.not_supported import ModelPruner as ModelPruner
+    from quark.compat.torch_names.not_supported import export_llama_cpp_gguf as export_llama_cpp_gguf
+    from quark.compat.torch_names.not_supported import list_llama_cpp_export_formats as list_llama_cpp_export_formats
     from quark.compat.torch_names.shorthand_specs import *
     from quark.torch.calibration.distributed import processes as processes
     from quark.torch.calibration.synthetic_data import synthetic_batches as synthetic_batches
@@ -56,7 +58,9 @@ HOMES: dict[str, tuple[str, ...]] = {
     "quark.torch.checkpoint.importer": ("import_model_from_safetensors",),
     "quark.torch.checkpoint.save_params": ("load_params", "save_params"),
     "quark.torch.config.llm_template": ("LLMTemplate",),
-    "quark.compat.torch_names.not_supported": ("ModelPruner",),
+    "quark.compat.torch_names.not_supported": (
+        "ModelPruner", "export_llama_cpp_gguf", "list_llama_cpp_export_formats",
+    ),
     "quark.torch.flows.compared.denoiser_costs": ("compare_denoisers",),
     "quark.torch.flows.compared.layer_errors": ("layer_errors",),
     "quark.torch.flows.on_load.config": ("QuantizeOnLoad",),

@@ -11,7 +11,9 @@ __all__ = [
     "create_calibrator_power_of_two",
     "fake_calibration",
     "get_data_reader",
+    "load_tensors_range",
     "run_calibration",
+    "save_tensors_range",
 ]
 
 
@@ -34,3 +36,9 @@ create_calibrator_float_scale = _later(
 fake_calibration = _later("fake_calibration", "option UseRandomData calibrates without samples")
 get_data_reader = _later("get_data_reader", "ModelQuantizer takes a reader, or calibration_data_path, a folder of .npy")
 run_calibration = _later("run_calibration", "ModelQuantizer calibrates, and option Statistics keeps what it saw")
+load_tensors_range = _later(
+    "load_tensors_range", "extra option SaveAndRestore names a file of ranges, which is read where it is there"
+)
+save_tensors_range = _later(
+    "save_tensors_range", "extra option SaveAndRestore names a file, which ranges are written to"
+)

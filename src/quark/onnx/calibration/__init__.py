@@ -20,7 +20,9 @@ HOMES = {
         "create_calibrator_power_of_two",
         "fake_calibration",
         "get_data_reader",
+        "load_tensors_range",
         "run_calibration",
+        "save_tensors_range",
     ),
 }
 """Where the documented names are defined."""
