@@ -42,6 +42,42 @@ from quark.torch.utils.llm import (
     preprocess_for_quantization,
 )
 
+OLDER = {
+    "--pre_quantization_optimization": "--quant_algo rotation, or smoothquant",
+    "--pre_optimization_config_file_path": "--quant_algo_config_file ALGORITHM FILE",
+    "--no_weight_matrix_merge": "nothing: matrices are never merged",
+    "--weight_matrix_merge": "nothing: serving programs merge matrices themselves",
+}
+"""Arguments of earlier versions -> what says it today."""
+NEEDS = {
+    "import_model_dir": "model_reload",
+    "json_path": "params_load",
+    "safetensors_path": "params_load",
+    "save_dir": "params_save",
+    "min_kv_scale": "kv_cache_dtype",
+    "kv_cache_post_rope": "kv_cache_dtype",
+    "native_linear_mode": "enable_native_inference",
+    "quant_algo_config_file": "quant_algo",
+    "pack_method": "model_export",
+    "export_weight_format": "model_export",
+    "custom_mode": "model_export",
+    "eval_data_dir": "use_mlperf_rouge",
+    "metrics_output_dir": "save_metrics_to_csv",
+    "num_fewshot": "tasks",
+    "apply_chat_template": "tasks",
+    "eval_batch_size": "tasks",
+    "max_eval_batch_size": "tasks",
+    "ppl_eval_for_kv_cache_context_size": "use_ppl_eval_for_kv_cache",
+    "ppl_eval_for_kv_cache_sample_size": "use_ppl_eval_for_kv_cache",
+    "ppl_eval_for_kv_cache_patch_size": "use_ppl_eval_for_kv_cache",
+}
+"""Arguments that say something only beside another one."""
+NOT_FROM_FILES = (
+    "multi_gpu multi_device model_attn_implementation data_type dataset seq_len batch_size num_calib_data params_save "
+    "enable_native_inference torch_compile tasks save_metrics_to_csv use_ppl_eval_for_kv_cache"
+)
+"""Arguments about a model in memory, which is never there from file to file."""
+
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -60,7 +96,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--batch_size", type=int, default=1)
     add("--num_calib_data", type=int, default=512)
     add("--skip_quantization", action="store_true")
-    add("--file2file_quantization", action="store_true")
+    add("--quant_flow", default="standard", choices=["standard", "file2file", "per_block"])
+    add("--file2file_quantization", action="store_true", help="of older scripts: --quant_flow file2file")
+    add("--gpu_resident_blocks", type=int, default=0, help="of --quant_flow per_block")
     add("--group_size", type=int, help="of older scripts: part of a scheme's name now, as in uint4_wo_128")
     add("--quant_scheme", help="a scheme, or its name in older versions (w_uint4_per_group_asym)")
     add("--layer_quant_scheme", action="append", nargs=2, metavar=("PATTERN", "SCHEME"))
@@ -104,14 +142,22 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--use_ppl_eval_for_kv_cache", action="store_true")
     for name, size in (("context", 1024), ("sample", 512), ("patch", None)):
         add(f"--ppl_eval_for_kv_cache_{name}_size", type=int, default=size)
-    args = parser.parse_args(words)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        today = OLDER.get(unknown[0].partition("=")[0])
+        known = [name for action in parser._actions for name in action.option_strings]
+        possible = f"Possible: {today}." if today else did_you_mean(unknown[0], known)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}. {possible}")
     if args.quant_scheme in OLD_SCHEMES:
         args.quant_scheme = OLD_SCHEMES[args.quant_scheme]
     if args.group_size is not None:  # of older scripts; the group size is part of the name of a scheme now
-        args.quant_scheme = re.sub(r"_\d+$", f"_{args.group_size}", args.quant_scheme or "")
-        if not args.quant_scheme.endswith(f"_{args.group_size}"):
+        size = "per_channel" if args.group_size == -1 else args.group_size
+        args.quant_scheme = re.sub(r"_\d+$", f"_{size}", args.quant_scheme or "")
+        mx = args.group_size == 32 and args.quant_scheme.startswith("mx")  # which has no other groups
+        if not mx and not args.quant_scheme.endswith(f"_{size}"):
             parser.error(f"--group_size {args.group_size} goes with a scheme whose name has one, as uint4_wo_128")
-    if args.quant_scheme is not None and args.quant_scheme not in (schemes := LLMTemplate.get_supported_schemes()):
+    schemes = LLMTemplate.get_supported_schemes()
+    if args.quant_scheme is not None and args.quant_scheme not in schemes:
         parser.error(f"--quant_scheme: no scheme {args.quant_scheme!r}. {did_you_mean(args.quant_scheme, schemes)}")
     if args.params_load and not (args.json_path and args.safetensors_path):
         parser.error("--params_load needs --json_path and --safetensors_path")
@@ -119,6 +165,22 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--revision {args.revision} is of a model on the hub; {args.model_dir} is a folder")
     if args.custom_mode != "quark" and args.export_weight_format == "fake_quantized":
         parser.error("--export_weight_format fake_quantized goes with --custom_mode quark only")
+    if args.quant_scheme is None and not (args.skip_quantization or args.params_load or args.model_reload):
+        parser.error(f"--quant_scheme is needed, or --skip_quantization. Possible: {', '.join(schemes)}")
+    if args.quant_flow == "per_block":
+        parser.error(
+            "--quant_flow per_block: possible: `quark quantize MODEL --scheme SCHEME --calib FILE --stream`, which "
+            "holds one block of the model at a time, with a GPU or without"
+        )
+    args.file2file_quantization |= args.quant_flow == "file2file"
+    if args.file2file_quantization and {*(args.model_export or [])} - {"hf_format"}:
+        parser.error(f"--quant_flow file2file writes hf_format only, not {', '.join(args.model_export)}")
+    for name, other in NEEDS.items():
+        if getattr(args, name) != parser.get_default(name) and not getattr(args, other):
+            print(f"[INFO] --{name} has no effect without --{other}.")
+    idle = [f"--{name}" for name in NOT_FROM_FILES.split() if getattr(args, name) != parser.get_default(name)]
+    if args.file2file_quantization and idle:
+        print(f"[INFO] From file to file no model is in memory. Without effect: {', '.join(idle)}.")
     return args
 
 
@@ -128,14 +190,14 @@ def quant_config(args: argparse.Namespace, model_type: str) -> QConfig:
         scheme=args.quant_scheme,
         algorithm=args.quant_algo,
         kv_cache_scheme=args.kv_cache_dtype,
-        min_kv_scale=args.min_kv_scale,
+        min_kv_scale=args.min_kv_scale if args.kv_cache_dtype else 0.0,
         attention_scheme=args.attention_dtype,
         layer_config=dict(args.layer_quant_scheme or []),
         exclude_layers=args.exclude_layers,
         algo_configs={name: load_quant_algo_config_from_file(file) for name, file in files},
     )
     config.keep_prequantized_layers = not args.no_keep_prequantized_layers
-    config.kv_cache_post_rope = args.kv_cache_post_rope
+    config.kv_cache_post_rope = args.kv_cache_post_rope and args.kv_cache_dtype is not None
     return config
 
 
