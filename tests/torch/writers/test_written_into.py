@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,17 @@ def test_a_script_that_runs_again_replaces_the_model_and_keeps_what_was_saved_th
     loaded = import_model_from_safetensors(None, tmp_path)
     loaded.save_pretrained(tmp_path.with_name("again"))
     loaded.save_pretrained(tmp_path.with_name("again"))
+
+
+def test_a_config_that_a_script_copies_there_first_is_no_model(model: nn.Module, folder: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        shutil.copy2(folder / "config.json", tmp_path / "config.json")
+        export_safetensors(model, tmp_path)
+        assert "quantization_config" in (tmp_path / "config.json").read_text()
+    shutil.copy2(folder / "config.json", tmp_path / "config.json")
+    (tmp_path / "model.safetensors").rename(tmp_path / "tf_model.h5")
+    with pytest.raises(OutputExistsError, match=r"quark did not write \(config.json\)"):
+        export_safetensors(model, tmp_path)
 
 
 def test_a_model_of_another_is_not_replaced_and_overwrite_false_replaces_none(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from quark.base.files import atomic_folder, check_apart, check_folder
+from quark.base.files import atomic_folder, check_apart, check_place
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, ConfigError
 from quark.onnx.calibration.calibrate import model_session
@@ -47,14 +48,14 @@ def dump_model(
         dump_data_reader: Anything with `get_next()`, or an iterable of samples; None for random data.
         random_data_reader_input_shape: Input name -> shape of random data.
         dump_float: Write what every node gives as `<output>_float.bin`, float32, and `<output>_float.txt` too.
-        output_dir: The folder, which must not hold anything yet; it appears whole or not at all.
+        output_dir: The folder, which appears whole or not at all. Where it is there, what else it holds stays.
 
     Raises:
         ConfigError: The model has no quantized tensors, and floats are not asked for.
         CalibrationError: There is no sample, or it does not fit the model.
-        OutputExistsError: The folder is there already.
+        OutputError: The folder cannot be written.
     """
-    check_folder(output_dir, overwrite=False)
+    check_place(output_dir, overwrite=True)
     check_apart(output_dir, *model_files(model_input))
     model = read(model_input)
     codes = _coded(model)
@@ -67,7 +68,9 @@ def dump_model(
     if feed is None:
         raise CalibrationError("dump_model needs a sample, and the reader gives none.")
     arrays = _computed(model, codes, dump_float, feed)
-    with atomic_folder(output_dir) as folder:
+    with atomic_folder(output_dir, overwrite=True, anything=True) as folder:
+        if Path(output_dir).is_dir():  # an earlier dump: scripts are run again
+            shutil.copytree(output_dir, folder, dirs_exist_ok=True)
         used: set[str] = set()
         for name, source in codes.items():
             stored = constant(source)

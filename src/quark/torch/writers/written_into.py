@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from quark.base.files import final_place, is_temporary
 from quark.base.json_objects import plain_json
 from quark.base.log import logger
@@ -26,7 +28,8 @@ from quark.torch.model.folder_files import travels_by_name
 
 _WEIGHTS = re.compile(r"\.(safetensors|gguf|onnx)$|^pytorch_model.*\.bin$|\.index\.json$")
 _OF_MODEL = re.compile(rf"{_WEIGHTS.pattern}|^(adapter_)?config\.json$|^model_index\.json$")
-"""Files of which a folder with one holds a model."""
+"""Files of which a folder with one holds a model, but config.json alone, which a script copies there first."""
+_OTHER_WEIGHTS = re.compile(r"\.(bin|pth?|h5|msgpack|ckpt|npz)$")
 _ABOUT = re.compile(rf"{_WEIGHTS.pattern}|^(generation_)?config\.json$|^README(_base)?\.md$|^quark_recipe\.yaml$")
 """Files of a folder of quark that say something of its model alone: they go with it."""
 _TAG = re.compile(r"^- quark$", re.MULTILINE)
@@ -86,7 +89,10 @@ def _counts(path: Path) -> bool:
 
 def _require_of_quark(folder: Path) -> bool:
     """Return True where a folder holds a model of quark's, and False where it holds none. Raises for another's."""
-    models = sorted(each.name for each in _entries(folder) if _OF_MODEL.search(each.name))
+    names = [each.name for each in _entries(folder)]
+    models = sorted(name for name in names if _OF_MODEL.search(name))
+    if models == ["config.json"] and not any(map(_OTHER_WEIGHTS.search, names)):
+        models = []  # copied there, or saved, before the weights
     if not folder.is_dir() or (models and not _is_of_quark(folder)):
         raise OutputExistsError(
             f"{folder} exists already"
@@ -107,9 +113,21 @@ def _is_of_quark(folder: Path) -> bool:
         return False
     quantization = stored.get("quantization_config") if isinstance(stored, dict) else None
     if not isinstance(quantization, dict):
-        return False
+        return _holds_scales(folder)
     front = card.split("\n---\n")[0] if card.startswith("---\n") else ""
     return quantization.get("quant_method") == "quark" or "export" in quantization or bool(_TAG.search(front))
+
+
+def _holds_scales(folder: Path) -> bool:
+    """Return True where a float config lies over codes and scales: a script copied it there again, before the model."""
+    try:
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "pt") as tensors:
+                if any(name.endswith("weight_scale") for name in tensors.keys()):  # noqa: SIM118
+                    return True
+    except (OSError, SafetensorError):
+        pass
+    return False
 
 
 def _keep(old: Path, new: Path, had_model: bool, tokenizer: bool) -> list[str]:
