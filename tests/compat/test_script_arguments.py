@@ -1,7 +1,7 @@
-"""The argument lists of the documented language-model script: each does what it says, or a line says what to use.
+"""The argument lists of the documented scripts: each does what it says, or a line says what to use.
 
-A list is the words that follow those of `words`, and either what must be true of its run or a part of the error. Every
-option of the script stands in one of them.
+A list is the words that follow those that all begin with, and either what must be true of its run or a part of the
+error. Every option of the language-model script, and of its sibling for ONNX files, stands in one of them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from quark.compat.quark_cli import get_cli_parser, main
 from quark.errors import QuarkError
+from tests.models.onnx_zoo import cnn
 from tests.models.torch_zoo import LANGUAGE_MODEL, ROOT, tiny_llama
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -270,6 +274,69 @@ LISTS: dict[str, tuple[str, Callable[[Run], Any] | str]] = {
 }
 
 
+Checked = Callable[[onnx.ModelProto, str], Any] | str
+
+
+def quantized(model: onnx.ModelProto, log: str) -> int:
+    return sum(node.op_type == "QuantizeLinear" for node in model.graph.node)
+
+
+def float_weights(model: onnx.ModelProto) -> set[str]:
+    stored = {tensor.name for tensor in model.graph.initializer}
+    return {node.input[1] for node in model.graph.node if node.op_type == "Conv" and node.input[1] in stored}
+
+
+ONNX_LISTS: dict[str, tuple[str, Checked]] = {
+    "XINT8, and what there is none of here": (
+        "--model_name cnn --num_calib_data 2 --batch_size 2 --workers 4 --device cuda --calib_image_dim 64",
+        lambda model, log: (
+            {"model_name", "num_calib_data", "batch_size", "workers", "device"}
+            == {*re.findall(r"--(\w+) changes nothing here", log)}
+        ),
+    ),
+    "CLE": ("--config XINT8 --cle", lambda model, log: "Cross-layer equalization of 8 pairs" in log),
+    "CLE, as it was called": ("--config XINT8 --include_cle", lambda model, log: "Cross-layer equalization" in log),
+    "AdaRound": ("--config A8W8 --adaround --learning_rate 0.1 --num_iters 3", quantized),
+    "AdaQuant": ("--config A8W8 --adaquant --learning_rate 1e-5 --num_iters 3", quantized),
+    "ranges": ("--config S8S8_AAWS --calib_method percentile+99.9 --use_moving_average", quantized),
+    "ranges that do not exist": ("--config S8S8_AAWS --calib_method best", r"percentile\+99.99"),
+    "nodes in float": (
+        "--config A8W8 --exclude_nodes stem_conv_node;a_conv_node",
+        lambda model, log: float_weights(model) == {"stem_w", "a_w"},
+    ),
+    "a node that is not there": (
+        "--config A8W8 --exclude_nodes nowhere",
+        lambda model, log: "no node has the name 'nowhere'" in log and not float_weights(model),
+    ),
+    "a part in float": (
+        "--config A8W8 --exclude_subgraphs [stem_conv_node],[stem_node]",
+        lambda model, log: float_weights(model) == {"stem_w", "stem_norm_node_weight"},
+    ),
+    "half a part": ("--config A8W8 --exclude_subgraphs [a]", "expected .first nodes., .last nodes."),
+    "weights beside the file": (
+        "--config A8W8 --save_as_external_data",
+        lambda model, log: len({*Path().glob("out.onnx*")}) == 2,
+    ),
+    "a model in memory": ("--config A8W8 --use_crypto", "CryptoMode: out.onnx is not written"),
+    "SmoothQuant": ("--config A8W8 --include_sq --sq_alpha 0.7", lambda model, log: "SmoothQuantConfig" in log),
+    "GPTQ": ("--config INT8_TRANSFORMER_DEFAULT --use_gptq", lambda model, log: "GPTQConfig: 1 places" in log),
+    "rotation": (
+        "--config INT8_TRANSFORMER_DEFAULT --include_rotation --hidden_size 16 --use_random_had",
+        lambda model, log: "QuarotConfig: nothing in this model qualifies" in log,
+    ),
+    "rotation by a file that is not there": (
+        "--config INT8_TRANSFORMER_DEFAULT --include_rotation --r_config_path rotation.json",
+        "rotation.json cannot be read",
+    ),
+    "a named dataset": ("--calib_dataset_name pileval --num_head 32", "datasets are not fetched"),
+    "arguments of the search": (
+        "--config A8W8 --num_head 8 --auto_search_config default_auto_search",
+        lambda model, log: "--num_head changes nothing here" in log and "--auto_search_config changes nothing" in log,
+    ),
+    "a configuration that does not exist": ("--config A8W9", "Did you mean 'A8W8'"),
+}
+
+
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("quantize_quark", ROOT / "examples" / "compat" / "quantize_quark.py")
@@ -357,6 +424,52 @@ def test_every_option_stands_in_a_list(
         "--no",
     }  # of each list, of the test below, half a word
     assert options - listed <= elsewhere and len(options) > 60
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a model and with arrays to calibrate it."""
+    monkeypatch.chdir(tmp_path)
+    onnx.save(cnn(), "model.onnx")
+    Path("arrays").mkdir()
+    for index in range(4):
+        pixels = np.random.default_rng(index).normal(size=(1, 3, 16, 16))
+        np.save(f"arrays/{index}.npy", pixels.astype(np.float32))
+
+
+NEEDED = "onnx-ptq --input_model_path model.onnx --output_model_path out.onnx"
+DATA = {"--calib_data_path", "--calibration_dataset_path"}
+
+
+@pytest.mark.parametrize(
+    "title",
+    [pytest.param(title, marks=[pytest.mark.slow] if index % 8 else []) for index, title in enumerate(ONNX_LISTS)],
+)
+@pytest.mark.usefixtures("files")
+def test_an_onnx_list_does_what_it_says_or_is_refused(
+    title: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "quark")
+    more, expected = ONNX_LISTS[title]
+    asked = [*NEEDED.split(), max(DATA) if "cle" in more else min(DATA), "arrays", *more.split()]
+    if callable(expected):
+        main(asked)
+        assert expected(onnx.load("out.onnx"), caplog.text)
+        return
+    try:
+        main(asked)
+    except SystemExit as stopped:
+        assert stopped.code == 1
+    assert re.search(expected, capsys.readouterr().err + caplog.text)
+    assert not Path("out.onnx").exists()
+
+
+def test_every_option_of_the_onnx_command_stands_in_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        get_cli_parser().parse_args(["onnx-ptq", "--help"])
+    options = {*re.findall(r"--\w+", capsys.readouterr().out)}
+    listed = {word for more, _ in ONNX_LISTS.values() for word in more.split()} | {*NEEDED.split()} | DATA
+    assert options - listed == {"--help"} and len(options) > 25
 
 
 @pytest.mark.slow

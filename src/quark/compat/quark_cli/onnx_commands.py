@@ -166,7 +166,8 @@ def _labelled(model: str, folder: str, side: int) -> Iterator[tuple[int, dict[st
     shape = next(iter(model_inputs(model).values())).shape or ()
     is_open = len(shape) == 4 and not all(isinstance(size, int) for size in shape[2:])
     resize = f"crop:{side}x{side}" if is_open else "crop"
-    look: dict[str, Any] = {**IMAGENET, "resize": resize} if len(shape) == 4 else {}
+    arrays = any(path.suffix in (".npy", ".npz") for path in (Path(folder), *Path(folder).rglob("*")))
+    look: dict[str, Any] = {**IMAGENET, "resize": resize} if len(shape) == 4 and not arrays else {}
     classes = sorted(entry for entry in Path(folder).iterdir() if entry.is_dir()) if Path(folder).is_dir() else []
 
     def of(label: int, path: Path | str) -> Iterator[tuple[int, dict[str, Any]]]:
