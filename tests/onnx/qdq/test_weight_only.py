@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from quark.core.granularity import PerGroup
+from quark.core.granularity import PerChannel, PerGroup, PerTensor
 from quark.core.metrics import sqnr
 from quark.core.quantize import compute_qparams, fake_quantize
 from quark.core.spec import spec
@@ -29,12 +29,13 @@ from quark.onnx import (
     quantize_static,
 )
 from quark.onnx.calibration.qparams import onnx_range
-from quark.onnx.config.config import Config
+from quark.onnx.config.config import Config, QuantizationConfig
 from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.passes import PASSES
 from tests.models.onnx_zoo import Builder, Reader, cnn, images, mlp, outputs, run, vectors
 
 MODELS = {"cnn": (cnn, images), "mlp": (mlp, vectors)}
+FP8 = {"activation_type": QuantType.QFLOAT8E4M3FN, "weight_type": QuantType.QFLOAT8E4M3FN}
 EVERY = pytest.mark.parametrize("model", MODELS)
 
 
@@ -53,6 +54,24 @@ def dense(k: int = 40, n: int = 12, transposed: bool = False) -> onnx.ModelProto
 def nbits(**parameters: Any) -> QConfig:
     layer = QLayerConfig(input_tensors=Int8Spec(), weight=Int8Spec())
     return QConfig(layer, UseMatMulNBits=True, MatMulNBitsParams=parameters)
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_weights_in_fp8_are_core_s(per_channel: bool) -> None:
+    config = QuantizationConfig(**FP8, per_channel=per_channel, extra_options={"WeightsOnly": True})
+    model = ModelQuantizer(Config(config)).quantize_model(dense(), None, Reader([]))
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    decoder = next(node for node in model.graph.node if node.op_type == "DequantizeLinear")
+    codes, scale, zero = (stored[name] for name in decoder.input)
+    assert codes.data_type == zero.data_type == TensorProto.FLOAT8E4M3FN and model.opset_import[0].version == 19
+    weight = numpy_helper.to_array(next(tensor for tensor in dense().graph.initializer if tensor.name == "w"))
+    wanted = fake_quantize(weight, None, spec("fp8_e4m3", granularity=PerChannel(1) if per_channel else PerTensor()))
+    found = numpy_helper.to_array(codes).astype(np.float32) * numpy_helper.to_array(scale)
+    np.testing.assert_array_equal(found, wanted)
+    feed = vectors(1)[0]["x"][:, :1] * np.ones((1, 40), np.float32)
+    np.testing.assert_allclose(run(model, {"x": feed}), feed @ wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotSupportedError, match="Activations in FLOAT8E4M3FN.*WeightsOnly=True"):
+        ModelQuantizer(Config(QuantizationConfig(**FP8))).quantize_model(dense(), None, Reader([]))
 
 
 def weight_only(model: onnx.ModelProto, weight: Any, **options: Any) -> onnx.ModelProto:

@@ -92,8 +92,9 @@ class _ElementType(Enum):
     @property
     def tensor_type(self) -> int:
         """The TensorProto type; UNDEFINED for the block formats, which have none."""
-        name = self.name.removeprefix("Q").lower()
-        return int(TensorProto.DataType.Value(code_type(DTYPES[name]))) if name in DTYPES else TensorProto.UNDEFINED
+        name = self.name.removeprefix("Q")
+        kind = code_type(DTYPES[name.lower()]) if name.lower() in DTYPES else name
+        return int(dict(TensorProto.DataType.items()).get(kind, TensorProto.UNDEFINED))
 
     @classmethod
     def from_string(cls, text: str) -> _ElementType:
@@ -119,6 +120,7 @@ class ExtendedQuantType(_ElementType):
     QBFloat16 = 8
     QBFP = 9
     QMX = 10
+    QFLOAT8E4M3FN = 17
 
 
 class VitisQuantType(_ElementType):
@@ -134,6 +136,7 @@ class VitisQuantType(_ElementType):
     QBFloat16 = 8
     QBFP = 9
     QMX = 10
+    QFLOAT8E4M3FN = 17
 
 
 def is_extended(quant_format: Enum) -> bool:

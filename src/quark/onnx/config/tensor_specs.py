@@ -98,6 +98,8 @@ MXFP6E2M3 = _data_type("MXFP6E2M3", "fp6_e2m3")
 MXFP8E5M2 = _data_type("MXFP8E5M2", "fp8_e5m2")
 MXFP8E4M3 = _data_type("MXFP8E4M3", "fp8_e4m3")
 MXInt8 = _data_type("MXInt8", "onnx_mxint8")
+FLOAT8 = DataType("FLOAT8E4M3FN", "fp8_e4m3")
+"""Of ONNX Runtime's QuantType: it has no spec, and no name in a QTensorConfig."""
 
 
 def parse_data_type(name: str) -> DataType | None:

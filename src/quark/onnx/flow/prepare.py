@@ -26,7 +26,7 @@ from quark.onnx.passes.fix_shapes import fix_shapes
 from quark.onnx.passes.hoist_constants import hoist_constants
 from quark.onnx.passes.simplify import join_constants, simplify
 from quark.onnx.qdq.qdq_nodes import EXTENDED
-from quark.onnx_ops.element_types import BLOCKED_OPSET, PER_CHANNEL_OPSET
+from quark.onnx_ops.element_types import BLOCKED_OPSET, FIRST_OPSET, PER_CHANNEL_OPSET
 from quark.onnx_ops.operators import BLOCK_OPSET
 
 CONVERT_OPSET, SIMPLIFY = convert_opset_version.__name__, simplify.__name__
@@ -160,12 +160,13 @@ def _opset(model: ir.Model, settings: Settings) -> int:
 
 
 def _needed_opset(settings: Settings) -> int:
-    """13, the first with per-channel Q/DQ; 14 for the block formats; 21 for 4-bit types and groups."""
+    """13, the first with per-channel Q/DQ; 14 for the block formats; 19 for FP8; 21 for 4-bit types and groups."""
     specs = _specs(settings)
     grouped = any(s.has_zero_point and (s.dtype.bits < 8 or isinstance(s.granularity, PerGroup)) for s in specs)
     if settings.qdq.matmul_nbits is None and (settings.qdq.quantize_fp16 or grouped):
         return BLOCKED_OPSET
-    return BLOCK_OPSET if any(spec.is_block for spec in specs) else PER_CHANNEL_OPSET
+    least = BLOCK_OPSET if any(spec.is_block for spec in specs) else PER_CHANNEL_OPSET
+    return max([least, *(FIRST_OPSET.get(s.dtype.onnx, 0) for s in specs if s.dtype.is_float and not s.is_block)])
 
 
 def _specs(settings: Settings) -> list[TensorSpec]:
@@ -217,7 +218,7 @@ def _refuse_unsupported(settings: Settings) -> None:
             f"{kind}{given.dtype}. Possible: {wanted} activations, or the target 'generic'."
         )
     for spec in _specs(settings):
-        if spec.dtype.is_float and not (spec.is_block or spec.dtype.name in EXTENDED):
+        if spec.dtype.is_float and not (spec.is_block or spec.dtype.name in EXTENDED or spec.dtype.onnx in FIRST_OPSET):
             raise NotSupportedError(f"{spec.dtype} is not part of this version of the ONNX flow.")
     if settings.qdq.quantize_fp16 and target.activations:
         raise ConfigError(f"QuantizeFP16=True: {target.name} computes in float32; set ConvertFP16ToFP32=True.")

@@ -24,7 +24,7 @@ from quark.core.spec import ScaleType as CoreScale
 from quark.errors import ConfigError, NotSupportedError, did_you_mean
 from quark.onnx.config.enums import CalibMethod, ExtendedQuantType, QuantGranularity, ScaleType
 from quark.onnx.config.extra_options import value_of
-from quark.onnx.config.tensor_specs import DATA_TYPES, DataType, QTensorConfig
+from quark.onnx.config.tensor_specs import DATA_TYPES, FLOAT8, DataType, QTensorConfig
 from quark.onnx_ops.operators import BFP_FORMATS, MX_ELEMENTS, ROUNDING_MODES
 
 FLOATS = ("float16", "bfloat16")
@@ -86,6 +86,11 @@ def lower_tensor(config: QTensorConfig, options: Mapping[str, Any], *, weight: b
         return _lower_float(config, options, weight)
     if config.data_type.block:
         return _lower_block(config, options, weight)
+    if DTYPES[config.data_type.core].is_float and not (weight or value_of(options, "WeightsOnly")):
+        raise NotSupportedError(
+            f"Activations in {config.data_type}: ONNX Runtime fuses their Q/DQ into operators that have no such type, "
+            "and loads no such file. Possible: WeightsOnly=True, or QInt8 and QInt16 activations."
+        )
     observer = _weight_observer(config, options) if weight else _activation_observer(config, options)
     return TensorSpec(
         DTYPES[config.data_type.core],
@@ -97,7 +102,9 @@ def lower_tensor(config: QTensorConfig, options: Mapping[str, Any], *, weight: b
 
 
 def is_symmetric(config: QTensorConfig, options: Mapping[str, Any], *, weight: bool = False) -> bool:
-    """Return True where the zero point of a tensor is fixed: by the option, else by the spec."""
+    """Return True where the zero point of a tensor is fixed: by the type, by the option, else by the spec."""
+    if DTYPES[config.data_type.core].is_float:
+        return True
     symmetric: bool | None = value_of(options, "WeightSymmetric" if weight else "ActivationSymmetric")
     return config.symmetric if symmetric is None else symmetric
 
@@ -253,4 +260,6 @@ def data_type_of(kind: ExtendedQuantType, options: Mapping[str, Any]) -> DataTyp
         if element not in _MX_TYPES:
             raise ConfigError(f"MXAttributes.element_dtype: {element!r}. {did_you_mean(str(element), _MX_TYPES)}")
         return _MX_TYPES[element]
+    if kind is ExtendedQuantType.QFLOAT8E4M3FN:
+        return FLOAT8
     return DATA_TYPES[kind.name.removeprefix("Q")]
