@@ -506,6 +506,29 @@ for method in ("MSE", "percentile", "histogram"):
     with torch.no_grad():
         assert (model(images) - net()(images)).norm() / net()(images).norm() < 0.5, method
 """,
+    "recorded arguments, which a wrapper takes apart": INT8
+    + """
+from dataclasses import replace
+from torch.utils.data import Dataset
+from quark.torch import ModelQuantizer
+class Recorded(Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        if index >= 2:
+            raise IndexError(index)
+        return (((images[index : index + 1],), {}),)
+class Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner_model = inner
+    def forward(self, data):
+        return self.inner_model(*data[0][0], **data[0][1])
+config = replace(QConfig(global_quant_config=QLayerConfig(weight=int8, input_tensors=int8)), exclude=["*conv_in*"])
+inner = ModelQuantizer(config).quantize_model(Wrapper(net()), Recorded()).inner_model
+with torch.no_grad():
+    assert 0 < (inner(images) - net()(images)).norm() / net()(images).norm() < 0.1
+""",
     "messages of a script's own": """
 from quark.common.utils.log import ScreenLogger
 logger = ScreenLogger(__name__)
@@ -742,6 +765,18 @@ for tool, source, target in (("convert_fp32_to_fp16", "float.onnx", "half.onnx")
     subprocess.run([sys.executable, "-m", f"quark.onnx.tools.{tool}", "--input", source, "--output", target],
                    check=True, capture_output=True)
 assert onnx.load("again.onnx").graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+""",
+    "a driver of mixed precision, by JSON": """
+from quark.onnx import ModelQuantizer, QConfig, QLayerConfig
+from quark.onnx.quantization.config.custom_config import DEFAULT_MICROEXPONENTS_PARAMS
+from quark.onnx.quantization.config.spec import BFloat16Spec, MX6Spec
+conv = [node.name for node in onnx.load(cnn("float.onnx")).graph.node if node.op_type == "Conv"][:2]
+wide = QLayerConfig(input_tensors=BFloat16Spec(), weight=BFloat16Spec())
+config = QConfig(global_config=QLayerConfig(input_tensors=MX6Spec(), weight=MX6Spec()),
+                 specific_layer_config={wide: conv[:1]}, layer_type_config=None, exclude=conv[1:],
+                 extra_options={"BFPAttributes": DEFAULT_MICROEXPONENTS_PARAMS, "NodesToExclude": conv[1:]})
+ModelQuantizer(config).quantize_model("float.onnx", "mixed.onnx", Reader())
+assert "BFPQuantizeDequantize" in kinds("mixed.onnx")
 """,
     "a search over settings": """
 from quark.onnx import auto_search

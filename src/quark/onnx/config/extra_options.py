@@ -84,6 +84,7 @@ _obeyed("FoldRelu", BOOL, False, "drop a Relu or Clip whose effect the quantized
 # Targets.
 _obeyed("OpTypesToQuantize", LIST, [], "op types that are quantized; empty: those with a rule")
 _obeyed("NodesToQuantize", LIST, [], "only these nodes; empty: all")
+_obeyed("NodesToExclude", LIST, [], "nodes that stay in float, beside those of exclude")
 _obeyed("ExtraOpTypesToQuantize", LIST, [], "op types beside the default ones")
 _obeyed("QuantizeAllOpTypes", BOOL, False, "every op type of the model, whatever OpTypesToQuantize says")
 _obeyed("WeightsOnly", BOOL, False, "quantize weights, not activations")

@@ -77,6 +77,8 @@ def forward_batch(model: nn.Module, batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (tuple, list)) and batch:
         if len(batch) == 1 and isinstance(batch[0], Mapping):
             return forward_batch(model, batch[0], device)
+        if len(batch) == 1 and isinstance(batch[0], tuple) and batch[0] and isinstance(batch[0][-1], Mapping):
+            return model(to_device(batch, device))  # recorded (arguments, keywords), which the model takes apart
         return model(*(to_device(item, device) for item in batch))
     raise CalibrationError(
         f"A calibration batch is a {type(batch).__name__}; possible: a torch.Tensor, a dict or BatchEncoding of "

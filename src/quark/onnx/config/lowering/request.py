@@ -141,7 +141,7 @@ def from_qconfig(config: QConfig) -> Request:
         external_data=config.use_external_data_format,
         by_name=config.specific_layer_config,
         by_type=config.layer_type_config,
-        exclude=tuple(config.exclude),
+        exclude=(*config.exclude, *value_of(config.extra_options, "NodesToExclude")),
     )
 
 
@@ -170,7 +170,11 @@ def from_legacy(config: QuantizationConfig) -> Request:
         legacy=True,
         include_cle=config.include_cle,
         dynamic=config.use_dynamic_quant,
-        exclude=(*config.nodes_to_exclude, *config.subgraphs_to_exclude),
+        exclude=(
+            *config.nodes_to_exclude,
+            *value_of(config.extra_options, "NodesToExclude"),
+            *config.subgraphs_to_exclude,
+        ),
     )
 
 
