@@ -70,6 +70,7 @@ def test_every_documented_option_is_in_the_table() -> None:
         "Target",
         "MeasurePlacement",
         "MeasureThreads",
+        "NodesToExclude",
         "StoreFloat16",
         "RefineWeightScales",
     }
