@@ -218,7 +218,8 @@ def _refuse_unsupported(settings: Settings) -> None:
             f"{kind}{given.dtype}. Possible: {wanted} activations, or the target 'generic'."
         )
     for spec in _specs(settings):
-        if spec.dtype.is_float and not (spec.is_block or spec.dtype.name in EXTENDED or spec.dtype.onnx in FIRST_OPSET):
+        names = {spec.dtype.name, spec.dtype.onnx}
+        if spec.dtype.is_float and not spec.is_block and names.isdisjoint([*EXTENDED, *FIRST_OPSET]):
             raise NotSupportedError(f"{spec.dtype} is not part of this version of the ONNX flow.")
     if settings.qdq.quantize_fp16 and target.activations:
         raise ConfigError(f"QuantizeFP16=True: {target.name} computes in float32; set ConvertFP16ToFP32=True.")
