@@ -6,6 +6,8 @@ package has, so all can be run with the documented system, too.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from tests.guides import torch_pages
@@ -17,7 +19,7 @@ def workplace() -> dict[str, Any]:
     Returns:
         dict: The names of `torch_pages.workplace()`; `onnx` and `np`; `cnn(path)`, which writes a classifier of (n, 3,
         16, 16) with input "x", and `mlp(path)`, of (n, 16); `Reader`, as scripts write one; `kinds(path)`, the
-        operators of a file.
+        operators of a file; `read(path)`, what a JSON file holds.
     """
     import numpy as np
     import onnx
@@ -56,6 +58,9 @@ def workplace() -> dict[str, Any]:
 
         return write
 
+    def read(path: str | Path) -> Any:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+
     def kinds(path: str) -> set[str]:
         return {node.op_type for node in onnx.load(path).graph.node}
 
@@ -69,6 +74,7 @@ def workplace() -> dict[str, Any]:
         "Reader": Reader,
         "vectors": onnx_zoo.vectors,
         "kinds": kinds,
+        "read": read,
     }
 
 
@@ -134,7 +140,7 @@ export_config.json_export_config.kv_cache_group = caches
 with torch.no_grad():
     ModelExporter(config=export_config, export_dir="fp8-kv").export_safetensors_model(
         model, quant_config=quant_config, tokenizer=tokenizer)
-assert json.load(open("fp8-kv/config.json"))["quantization_config"]["kv_cache_quant_config"]
+assert read("fp8-kv/config.json")["quantization_config"]["kv_cache_quant_config"]
 """,
     "a processor is saved into the folder before the model": """
 from pathlib import Path
@@ -161,14 +167,12 @@ for file in source.iterdir():
         shutil.copy2(file, target / file.name)
 quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config("int4_wo_32", exclude_layers=["*mlp.gate*"]))
 export_safetensors(quantizer.freeze(quantizer.quantize_model(llama())), str(target))
-import json
-assert "quantization_config" in json.load(open(target / "config.json"))
+assert "quantization_config" in read(target / "config.json")
 """,
     "from file to file, for more than memory holds": """
-import json
 from quark.torch import LLMTemplate, ModelQuantizer
 folder = save()
-template = LLMTemplate.get(json.load(open(f"{folder}/config.json"))["model_type"])
+template = LLMTemplate.get(read(f"{folder}/config.json")["model_type"])
 quant_config = template.get_config(
     scheme="mxfp4", exclude_layers=["*self_attn*", "*mlp.gate", "*mlp.gate.linear", "*lm_head"])
 ModelQuantizer(quant_config).direct_quantize_checkpoint(
@@ -216,7 +220,6 @@ assert config.exclude == ["lm_head"] and config.global_quant_config.input_tensor
 assert 0 < distance(ModelQuantizer(config).quantize_model(llama()), llama()) < 0.1
 """,
     "AWQ, written for AWQ's loaders": """
-import json
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config("uint4_wo_32", algorithm="awq"))
 model = quantizer.freeze(quantizer.quantize_model(llama(), data))
@@ -241,7 +244,7 @@ export_safetensors(model, "gptq")
 loaded = import_model_from_safetensors(llama(), model_dir="gptq")
 assert distance(loaded, model) < 1e-3
 """,
-    "rotation, smoothing and GPTQ, composed": """
+    "rotation and GPTQ, composed": """
 import json
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.quantization.config.config import load_quant_algo_config_from_file
@@ -267,7 +270,8 @@ files = {
              "model_decoder_layers": "model.layers", "inside_layer_modules": ["mlp.up_proj", "mlp.gate_proj"]},
 }
 for name, fields in files.items():
-    json.dump(fields, open(f"{name}.json", "w"))
+    with open(f"{name}.json", "w") as file:
+        json.dump(fields, file)
 read = {name: load_quant_algo_config_from_file(f"{name}.json") for name in files}
 config = LLMTemplate.get("llama").get_config("int4_wo_32", algorithm=["rotation", "gptq"], algo_configs=read)
 quantizer = ModelQuantizer(config)
@@ -308,8 +312,7 @@ from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 quantizer = ModelQuantizer(LLMTemplate.get("llama").get_config("mxfp4_weight_only", exclude_layers=["lm_head"]))
 model = quantizer.freeze(quantizer.quantize_model(llama(), data))
 export_safetensors(model, "rounded", weight_format="fake_quantized")
-import json
-config = json.load(open("rounded/config.json"))
+config = read("rounded/config.json")
 from safetensors.torch import load_file
 weight = load_file("rounded/model.safetensors")["model.layers.0.mlp.up_proj.weight"]
 assert weight.is_floating_point() and len(weight[0, :32].unique()) <= 16
@@ -469,7 +472,6 @@ assert 0 < distance(model, llama(**sizes)) < 0.3
 """,
     "a denoiser is quantized and written": INT8
     + """
-import json
 from diffusers import UNet2DModel
 from quark.torch import ModelQuantizer, export_safetensors
 torch.manual_seed(0)
@@ -480,7 +482,7 @@ quantizer = ModelQuantizer(QConfig(global_quant_config=QLayerConfig(weight=int8)
 sample = {"sample": torch.randn(1, 3, 8, 8), "timestep": torch.tensor([1])}
 unet = quantizer.freeze(quantizer.quantize_model(unet, [sample]))
 export_safetensors(unet, "pipe/unet")
-assert json.load(open("pipe/unet/config.json"))["quantization_config"]["quant_method"] == "quark"
+assert read("pipe/unet/config.json")["quantization_config"]["quant_method"] == "quark"
 """,
     "the older names of configurations": """
 from quark.torch import ModelQuantizer
@@ -688,7 +690,7 @@ first = QConfig(global_config=QLayerConfig(input_tensors=XInt8Spec(), weight=XIn
                 extra_options={"SimplifyModel": False, "Int32Bias": False})
 with open("config.json", "w") as file:
     json.dump(first.to_dict(), file)
-config = QConfig.from_dict(json.load(open("config.json")))
+config = QConfig.from_dict(read("config.json"))
 assert config.to_dict() == first.to_dict()
 ModelQuantizer(config).quantize_model("float.onnx", "quantized.onnx", Reader())
 assert "QuantizeLinear" in kinds("quantized.onnx")
