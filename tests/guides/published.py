@@ -759,7 +759,7 @@ ModelQuantizer(Config(global_quant_config=get_default_config("XINT8"))).quantize
 dump_model("xint8.onnx", Reader(1), random_data_reader_input_shape={}, dump_float=True, output_dir="dump_results")
 assert len(list(Path("dump_results").iterdir())) > 10
 """,
-    "tools: a file to bfloat16 and back": """
+    "tools: a file to float16 and back": """
 import subprocess, sys
 for tool, source, target in (("convert_fp32_to_fp16", "float.onnx", "half.onnx"),
                              ("convert_fp16_to_fp32", "half.onnx", "again.onnx")):
