@@ -9,7 +9,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from quark.errors import QuarkError
 from tests.models.torch_zoo import ROOT
 
 pytestmark = pytest.mark.slow
@@ -106,37 +105,3 @@ def test_every_algorithm_runs_from_end_to_end(
     files = {"hf_format": {"model.safetensors", "tokenizer.json"}, "onnx": {"quark_model.onnx"}, "gguf": {"llama.gguf"}}
     wanted = set().union(*(files[name] for name in formats.split()))
     assert wanted <= {file.name for file in (tmp_path / "out").iterdir()}
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("--use_tp", "tensor parallelism"),
-        ("--skip_quantization --use_mlperf_rouge", "Python pickles"),
-        ("--skip_quantization --model_attn_implementation flash_attention_2", "FlashAttention2"),
-    ],
-)
-def test_what_cannot_be_obeyed_is_refused_in_one_line(
-    script: ModuleType, tmp_path: Path, more: str, message: str
-) -> None:
-    with pytest.raises(QuarkError, match=message) as refused:
-        script.main(words(tmp_path, more))
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("--quant_scheme fp8 --group_size 32", "a scheme whose name has one"),
-        ("--quant_scheme w_uint4_per_grup_asym", "no scheme 'w_uint4_per_grup_asym'"),
-        ("--params_load", "--json_path"),
-        ("--revision main", "of a model on the hub"),
-        ("--custom_mode awq --export_weight_format fake_quantized", "--custom_mode quark only"),
-    ],
-)
-def test_arguments_that_say_nothing_together_are_refused(
-    script: ModuleType, tmp_path: Path, more: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        script.main(words(tmp_path, more))
-    assert message in capsys.readouterr().err
