@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from quark.common.profiler import GlobalProfiler, ProfileStep
-from quark.contrib.llm_eval import eval_model
+from quark.contrib.llm_eval import eval_model, mlperf_rouge_eval
 from quark.core.schemes import OLD_SCHEMES
 from quark.errors import QuarkError, did_you_mean
 from quark.torch import (
@@ -267,6 +267,8 @@ def main(words: list[str] | None = None) -> dict[str, float]:
     args = arguments(words)
     if args.use_tp:
         TPDeviceManager.tp_mesh_init()
+    if args.use_mlperf_rouge and not args.skip_evaluation:
+        mlperf_rouge_eval()  # which says before the work that there is none
     if args.revision is not None:
         import huggingface_hub
 
