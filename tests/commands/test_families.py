@@ -55,6 +55,6 @@ def test_a_goal_takes_groups_that_divide_the_model(words: str, scheme: str | Non
     done = quark("quantize", tmp_path / "llama", *words.split(), "-o", tmp_path / "out")
     assert done.code == 0 and f"{scheme}:" in done.out
     assert "To nearest: calibrating (--effort balanced) is not possible" in done.log  # there is no tokenizer
-    assert ("--size" in words) != (f"{scheme} in the place of uint4_wo_128" in done.log)
+    assert ("--size" in words) != (f"{scheme} instead of uint4_wo_128" in done.log)
     named = quark("quantize", tmp_path / "llama", "--for", "vllm", "--scheme", "uint4_wo_128", "-o", tmp_path / "no")
     assert named.code == 1 and "does not divide" in named.err

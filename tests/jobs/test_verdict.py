@@ -135,7 +135,7 @@ def test_bounds_are_compared_each_with_its_figure() -> None:
             Gates.of(FolderRequest(model=Path(), **{name: bound})).check(verdict)
     with pytest.raises(ConfigError, match="is no share"):
         Gates.of(FolderRequest(model=Path(), min_agreement=101.0))
-    with pytest.raises(ConfigError, match="go on with a text"):
+    with pytest.raises(ConfigError, match="for causal language models"):
         Gates(kl=1.0).require(False, nn.Linear.__name__)
 
 

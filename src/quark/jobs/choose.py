@@ -152,5 +152,5 @@ def fitted_choice(choice: GoalChoice, request: FolderRequest, folder: OpenedFold
 
     fitted = choice.fitted(fits)
     if fitted.scheme != choice.scheme:
-        logger.info("%s in the place of %s: its groups divide this model.", fitted.scheme, choice.scheme)
+        logger.info("%s instead of %s: its groups divide this model.", fitted.scheme, choice.scheme)
     return fitted

@@ -182,7 +182,7 @@ class _Writing:
                 raise
             why = error
         if CPU_DYNAMIC in others and isinstance(why, SlowerThanFloatError):
-            logger.info("%s Inputs are quantized as they come.", why)
+            logger.info("%s Inputs are quantized while the model runs.", why)
             return self.best_of(CPU_DYNAMIC, others[CPU_DYNAMIC], {CPU_WEIGHTS: others[CPU_WEIGHTS]})
         logger.info("%s Weights alone are stored as integers.", why)
         weights = others[CPU_WEIGHTS]

@@ -116,7 +116,7 @@ def _with_verdict(job: FolderJob, result: FolderResult) -> ModelVerdict | None:
     if result.budget is not None and verdict.kl is not None:
         chosen = result.budget[1]
         predicted = chosen.solved if job.algorithms else chosen.loss
-        logger.info("The budget predicted %.3g nats, and %.3g came.", predicted, verdict.kl)
+        logger.info("The budget predicted %.3g nats; %.3g were measured.", predicted, verdict.kl)
     if not verdict.is_good:
         for step in next_steps(job):
             logger.info("To lose less: %s", step)

@@ -47,7 +47,7 @@ def test_smaller_batches_are_tried_where_a_device_is_full(
     _, large = (streamed(folder, tmp_path / name, data) for name, data in (("s", halves), ("l", [BATCH])))
     with caplog.at_level(logging.INFO, "quark"):
         streamed(folder, tmp_path / "again", [BATCH], most=large - 1)
-    assert "The device is full: again, with 2 smaller batches in the place of 1." in caplog.text
+    assert "The device is full: trying again with 2 smaller batches instead of 1." in caplog.text
     for file in (tmp_path / "s").iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name
     assert {path.name for path in tmp_path.iterdir()} == {"l", "s", "again"}

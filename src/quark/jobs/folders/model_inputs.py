@@ -91,8 +91,8 @@ class ModelInputs:
                 or of audio files, or an .npz of arrays by the names of arguments.
             limit: Most batches.
             length: Most tokens in a text sample; a model with fewer positions gets fewer.
-            packing: Whether texts are put one after another and cut into windows; None: where the model goes on with
-                a text, and there are enough for one window.
+            packing: Whether texts are put one after another and cut into windows; None: for a causal
+                language model, if there are enough for one window.
             seed: Of a choice among all samples, which keep their order; None: the first ones.
             answers: Whether documents that have answers are read one by one, as `AnsweredTexts`.
 
@@ -104,7 +104,7 @@ class ModelInputs:
             raise CalibrationError(f"{data} is not there.")
         if packing is not None and not self.continues_text:
             raise ConfigError(
-                f"--packing and --no-packing are for models that go on with a text; {self.model_class.__name__} takes "
+                f"--packing and --no-packing are for causal language models; {self.model_class.__name__} takes "
                 "each sample by itself. Possible: neither."
             )
         limit = min(limit, sys.maxsize)  # islice takes no more
@@ -165,7 +165,7 @@ class ModelInputs:
 
     @property
     def continues_text(self) -> bool:
-        """True where it is a language model that goes on with a text, and so may get any window of one."""
+        """True where it is a causal language model, which takes any window of a text."""
         return self.reads_text and self.model_class.can_generate() and not self.config.is_encoder_decoder
 
     def _samples(self, taking: _Taking) -> Iterator[Batch]:

@@ -81,7 +81,7 @@ def with_smaller_batches(run: Callable[[list[Any] | None], T], data: list[Any] |
             if parted is None or data is None:
                 raise
             logger.info(
-                "The device is full: again, with %d smaller batches in the place of %d.", len(parted), len(data)
+                "The device is full: trying again with %d smaller batches instead of %d.", len(parted), len(data)
             )
             data = parted
         if torch.cuda.is_available():

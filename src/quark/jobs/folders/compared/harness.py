@@ -28,7 +28,7 @@ class Harness:
         limit: Most questions of each task; None: all.
 
     Raises:
-        ConfigError: The models go on with no text, or are not in memory, or there is no such file.
+        ConfigError: The models are no causal language models, or are not in memory, or there is no such file.
         MissingDependencyError: The package lm-eval is not installed.
     """
 
@@ -37,9 +37,7 @@ class Harness:
     ) -> None:
         self.names = [name.strip() for each in tasks for name in each.split(",") if name.strip()]
         if not isinstance(inputs, ModelInputs) or not inputs.continues_text:
-            raise ConfigError(
-                f"--tasks are for models that go on with a text, and {inputs.model_class.__name__} does not."
-            )
+            raise ConfigError(f"--tasks are for causal language models, and {inputs.model_class.__name__} is none.")
         if streamed:
             raise ConfigError("--tasks need both models in memory. Possible: --no-stream.")
         if not self.names:

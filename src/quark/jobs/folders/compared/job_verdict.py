@@ -1,6 +1,6 @@
 """The verdict on what a job of a folder has written, within a fifth of its time or 20 seconds.
 
-text that a model goes on with      windows of the calibration data that it did not read, else of the package's text
+text of a causal language model     windows of the calibration data that it did not read, else of the package's text
 text of an encoder                  paragraphs of the package's text
 anything else                       calibration data that it did not read, else some that it did, which is said
 """

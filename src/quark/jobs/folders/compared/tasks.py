@@ -50,7 +50,7 @@ def task_of(
             return None
     if metric is not None:
         raise ConfigError(
-            f"--metric {metric} is of models that go on with a text, and of JSON lines or a dataset with prompts and "
+            f"--metric {metric} is for causal language models, and for JSON lines or a dataset with prompts and "
             f"answers; {inputs.model_class.__name__} and {data} are not both so."
         )
     return None

@@ -148,8 +148,8 @@ class Gates:
         """
         if self and not gives_tokens:
             raise ConfigError(
-                f"--max-kl, --max-perplexity and --min-agreement are of models that go on with a text, and {name} does "
-                "not. Possible: none of them, and `quark evaluate`, which shows how near its outputs are."
+                f"--max-kl, --max-perplexity and --min-agreement are for causal language models, and {name} is none. "
+                "Possible: none of them, and `quark evaluate`, which shows how near its outputs are."
             )
 
     def broken(self, kl: float | None, perplexity: tuple[float, float] | None, agreement: float | None) -> str:

@@ -211,8 +211,8 @@ def refuse_damage(
     named, budget = weight_bytes(model) < PROTOBUF_LIMIT, budget or TimeBudget.of(LEAST_SECONDS, own_time)
     if named and trials is not None:
         logger.info(
-            "The quantized model has lost its outputs: %s. It is made, and --allow-damage writes it as it is. For at "
-            "most %.0f s it is now looked for what they are lost by, and what would help.",
+            "The quantized model has lost its outputs: %s. It is made, and --allow-damage writes it as it is. The "
+            "search for the cause, and for what would help, takes at most %.0f s.",
             found,
             budget.shown or 0.0,
         )

@@ -178,9 +178,13 @@ def choose_ranges(
                 if power < least[root]:
                     least[root], chosen[root] = power, ranges[root][0]
     if not chosen:
-        raise NothingQualifiesError(f"TensorRanges: none of the {len(noisy)} loudest tensors has a better range.")
+        raise NothingQualifiesError(
+            f"TensorRanges: none of the {len(noisy)} tensors with most noise has a better range."
+        )
     logger.info(
-        "%d of the %d loudest tensors have other ranges, for what they add to the outputs.", len(chosen), len(noisy)
+        "%d of the %d tensors with most noise get other ranges, which add less noise to the outputs.",
+        len(chosen),
+        len(noisy),
     )
     known = dict(settings.calibration.ranges) | chosen
     return replace(settings, calibration=replace(settings.calibration, ranges=tuple(known.items())))

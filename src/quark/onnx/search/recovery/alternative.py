@@ -87,19 +87,19 @@ class Alternative:
             metric = scorer.metric
             ahead = f"Made without samples: {metric.text(scored.score)}; with: {metric.text(other.score)}"
             if at_last and scorer.silent and metric.better(scored.score, LEAST):
-                logger.info("%s, by samples that hold no event: first.", ahead)
+                logger.info("%s, by samples that hold no event: the file without samples is taken.", ahead)
                 return scored
             if not metric.better(scored.score, other.score):
                 return None
             if at_last and scorer.is_lost(other.score, other.output):
-                logger.info("%s, with which tasks suffer: first.", ahead)
+                logger.info("%s, with which tasks suffer: the file without samples is taken.", ahead)
                 return scored
             wins, costs = self._wins(scored, other, data[0])
         except QuarkError as error:
             logger.info("Nothing that is made without samples is compared: %s", error)
             self._given_up = True
             return None
-        logger.info(f"{ahead}, {costs}: {'first' if wins else 'second'}.")
+        logger.info(f"{ahead}, {costs}: the file {'without' if wins else 'with'} samples is taken.")
         return scored if wins else None
 
     def _wins(self, scored: ScoredModel, other: ScoredModel, feed: Feed) -> tuple[bool, str]:
