@@ -26,6 +26,7 @@ from transformers import (
 
 import quark
 from quark.errors import CalibrationError, ConfigError, MissingDependencyError
+from quark.torch import import_model_from_safetensors, layer_errors
 from tests.commands.program import quark as command
 from tests.models.model_folders import model_folder
 from tests.models.torch_zoo import LANGUAGE_MODEL
@@ -348,3 +349,16 @@ def test_a_recipe_runs_no_code(said: str, tmp_path: Path) -> None:
     )
     done = command("run", file)
     assert done.code != 0 and "code that runs" in done.err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_layers_are_listed_by_what_they_cost_the_output(source: Path, quantized: Path, tmp_path: Path) -> None:
+    data = LANGUAGE_MODEL.parent / "text" / "heldout.txt"
+    measured: Any = quark.evaluate(source, quantized, data=data, length=64, windows=2, layer_costs=True)
+    after = import_model_from_safetensors(None, quantized)
+    found = layer_errors(AutoModelForCausalLM.from_pretrained(source).eval(), after, measured.batches[:1], alone=True)
+    assert measured.costs == pytest.approx({name: each.alone for name, each in found.layers.items()}, rel=1e-3)
+    table = measured.tables(5)[-1]
+    assert [row[0] for row in table.rows] == found.worst[:5] and table.headers[1] == "KL nats of it alone"
+    with pytest.raises(ConfigError, match="layer_costs needs both models in memory"):
+        quark.evaluate(source, quantized, data=data, layer_costs=True, stream=True)

@@ -95,6 +95,12 @@ class EvaluateFolders(MeasureFolders):
 
     quantized: Path
     layers: int = option(10, "Number of layers to show, those with the largest errors first.", least=0)
+    layer_costs: bool = option(
+        False,
+        "Measure what each layer costs the output if it alone is quantized, on the first sample, and show those that "
+        "cost most. It takes a run of the float model for each layer.",
+        "--layer-costs",
+    )
     prompt: tuple[str, ...] | None = option(
         None,
         "For a pipeline of diffusers: prompt of a picture; repeatable. Default with --report: two built-in prompts.",
@@ -107,9 +113,9 @@ class EvaluateFolders(MeasureFolders):
         None,
         "Figure of a task beside those of the outputs: of JSON lines choice (choices in each line: the accuracy), "
         "exact_match (what is written) or loss (none); of images in a subfolder for each class, or with labels.csv, "
-        "accuracy; or MODULE:FUNCTION of a file in the current folder, whose code "
-        "runs: it gets the model (of an ONNX file the session) and the samples, and returns a number. Default: what "
-        "the data hold.",
+        "accuracy; of an ONNX file and images with boxes.json, map; or MODULE:FUNCTION of a file in the current "
+        "folder, whose code runs: it gets the model (of an ONNX file the session) and the samples, and returns a "
+        "number. Default: what the data hold.",
     )
     tasks: tuple[str, ...] | None = option(
         None,
@@ -132,6 +138,11 @@ class EvaluateFiles(MeasureFiles):
     quantized: Path
     layers: int = same_as(EvaluateFolders, "layers")
     metric: str | None = same_as(EvaluateFolders, "metric")
+    boxes: str | None = option(
+        None,
+        "With --metric map: which outputs are boxes, such as boxes=OUTPUT,scores=OUTPUT,labels=OUTPUT, with form=xyxy, "
+        "xywh or cxcywh and unit=pixels or unit. Default: outputs of these names, corners in pixels.",
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -233,7 +244,7 @@ def measure_files(request: EvaluateFiles, reader: PathDataReader) -> MeasuredFil
     from quark.onnx.evaluation.compare_models import compare_models
     from quark.onnx.graph.sessions import open_session
 
-    task = file_task(request.metric, reader)
+    task = file_task(request.metric, reader, request.boxes, request.resize)
     report = compare_models(request.model, request.quantized, reader, request.samples, request.threads)
     files = (request.model, request.quantized)
     scores = None
@@ -291,7 +302,8 @@ def _evaluate(request: EvaluateFolders) -> MeasuredFolders:
     task = task_of(request.metric, inputs, data, request.windows or ALL, before.is_streamed)
     limit = request.windows if "windows" in request.said else 0
     harness = None if request.tasks is None else Harness(request.tasks, inputs, before.is_streamed, limit or None)
-    measured = measure_folders(model, quantized, (before, after), inputs, batches, page=request.report is not None)
+    page, costs = request.report is not None, request.layer_costs
+    measured = measure_folders(model, quantized, (before, after), inputs, batches, page, costs)
     measured = with_tasks(measured, (before, after), task, harness)
     if request.card:
         add_figures(quantized, figures_of(measured, data, request.length))

@@ -10,11 +10,23 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from quark.base.progress import bars, check_log, log_to, progress, report, seconds_and_peak, seconds_text, status
+from quark.base.progress import (
+    OUTPUT_ERROR,
+    bars,
+    check_log,
+    log_to,
+    notebook_bars,
+    progress,
+    report,
+    seconds_and_peak,
+    seconds_text,
+    status,
+)
 from quark.base.progress import events as events_file
 from quark.base.progress.bar_display import _Bars
 from quark.errors import OutputError, OutputExistsError
@@ -205,3 +217,23 @@ def test_a_narrow_terminal_leaves_out_the_end_of_the_line(monkeypatch: pytest.Mo
 )
 def test_times_are_said_shortly(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
+
+
+def test_a_notebook_has_bars_of_html(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shown: list[str] = []
+    handle = SimpleNamespace(update=shown.append)
+    page = SimpleNamespace(HTML=str, display=lambda html, display_id: handle)
+    kernel = SimpleNamespace(config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: kernel, display=page))
+    monkeypatch.setitem(sys.modules, "IPython.display", page)
+    monkeypatch.setattr(notebook_bars, "_SHOWN_SECONDS", 0.0)
+    for name in progress(["a<b", "c"], "blocks", 2, name=str):
+        for _ in progress(range(3), "samples"):
+            pass
+        report(name, 0.2, 0.1, OUTPUT_ERROR)
+    assert any("max='2' value='1'" in html and "0/?" in html and "a&lt;b" in html for html in shown)
+    assert shown[-1] == "" and "blocks: 2 in" in capsys.readouterr().err
+    kernel.config.clear()
+    shown.clear()
+    list(progress(["a"], "blocks", 1, name=str))
+    assert not shown

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -20,11 +20,11 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """Others have no place in data from elsewhere: Pillow runs another program for EPS, whatever the file is called."""
 
 
-def open_image(path: Path, mode: str | None = None) -> Any:
+def open_image(file: Path | BinaryIO, mode: str | None = None) -> Any:
     """The image of Pillow in a file, loaded and closed.
 
     Args:
-        path: A regular file in one of FORMATS.
+        file: A regular file in one of FORMATS, or what is in it.
         mode: "RGB" or "L"; None: grey stays grey, all else becomes RGB.
 
     Raises:
@@ -32,14 +32,14 @@ def open_image(path: Path, mode: str | None = None) -> Any:
         ValueError: Its pixels have no 8-bit form.
         Exception: Of Pillow, for what it cannot read; each format has its own.
     """
-    require_packages(f"Reading the image {path.name}", "images", "PIL")
+    require_packages(f"Reading {f'the image {file.name}' if isinstance(file, Path) else 'images'}", "images", "PIL")
     from PIL import Image, UnidentifiedImageError  # of an extra: only where images are read
 
     with warnings.catch_warnings():
         # Pillow warns of more pixels than a photograph has, and refuses twice as many.
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
-            opened = Image.open(path, formats=FORMATS)
+            opened = Image.open(file, formats=FORMATS)
         except UnidentifiedImageError:
             raise ValueError(f"it is none of {', '.join(FORMATS)}, or damaged") from None
     with opened as image:
@@ -97,16 +97,36 @@ class Resizing:
 
         if image.size == (width, height):
             return image
+        (across, down), left, top = self._place(image.size, height, width)
         if self.way == "stretch":
             return image.resize((width, height), Image.Resampling.BILINEAR)
-        ratios = height / image.height, width / image.width
-        ratio = max(ratios) if self.way == "crop" else min(ratios)
-        size = max(1, round(image.width * ratio)), max(1, round(image.height * ratio))
-        scaled = image.resize(size, Image.Resampling.BILINEAR)
-        left, top = (width - scaled.width) // 2, (height - scaled.height) // 2
+        scaled = image.resize((across, down), Image.Resampling.BILINEAR)
         full = Image.new(image.mode, (width, height), (_GREY,) * len(image.getbands()))
         full.paste(scaled, (left, top))
         return full
+
+    def boxes(self, corners: Any, size: tuple[int, int], height: int, width: int) -> Any:
+        """The boxes of an image where they are after `apply`.
+
+        Args:
+            corners: (boxes, 4), x and y of two corners [pixels].
+            size: Width and height of the image.
+            height, width: Of the input.
+        """
+        if size == (width, height):
+            return corners
+        (across, down), left, top = self._place(size, height, width)
+        factors, shift = np.array([across / size[0], down / size[1]] * 2), np.array([left, top] * 2)
+        return np.clip(corners * factors + shift, 0, np.array([width, height] * 2))
+
+    def _place(self, size: tuple[int, int], height: int, width: int) -> tuple[tuple[int, int], int, int]:
+        """The width and height that an image of so many pixels gets, and where it begins in the input."""
+        if self.way == "stretch":
+            return (width, height), 0, 0
+        ratios = height / size[1], width / size[0]
+        ratio = max(ratios) if self.way == "crop" else min(ratios)
+        across, down = max(1, round(size[0] * ratio)), max(1, round(size[1] * ratio))
+        return (across, down), (width - across) // 2, (height - down) // 2
 
 
 LABELS = "labels.csv"

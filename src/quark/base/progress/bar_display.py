@@ -1,4 +1,4 @@
-"""Bars of a program on a terminal, those of all loops that run in one display."""
+"""Bars of a program on a terminal, or of a notebook; those of all loops that run in one display."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from quark.base.log import UnfailingStream, logger
+from quark.base.progress.notebook_bars import NotebookBars, in_notebook
 
 
 class _Bars:
@@ -16,7 +17,7 @@ class _Bars:
 
     Attributes:
         stream: Where they are drawn; None: lines are logged.
-        display: The `rich.progress.Progress` while a loop runs.
+        display: The `rich.progress.Progress`, or the `NotebookBars`, while a loop runs.
         count: Loops that have a bar.
     """
 
@@ -27,7 +28,7 @@ class _Bars:
 
 def drawing() -> bool:
     """Return True where loops are bars now."""
-    return _Bars.stream is not None
+    return _Bars.stream is not None or (logger.level <= logging.INFO and in_notebook())
 
 
 @contextmanager
@@ -48,7 +49,7 @@ class Bar:
     def __init__(self, loop: str, total: int | None, done: int) -> None:
         _Bars.count += 1
         if _Bars.display is None:
-            _Bars.display = _new_display(_Bars.stream)
+            _Bars.display = NotebookBars() if _Bars.stream is None else _new_display(_Bars.stream)
             _Bars.display.start()
         self.display = _Bars.display
         self.task = self.display.add_task(loop, total=total, completed=done, line="")

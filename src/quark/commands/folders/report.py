@@ -41,6 +41,7 @@ def folder_sections(measured: MeasuredFolders, words: str = "") -> list[Section]
         *([] if errors is None else [timestep_section(errors)]),
         *([] if errors is None or ranges is None else [range_section(ranges)]),
         damage_section(measured.damage),
+        *([Section("Costs of layers", tables=[measured.tables(MOST_BARS)[-1]])] if measured.costs else []),
         _ranges(measured),
     ]
 
@@ -102,6 +103,8 @@ def _tokens(measured: MeasuredFolders) -> Section:
     if not measured.comparison.divergence:
         return Section("KL divergence by token")
     values = torch.cat(list(measured.comparison.divergence))
+    if any(isinstance(batch, Mapping) for batch in measured.batches):  # with images or sounds among the tokens
+        return Section("KL divergence by token", figures=[Figure(token_divergence(values.numpy()))])
     windows = [batch.flatten().tolist() for batch in measured.batches]
     # Of a text with an answer, the divergence begins at the last token before that.
     before = [len(window) - len(each) for window, each in zip(windows, measured.comparison.divergence, strict=True)]

@@ -6,24 +6,23 @@ import inspect
 import itertools
 import random
 import sys
-import wave
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from quark.base.data_files.arrays import ArrayHeader, read_npz
 from quark.base.data_files.images import LABELS, files_in_turn, open_image
+from quark.base.data_files.sounds import read_sound
 from quark.base.json_objects import plain_json
 from quark.base.libraries.transformers import import_transformers, require_readable_tokenizer
 from quark.core.checks import naming
 from quark.errors import CalibrationError, ConfigError, FormatError, MissingDependencyError, as_format_error, one_line
 from quark.torch.llm.answers import answered_texts
-from quark.torch.llm.documents import holds_documents, is_dataset, lines_of, samples_of
+from quark.torch.llm.documents import documents, holds_documents, holds_media, is_dataset, lines_of, samples_of
 from quark.torch.llm.text import read_text
 from quark.torch.model.batches import main_inputs, most_tokens, text_config
 from quark.torch.model.calibration_data import ModelArguments, placeholders_of, stored_batches, unpadded
@@ -184,6 +183,8 @@ class ModelInputs:
                 self._require(data, folder=False)
             if not self.continues_text:
                 return self._lines(taking)
+            if holds_media(data):
+                return self._chats(taking)
             return iter(samples_of(self.tokenizer, data, taking.length, taking.packing, taking.limit))
         self._require(data, folder=True)
         if main == "pixel_values":
@@ -207,7 +208,8 @@ class ModelInputs:
 
     def _processor(self, auto: str) -> Any:
         transformers = import_transformers()
-        kind = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image processor"}.get(auto, "feature extractor")
+        kinds = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image processor", "AutoProcessor": "processor"}
+        kind = kinds.get(auto, "feature extractor")
         if auto == "AutoTokenizer":
             require_readable_tokenizer(self.folder)
         with as_format_error(self.folder, f"holds no {kind} that transformers loads"):
@@ -252,6 +254,29 @@ class ModelInputs:
         for document in lines_of(taking.data):
             values = tokenizer(document.text(tokenizer), return_tensors="pt", truncation=True, max_length=taking.length)
             yield self._arguments_of(values) | self._decoder(values["input_ids"])
+
+    def _chats(self, taking: _Taking) -> Iterator[Batch]:
+        """Each conversation with images or sounds as one sample, whole: a cut would part them from their tokens."""
+        if taking.packing:
+            raise ConfigError("--packing: conversations with images or sounds are samples by themselves.")
+        if not {"pixel_values", "input_features", "input_values"}.intersection(self.names):
+            raise CalibrationError(
+                f"{taking.data} holds images or sounds, and {self.model_class.__name__} reads text alone. Possible: "
+                "lines without them."
+            )
+        processor = self._processor("AutoProcessor")
+        if not hasattr(
+            processor, "tokenizer"
+        ):  # in the place of a processor that is not there, transformers has others
+            raise FormatError(
+                f"{self.folder} holds no processor of images or sounds beside text, which {taking.data} needs. "
+                "Possible: processor_config.json of the folder that the model comes from."
+            )
+        processor.tokenizer.chat_template = (
+            getattr(processor, "chat_template", None) or processor.tokenizer.chat_template
+        )
+        for document in documents(taking.data):
+            yield self._arguments_of(document.processed(processor, taking.data.parent))
 
     def _images(self, data: Path) -> Iterator[Batch]:
         processor = self._processor("AutoImageProcessor")
@@ -344,27 +369,12 @@ def _open_image(path: Path) -> Any:
         raise CalibrationError(f"{path} cannot be read as an image: {one_line(error).rstrip('.')}.") from None
 
 
-def _open_audio(path: Path) -> tuple[int, np.ndarray[Any, np.dtype[np.float32]]]:
+def _open_audio(path: Path) -> tuple[int, Any]:
     """Samples a second, and the mean of the channels between -1 and 1."""
     try:
-        with wave.open(str(path)) as file:
-            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            size = file.getnframes() * channels * width
-            raw = file.readframes(file.getnframes())
-    except (OSError, EOFError, wave.Error) as error:
-        raise CalibrationError(f"{path} cannot be read as PCM .wav: {error}. Possible: convert it.") from None
-    if width > 4 or len(raw) != size:
-        what = f"has samples of {8 * width} bits" if width > 4 else f"says {size} bytes of sound and holds {len(raw)}"
-        raise CalibrationError(f"{path} {what}. Possible: convert it to PCM .wav of 8 to 32 bits.")
-    # Samples of a byte are unsigned; wider ones are signed, and 24 bits become the upper ones of 32.
-    octets = np.frombuffer(raw, np.uint8).reshape(-1, channels, width)
-    if width == 1:
-        values = (octets[..., 0].astype(np.float32) - 128) / 128
-    else:
-        wide = np.zeros((*octets.shape[:2], 4), np.uint8)
-        wide[..., 4 - width :] = octets
-        values = wide.view("<i4")[..., 0].astype(np.float32) / (1 << 31)
-    return rate, values.mean(1)
+        return read_sound(path)
+    except ValueError as error:
+        raise CalibrationError(f"{path} {one_line(error)}") from None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from quark.base.log import logger
 from quark.errors import CalibrationError
-from quark.torch.llm.documents import Document, documents
+from quark.torch.llm.documents import Document, documents, holds_media
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class AnsweredTexts(Sequence[torch.Tensor]):
 
 
 def answered_texts(tokenizer: Any, data: Path, length: int, limit: int | None = None) -> AnsweredTexts | None:
-    """The first documents with their answers; None where the first one has no answer.
+    """The first documents with their answers; None where the first one has no answer, or one has images or sounds.
 
     Args:
         tokenizer: Of transformers.
@@ -62,7 +62,7 @@ def answered_texts(tokenizer: Any, data: Path, length: int, limit: int | None = 
         MissingDependencyError: See `documents`.
     """
     read = list(islice(documents(data), limit))
-    if not read or read[0].answer is None:
+    if not read or read[0].answer is None or holds_media(data):
         return None
     ids, starts = list[torch.Tensor](), list[int]()
     for document in read:

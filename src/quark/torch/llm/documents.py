@@ -32,6 +32,7 @@ import torch
 from quark.base.log import logger
 from quark.errors import CalibrationError, FormatError, one_line
 from quark.torch.llm.chat_templates import render_chat
+from quark.torch.llm.media import for_template, media_in, opened, processed
 from quark.torch.llm.named_datasets import SOURCES, NamedDataset, rows_of
 from quark.torch.llm.text import first_tokens, read_text, token_ids, token_windows, windows_of
 
@@ -48,10 +49,6 @@ BESIDE = ("tools", "documents")
 TURNS = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "function_call": "assistant",
          "observation": "tool", "function": "tool"}  # fmt: skip
 """Names of speakers in ShareGPT -> roles; others are roles."""
-
-
-MEDIA = ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio")
-"""Parts of a message that the processor of a model reads, and no tokenizer: by their type, or by a key."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +103,7 @@ class Document:
     def prompt_ids(self, tokenizer: Any) -> list[int]:
         """The ids that ask for an answer. Raises CalibrationError as `token_ids` does."""
         if self._is_chat(tokenizer):
+            self._refuse_media()
             asked = self._rendered(tokenizer, self._turns(self.content, "user"), True)
             return token_ids(tokenizer, asked, add_special_tokens=False)
         return token_ids(tokenizer, self._joined(""))
@@ -114,8 +112,29 @@ class Document:
         """The text as the model reads it. Raises CalibrationError as `token_ids` does."""
         if not self._is_chat(tokenizer):
             return self._joined(self.answer if isinstance(self.answer, str) else "")
-        messages = [*self._turns(self.content, "user"), *self._turns(self.answer or (), "assistant")]
-        return self._rendered(tokenizer, messages, False)
+        self._refuse_media()
+        return self._rendered(tokenizer, self.messages, False)
+
+    @property
+    def messages(self) -> list[Any]:
+        """Content and answer as the turns of a conversation."""
+        return [*self._turns(self.content, "user"), *self._turns(self.answer or (), "assistant")]
+
+    def processed(self, processor: Any, folder: Path) -> Mapping[str, Any]:
+        """The inputs that the processor of a model makes of it, with its images and sounds.
+
+        Args:
+            processor: Of transformers, with a tokenizer that has the chat template.
+            folder: Where names of files begin.
+
+        Raises:
+            CalibrationError: A file cannot be read, or the template or the processor refuses the conversation.
+        """
+        if not self._is_chat(processor.tokenizer):
+            text = self._joined(self.answer if isinstance(self.answer, str) else "")
+        else:
+            text = self._rendered(processor.tokenizer, for_template(self.messages), False)
+        return processed(processor, text, opened(self.messages, self.place, folder), self.place)
 
     def _is_chat(self, tokenizer: Any) -> bool:
         return not isinstance(self.content, str) or (self.question and bool(getattr(tokenizer, "chat_template", None)))
@@ -145,6 +164,15 @@ class Document:
             raise CalibrationError(
                 f"{self.place}: the chat template of the model refuses the messages: {one_line(error)[:200]}."
             ) from None
+
+    def _refuse_media(self) -> None:
+        """Raise CalibrationError for an image, a sound or a video, of which a chat template writes a placeholder."""
+        for kind, _ in media_in(self.messages):
+            raise CalibrationError(
+                f"{self.place} has a part of the type {kind!r}, and is read as text alone. Possible: lines without it; "
+                "a folder of .npz files, each with what the model's processor makes of one sample "
+                "(np.savez(path, **inputs) of return_tensors='np'); or in Python such inputs as batches."
+            )
 
 
 def is_dataset(data: Path) -> bool:
@@ -177,6 +205,15 @@ def documents(data: Path) -> Iterator[Document]:
 def holds_documents(data: Path) -> bool:
     """Return whether data are JSON lines or a dataset, which hold several documents."""
     return is_dataset(data) or data.suffix.lower() in LINES
+
+
+def holds_media(data: Path) -> bool:
+    """Return whether a line of JSON lines has an image, a sound or a video. Raises as `documents` does."""
+    return (
+        not is_dataset(data)
+        and holds_documents(data)
+        and any(next(media_in(document.messages), None) is not None for document in documents(data))
+    )
 
 
 def samples_of(
@@ -330,27 +367,10 @@ def _content(value: Any, name: str, place: str) -> str | Sequence[Any]:
         return value
     if isinstance(value, list) and value and all(isinstance(m, Mapping) for m in value):
         if all("role" in m for m in value):
-            _refuse_media(value, place)
             return value
         if all("from" in m and "value" in m for m in value):
             return [{"role": TURNS.get(m["from"], m["from"]), "content": m["value"]} for m in value]
     raise CalibrationError(f"{place} {name!r} is neither text nor a list of messages with role and content.")
-
-
-def _refuse_media(messages: Sequence[Mapping[str, Any]], place: str) -> None:
-    """Raise CalibrationError for a message with a picture, a video or a sound.
-
-    A chat template writes a placeholder for it, which the model would read without what it stands for.
-    """
-    parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
-    for part in (part for part in parts if isinstance(part, Mapping)):
-        found = next((kind for kind in MEDIA if part.get("type") == kind or part.get(kind) is not None), None)
-        if found is not None:
-            raise CalibrationError(
-                f"{place} has a part of the type {found!r}, and lines are read as text alone. Possible: lines without "
-                "it; a folder of .npz files, each with what the model's processor makes of one sample "
-                "(np.savez(path, **inputs) of return_tensors='np'); or in Python such inputs as batches."
-            )
 
 
 def _documents_of_dataset(data: Path) -> Iterator[Document]:

@@ -18,6 +18,9 @@ from torch.nn import functional as F
 from quark.base.progress import progress
 from quark.errors import CalibrationError, FormatError, is_panic, one_line
 
+IGNORED = -100
+"""In the place of a token whose likelihood does not count, as `torch.nn.functional.cross_entropy` has it."""
+
 
 def token_windows(
     tokenizer: Any, file: Path, length: int, limit: int | None = None, special: bool = True
@@ -108,7 +111,7 @@ def negative_log_likelihood(logits: torch.Tensor, ids: torch.Tensor) -> float:
 
     Args:
         logits: (1, length, vocabulary).
-        ids: (1, length).
+        ids: (1, length); IGNORED where a token does not count.
     """
     return float(F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
 

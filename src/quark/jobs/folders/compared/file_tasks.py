@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from quark.base.data_files.images import class_numbers, labels_of
+from quark.base.data_files.images import Resizing, class_numbers, labels_of
 from quark.errors import ConfigError
-from quark.jobs.folders.compared.task_scores import ACCURACY, TaskScores, check_metric, own_metric
+from quark.jobs.folders.compared.boxes import ImagesWithBoxes, mean_average_precision
+from quark.jobs.folders.compared.task_scores import ACCURACY, MAP, TaskScores, check_metric, own_metric
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.path_reader import PathDataReader
 from quark.onnx.graph.sessions import run_sample
@@ -19,28 +20,37 @@ FileTask = Callable[[Sequence[Any], Iterable[Feed]], TaskScores]
 """Takes the sessions of both models, and the samples."""
 
 
-def file_task(metric: str | None, reader: PathDataReader) -> FileTask | None:
+def file_task(
+    metric: str | None, reader: PathDataReader, boxes: str | None = None, resize: str | None = None
+) -> FileTask | None:
     """The task of data and a metric; None without a metric.
 
     Args:
         metric: See `check_metric`.
         reader: The samples.
+        boxes: Which outputs are boxes; see `BoxOutputs.parse`.
+        resize: How the reader resizes images; see `Resizing.parse`.
 
     Raises:
         ConfigError: The metric is none, or one of folders.
         CalibrationError: The images have no labels.
     """
     check_metric(metric)
+    if boxes is not None and metric != MAP:
+        raise ConfigError(f"--boxes says which outputs are boxes, for --metric {MAP}, which is not asked for.")
     if metric is None:
         return None
     if ":" in metric:
         return partial(_own, own_metric(metric), metric)
-    if metric != ACCURACY or not reader.path.is_dir():
+    if metric not in (ACCURACY, MAP) or not reader.path.is_dir():
         raise ConfigError(
             f"--metric {metric} of an ONNX file and {reader.path}. Possible: {ACCURACY} with a folder of images that "
-            "have labels, or MODULE:FUNCTION."
+            f"have labels, {MAP} with one of images with boxes, or MODULE:FUNCTION."
         )
     place, *files = reader.files
+    if metric == MAP:
+        images = ImagesWithBoxes.read(place, files)
+        return partial(mean_average_precision, images, boxes, None if resize is None else Resizing.parse(resize))
     return partial(_accuracy, labels_of(place, files), str(place))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +95,7 @@ class MeasuredFolders(Shown):
         sizes: Bytes of each.
         seconds: Latency of each for the first batch; empty where weights were read block by block.
         damage: Layer -> SQNR in dB of its weight and of its output; see `LayerDamage`.
+        costs: Layer -> what it costs the output by itself, see `ErrorOfLayer`; empty where that is not asked for.
         histograms: Of the worst layers, where a page is asked for; else empty.
         by_timestep: What layers of a denoiser read by timestep, where a page is asked for; else None.
         task: What both reach on a task, where the data or `metric` make one; else None.
@@ -112,6 +113,7 @@ class MeasuredFolders(Shown):
     sizes: Sequence[int]
     seconds: Sequence[float]
     damage: Mapping[str, tuple[float, float]]
+    costs: Mapping[str, float] = field(default_factory=dict)
     histograms: Sequence[ClippedHistogram] = ()
     by_timestep: RangesByTimestep | None = None
     task: TaskScores | None = None
@@ -147,11 +149,21 @@ class MeasuredFolders(Shown):
         if self.comparison.by_timestep:
             rows = [(str(bucket), f"{sqnr:.2f}") for bucket, sqnr in self.comparison.by_timestep.rows()]
             found.append(PageTable(("timesteps", "SQNR dB"), rows, "Outputs by timestep"))
+        return [*found, self._layers(layers)]
+
+    def _layers(self, count: int) -> PageTable:
+        """So many layers: those that cost the output most, where that was measured, else whose outputs lost most."""
+        from quark.torch.flows.compared.layer_errors import alone_words
+
         known = {name: pair for name, pair in self.damage.items() if not math.isnan(pair[1])}
-        worst = sorted(known.items(), key=lambda item: item[1][1])[:layers]
-        cells = [(name, f"{weight:.1f}", f"{output:.1f}") for name, (weight, output) in worst]
-        headers = ("layer", "weight SQNR dB", "output SQNR dB")
-        return [*found, PageTable(headers, cells, "Layers, worst output first")]
+        if not self.costs:
+            worst = sorted(known.items(), key=lambda item: item[1][1])[:count]
+            cells = [(name, f"{weight:.1f}", f"{output:.1f}") for name, (weight, output) in worst]
+            return PageTable(("layer", "weight SQNR dB", "output SQNR dB"), cells, "Layers, worst output first")
+        names = sorted(self.costs, key=self.costs.__getitem__, reverse=True)[:count]
+        of_all = [(name, f"{self.costs[name]:.3g}", *(f"{each:.1f}" for each in self.damage[name])) for name in names]
+        headers = ("layer", alone_words("logits" in self.comparison.outputs), "weight SQNR dB", "output SQNR dB")
+        return PageTable(headers, of_all, "Layers, by what each costs the output by itself")
 
     def _both(self) -> PageTable:
         """Sizes, perplexity, divergence and latency."""
@@ -185,6 +197,7 @@ def measure_folders(
     inputs: ModelInputs | StepInputs,
     batches: Sequence[Any],
     page: bool = False,
+    costs: bool = False,
 ) -> MeasuredFolders:
     """Run the models of two folders on the batches.
 
@@ -194,9 +207,10 @@ def measure_folders(
         inputs: What they take.
         batches: To run, of one sample each.
         page: Whether to collect what a page shows beside figures.
+        costs: Whether to run the float model once more for each layer, on the first batch, with this one quantized.
 
     Raises:
-        ConfigError: Their outputs have other shapes.
+        ConfigError: Their outputs have other shapes; or costs of layers are asked for, and weights come and go.
         CalibrationError: They do not take a batch.
         NonFiniteError: The outputs of one are no numbers; names it.
     """
@@ -204,6 +218,8 @@ def measure_folders(
     from quark.torch.flows.compared.layer_damage import LayerDamage  # imports torch: after --help
 
     before, after = (each.model for each in models)
+    if costs and models[0].is_streamed:
+        raise ConfigError("--layer-costs needs both models in memory. Possible: --no-stream, or leave it out.")
     layers = LayerDamage(before, after, page)
     if page:
         from quark.torch.calibration.timesteps import ranges_of_batches
@@ -221,10 +237,22 @@ def measure_folders(
         from quark.jobs.folders.compared.replies import replies_of
 
         replies = replies_of(before, after, cast("ModelInputs", inputs), max(seconds))
+    found = _costs(before, layers, batches[0]) if costs else {}
     return MeasuredFolders(
-        model, quantized, before, after, inputs, batches, comparison, sizes, seconds, layers.damage, layers.histograms,
-        ranges, replies=replies,
+        model, quantized, before, after, inputs, batches, comparison, sizes, seconds, layers.damage, found,
+        layers.histograms, ranges, replies=replies,
     )  # fmt: skip
+
+
+def _costs(before: Any, layers: LayerDamage, batch: Any) -> dict[str, float]:
+    """Layer -> what it costs the output by itself, on a batch."""
+    import torch
+
+    from quark.torch.flows.compared.layer_errors import costs_alone
+    from quark.torch.model.batches import evaluating
+
+    with evaluating(before), torch.no_grad():
+        return costs_alone(before, layers.coded, layers.moves, [batch])[0]
 
 
 def _require_numbers(comparison: FolderComparison, places: tuple[Path, Path]) -> None:
@@ -246,14 +274,26 @@ class NextTokens:
         self.likelihoods, self.tokens = [0.0, 0.0], 0
         self.divergence: list[Any] = []
 
-    def update(self, ids: Any, logits: Sequence[Any]) -> None:
-        """Add the logits of both models for token ids, (samples, length)."""
+    def update(self, ids: Any, logits: Sequence[Any], placeholders: Collection[int] = ()) -> None:
+        """Add the logits of both models for token ids, (samples, length).
+
+        Args:
+            ids: That both read.
+            logits: (samples, length, vocabulary) of each.
+            placeholders: Ids that stand for images or sounds, which nobody predicts.
+        """
         import torch
+        from torch.nn.functional import pad
 
-        from quark.torch.llm.text import negative_log_likelihood
+        from quark.torch.llm.text import IGNORED, negative_log_likelihood
 
-        self.tokens += ids.numel() - len(ids)
         rows = [values.flatten(0, -2) for values in logits]
+        for token in placeholders:
+            ids = ids.masked_fill(ids == token, IGNORED)
+        if placeholders:
+            predicted = pad(ids[:, 1:] != IGNORED, (0, 1), value=True).flatten()
+            rows = [values[predicted] for values in rows]
+        self.tokens += int((ids[:, 1:] != IGNORED).sum()) if placeholders else ids.numel() - len(ids)
         size = max(1, LARGEST_PIECE // rows[0].shape[-1])
         parts = zip(*(torch.split(x, size) for x in rows), strict=True)
         self.divergence.append(torch.cat([kl_by_row(*part) for part in parts]).cpu())
@@ -268,11 +308,20 @@ class NextTokens:
 
 
 class ComparedOutputs:
-    """The outputs of a float and a quantized model, batch by batch."""
+    """The outputs of a float and a quantized model, batch by batch.
 
-    def __init__(self) -> None:
+    Args:
+        model: One of both.
+    """
+
+    def __init__(self, model: Any) -> None:
         from quark.torch.calibration.timesteps import ErrorsByTimestep  # imports torch: after --help
+        from quark.torch.model.calibration_data import placeholders_of
 
+        config = getattr(model, "config", None)
+        goes_on = getattr(model, "can_generate", None)
+        self.continues_text = goes_on is not None and goes_on() and not getattr(config, "is_encoder_decoder", False)
+        self.placeholders = placeholders_of(config).values()
         self.outputs: dict[str, Output] = {}
         self.by_timestep, self.text = ErrorsByTimestep(), NextTokens()
 
@@ -287,8 +336,6 @@ class ComparedOutputs:
         Raises:
             ConfigError: Outputs of other shapes.
         """
-        import torch
-
         from quark.torch.model.batches import named_outputs
 
         pair = [dict(named_outputs(output)) for output in made]
@@ -301,9 +348,18 @@ class ComparedOutputs:
             self.outputs.setdefault(name, Output()).update(expected, found, "logits" in name)
         if pair[0]:
             self.by_timestep.update(batch, *(next(iter(each.values())) for each in pair))
-        if isinstance(batch, torch.Tensor) and "logits" in pair[0]:
-            ids = batch.to(pair[0]["logits"].device)[:, start - 1 :]
-            self.text.update(ids, [values["logits"] for values in pair])
+        ids = self._ids_of(batch, pair[0].get("logits"))
+        if ids is not None:
+            self.text.update(ids[:, start - 1 :], [values["logits"] for values in pair], self.placeholders)
+
+    def _ids_of(self, batch: Any, logits: Any) -> Any:
+        """The token ids of a batch, beside the logits of their device; None where these do not go on with a text."""
+        import torch
+
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) and self.continues_text else batch
+        if logits is None or not isinstance(ids, torch.Tensor) or (ids is not batch and ids.shape != logits.shape[:2]):
+            return None
+        return ids.to(logits.device)
 
     def result(self) -> FolderComparison:
         """Return the result over all batches."""
@@ -334,7 +390,7 @@ def compare_outputs(
     from quark.torch.llm.answers import AnsweredTexts
 
     starts = batches.starts if isinstance(batches, AnsweredTexts) else [1] * len(batches)
-    compared, blocks = ComparedOutputs(), before.find_blocks(batches[0], layers.names if layers else ())
+    compared, blocks = ComparedOutputs(before.model), before.find_blocks(batches[0], layers.names if layers else ())
     visits = ((part, index) for part in parts_of((before, after), batches, blocks) for index in range(len(batches)))
     for part, index in progress(visits, "compare", total=(1 + len(blocks)) * len(batches)):
         if ranges is not None:

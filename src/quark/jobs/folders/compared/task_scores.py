@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quark.torch.flows.parted import PartedModel
 
 Pair = tuple["PartedModel", "PartedModel"]
-LOSS, CHOICE, EXACT_MATCH, ACCURACY = METRICS = ("loss", "choice", "exact_match", "accuracy")
+LOSS, CHOICE, EXACT_MATCH, ACCURACY, MAP = METRICS = ("loss", "choice", "exact_match", "accuracy", "map")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from quark.jobs.folders.compared.classified_images import images_of
 from quark.jobs.folders.compared.harness import Harness
 from quark.jobs.folders.compared.measure import MeasuredFolders
 from quark.jobs.folders.compared.questions import questions_of
-from quark.jobs.folders.compared.task_scores import ACCURACY, CHOICE, LOSS, Pair, Task, TaskScores, own_metric
+from quark.jobs.folders.compared.task_scores import ACCURACY, CHOICE, LOSS, MAP, Pair, Task, TaskScores, own_metric
 from quark.jobs.folders.model_inputs import ModelInputs, StepInputs
 from quark.torch.llm.documents import holds_documents
 from quark.torch.model.batches import evaluating
@@ -37,6 +37,8 @@ def task_of(
         ConfigError: The metric is not one of such a model or such data, or needs models in memory.
         CalibrationError: The data cannot be read.
     """
+    if metric == MAP:
+        raise ConfigError(f"--metric {MAP} is of ONNX files. Possible: MODULE:FUNCTION, which gets the model.")
     if streamed and metric not in (None, LOSS, CHOICE, ACCURACY):
         raise ConfigError(f"--metric {metric} needs both models in memory. Possible: --no-stream, or another metric.")
     if metric is not None and ":" in metric:

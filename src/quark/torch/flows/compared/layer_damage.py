@@ -40,10 +40,11 @@ class LayerDamage:
     Attributes:
         damage: Layer -> both SQNR, of those that were seen.
         moves: Layer -> how it was moved, of those that were seen.
+        coded: Name -> layer of the quantized model.
     """
 
     def __init__(self, before: nn.Module, after: nn.Module, draws: bool = False) -> None:
-        self.before, self.after, self.draws, self._coded = before, after, draws, coded_layers(after)
+        self.before, self.after, self.draws, self.coded = before, after, draws, coded_layers(after)
         self._weights: dict[str, float] = {}
         self._outputs: dict[str, Comparison] = {}
         self.moves: dict[str, LayerMove] = {}
@@ -53,12 +54,12 @@ class LayerDamage:
     @property
     def names(self) -> list[str]:
         """Names of the layers."""
-        return list(self._coded)
+        return list(self.coded)
 
     @property
     def damage(self) -> dict[str, tuple[float, float]]:
         """Layer -> both SQNR, in the order of the model."""
-        return {name: (self._weights[name], self._output(name)) for name in self._coded if name in self._weights}
+        return {name: (self._weights[name], self._output(name)) for name in self.coded if name in self._weights}
 
     @property
     def histograms(self) -> list[ClippedHistogram]:
@@ -74,11 +75,11 @@ class LayerDamage:
         """
         if self._moves is None:
             self._moves = Moves(self.before, self.after)
-        names = [name for name in self._coded if holds(name)]
+        names = [name for name in self.coded if holds(name)]
         inputs, expected, given = (dict[str, Any]() for _ in range(3))
         with ExitStack() as hooks:
             for name in names:
-                float_layer, layer = self.before.get_submodule(name), self._coded[name]
+                float_layer, layer = self.before.get_submodule(name), self.coded[name]
                 hooks.enter_context(float_layer.register_forward_hook(partial(_note_output, expected, name)))
                 hooks.enter_context(layer.register_forward_hook(partial(_note_output, given, name)))
                 if self.draws:
@@ -96,7 +97,7 @@ class LayerDamage:
             x: What it read in the float model; None: not noted.
             expected, given: What it gave in each model; None where it did not run.
         """
-        layer, float_layer = self._coded[name], self.before.get_submodule(name)
+        layer, float_layer = self.coded[name], self.before.get_submodule(name)
         weight: Any = float_layer.weight
         decoded = unrotated_weight(layer)
         same = expected is not None and given is not None and expected.shape == given.shape and given.numel() > 0

@@ -88,7 +88,7 @@ class LayerErrors(Shown):
     def tables(self) -> Sequence[PageTable]:
         """The layers that cost most."""
         measured = any(each.alone is not None for each in self.layers.values())
-        column = ["KL nats of it alone" if self.divergence else "error of it alone"] if measured else []
+        column = [alone_words(self.divergence)] if measured else []
         rows = [
             (name, *([] if found.alone is None else [f"{found.alone:.3g}"]), f"{found.weight:.1f}",
              "" if math.isnan(found.output) else f"{found.output:.1f}")
@@ -97,6 +97,11 @@ class LayerErrors(Shown):
         some = "" if len(rows) == len(self.layers) else f", {len(rows)} of {len(self.layers)}"
         headers = ("layer", *column, "weight SQNR dB", "output SQNR dB")
         return [PageTable(headers, rows, f"Layers, worst first{some}")]
+
+
+def alone_words(divergence: bool) -> str:
+    """The head of a column of costs, which are KL divergences or not."""
+    return "KL nats of it alone" if divergence else "error of it alone"
 
 
 def layer_errors(
@@ -144,15 +149,23 @@ def _errors(
             with damage.watching(lambda name: True):
                 for model in (before, after):
                     calibration_step(model, batch, input_device(model), index, "batch")
-        costs, divergence = _alone(before, coded, damage.moves, data) if alone else ({}, False)
+        costs, divergence = costs_alone(before, coded, damage.moves, data) if alone else ({}, False)
     found = {name: ErrorOfLayer(*pair, costs.get(name)) for name, pair in damage.damage.items()}
     return LayerErrors(found, divergence)
 
 
-def _alone(
+def costs_alone(
     before: nn.Module, coded: Mapping[str, Any], moves: Mapping[str, LayerMove], data: Sequence[Any]
 ) -> tuple[dict[str, float], bool]:
-    """The cost to the output of each layer by itself; True where that is a KL divergence in nats."""
+    """The cost to the output of each layer by itself; True where that is a KL divergence in nats.
+
+    Args:
+        before: The float model, in evaluation mode.
+        coded: Name -> layer of the quantized model.
+        moves: Name -> how it was moved; those that did not run have none, and no cost.
+        data: Batches.
+    """
+    coded = {name: layer for name, layer in coded.items() if name in moves}
     device, costs, divergence = input_device(before), dict.fromkeys(coded, 0.0), False
     for index, batch in enumerate(data):
         name, expected = _output(before, batch, device, index)
