@@ -142,7 +142,7 @@ class Calibration:
         name = "the text of the package" if self.is_default else str(self.path)
         lengths = _lengths(samples)
         packed = ""
-        if lengths:
+        if lengths and not isinstance(samples[0], dict):  # windows of text; arguments by name are samples as they are
             whole = min(lengths) == max(lengths) and (len(lengths) > 1 or lengths[0] == (self.length or LENGTH))
             packed = ", not packed" if self.packing is False else ", packed" if whole else ""
         taken = taken if self.seed is None else f"by chance (seed {self.seed})"
