@@ -162,14 +162,15 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__module__ == "pyo3_runtime"
 
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that a terminal acts on, or that change the order in which others are shown; not tab and new line."""
 
 
 def visible(text: str) -> str:
-    r"""A text of files or users as it may be printed: control characters as escapes, such as \u001b.
+    r"""A text of files or users as it may be printed and written: control characters as escapes, such as \u001b.
 
     Names and templates of a stranger could clear a screen with them, and write on it. In JSON they are the same text.
+    Bytes of a name that are not of the encoding of the system (surrogates) are escapes, too: no UTF-8 has them.
     """
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 

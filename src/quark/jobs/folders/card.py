@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quark.base.files import check_file
-from quark.errors import ConfigError
+from quark.errors import ConfigError, visible
 from quark.goals.efforts import DEFAULT_TEXT, HELD_OUT_TEXT
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def figures_from(comparison: FolderComparison, samples: int, data: Path, length:
         lines[f"SQNR of {name}"] = f"{sqnr:.2f} dB"
     text = comparison.perplexity is not None
     return Figures(
-        _OF_PACKAGE.get(data, data.name),
+        _OF_PACKAGE.get(data, visible(data.name)),
         KINDS.get(data.suffix, "folder" if data.is_dir() else "text"),
         {"samples": samples, **({"tokens": length} if text else {})},
         _WRITES_TEXT if text else None,

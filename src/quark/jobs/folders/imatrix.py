@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.base.files import check_apart, check_file
-from quark.errors import CalibrationError, ConfigError
+from quark.errors import CalibrationError, ConfigError, visible
 from quark.jobs.request import FolderRequest
 
 
@@ -59,4 +59,4 @@ class Imatrices:
         from quark.torch.writers.gguf.imatrix import collect_imatrix
 
         if self.saved is not None and data is not None and calib is not None:
-            save_imatrix(collect_imatrix(model, data), self.saved, [calib.name], self.force)
+            save_imatrix(collect_imatrix(model, data), self.saved, [visible(calib.name)], self.force)
