@@ -5,8 +5,9 @@
 
 The models have random weights in bfloat16, and are made in SCRATCH where they are not there: a dense one with a large
 table, a mixture of 64 experts, an encoder, and one block as wide as that of an 8B with its table of 128,256 rows, whose
-jobs take minutes. Each job is a process of its own; its peak is that of its resident
-memory, as the system counts it, with what importing takes and with pages of files that are mapped.
+jobs take minutes. Of "blocks-N" each tensor is written by itself: N blocks of the same, 32 are an 8B of 16 GB. Each job
+is a process of its own; its peak is that of its resident memory, as the system counts it, with what importing takes and
+with pages of files that are mapped. No job measures a verdict.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.large_model import checkpoint
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT / "examples" / "models" / "language_model"
@@ -73,12 +76,19 @@ JOBS = [
     "wide --scheme q4_k_m --export-format gguf",
     "wide --scheme iq4_xs --export-format gguf --calib --stream",
     "wide --scheme int4_wo_128 --export-format gptq --algorithm gptq --calib --stream",
+    "blocks-3 --for vllm --calib --stream",
+    "blocks-3 --for llama.cpp --calib --stream",
+    "blocks-32 --for vllm --effort fast",
+    "blocks-32 --for llama.cpp --effort fast",
 ]
 
 
 def model_folder(name: str, folder: Path) -> Path:
-    """The folder of a model of MODELS, made where it is not there."""
+    """The folder of a model of MODELS, or of "blocks-N", made where it is not there."""
     if not (folder / "config.json").is_file():
+        if name.startswith("blocks-"):
+            checkpoint(folder, int(name.removeprefix("blocks-")), MODELS["wide"][1]["vocab_size"])
+            return folder
         import torch
         import transformers
 
@@ -118,8 +128,9 @@ def run(words: str, scratch: Path) -> Run:
     if "--calib" in options:
         at = options.index("--calib") + 1
         options[at:at] = [str(text), "--samples", str(SAMPLES)]
-    output = scratch / ("out.gguf" if "gguf" in options else "out")
-    command = [sys.executable, "-m", "quark", "quantize", str(scratch / name), *options, "-o", str(output), "--force"]
+    output = scratch / ("out.gguf" if {"gguf", "llama.cpp"} & {*options} else "out")
+    command = [sys.executable, "-m", "quark", "quantize", str(scratch / name), *options, "-o", str(output)]
+    command += ["--force", "--no-verdict"]
     began = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines: list[str] = []

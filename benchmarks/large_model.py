@@ -31,7 +31,7 @@ HIDDEN, INTERMEDIATE, HEADS, KEYS, VOCABULARY = 4096, 14336, 32, 8, 32000
 SCHEME, MIX, SAMPLES, TOKENS, RUNS, PIECE = "uint4_wo_128", "q4_k_m", 4, 512, 3, 1 << 22
 
 
-def checkpoint(folder: Path, layers: int) -> None:
+def checkpoint(folder: Path, layers: int, vocabulary: int = VOCABULARY) -> None:
     """Write the model, if it is not there; no two of its blocks are in memory. Its tokenizer has 2048 tokens."""
     import torch
     from safetensors.torch import save_file
@@ -63,10 +63,10 @@ def checkpoint(folder: Path, layers: int) -> None:
         norms = {f"{name}_layernorm": (HIDDEN,) for name in ("input", "post_attention")}
         named = {f"model.layers.{layer}.{name}.weight": shape for name, shape in (shapes | norms).items()}
         write(f"model-{layer}.safetensors", named)
-    ends = {f"{name}.weight": (VOCABULARY, HIDDEN) for name in ("model.embed_tokens", "lm_head")}
+    ends = {f"{name}.weight": (vocabulary, HIDDEN) for name in ("model.embed_tokens", "lm_head")}
     write("model-ends.safetensors", {**ends, "model.norm.weight": (HIDDEN,)})
     LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
         num_hidden_layers=layers,

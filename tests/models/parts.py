@@ -8,7 +8,7 @@ divisor of the sides of a layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -16,7 +16,7 @@ from quark.core import array, checks
 from quark.core.blocks import block_search
 from quark.core.kernels import runs
 from quark.core.solvers import coupled, gptq, importance, smooth
-from quark.core.solvers.columns import columns, triangles
+from quark.core.solvers.columns import block_solvers, columns, triangles
 from quark.jobs.folders.compared import measure
 from quark.torch.algorithms import input_group
 from quark.torch.algorithms.rotation import fold as rotation_fold
@@ -30,19 +30,20 @@ from quark.torch.writers import by_rows
 from quark.torch.writers.gguf import format as blocks_of_files
 from quark.torch.writers.gguf import import_file
 
-PARTS: Sequence[tuple[ModuleType, str, int]] = (
+PARTS: Sequence[tuple[Any, str, int]] = (
     (array, "CACHE_CHUNK", 1000),
     (checks, "_FINITE", 1000),
     (block_search, "CHUNK", 20_000),
     (runs, "TILE", 24),
     (coupled, "ROWS", 24),
+    (coupled, "BLOCK", 24),
     (gptq, "FACTOR_BLOCK", 24),
     (gptq, "_GRADIENT_BLOCK", 24),
     (importance, "SMALL", 1000),
     (smooth, "BLOCK", 24),
     (smooth, "ELEMENTS", 1000),
     (smooth, "LEAST_ROWS", 7),
-    (columns, "BLOCK", 24),
+    (block_solvers.CompiledBlocks, "most", 24),
     (columns, "_SLICE", 24),
     (triangles, "BLOCK", 24),
     (triangles, "ROWS", 24),
@@ -69,7 +70,7 @@ PARTS: Sequence[tuple[ModuleType, str, int]] = (
     (blocks_of_files, "PIECE", 30_000),
     (import_file, "PIECE", 1000),
 )
-"""Module, the field in it, and the size that it gets here."""
+"""Module or class, the field in it, and the size that it gets here."""
 
 
 def make_parts_small(monkeypatch: pytest.MonkeyPatch) -> None:
