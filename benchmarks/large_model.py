@@ -29,6 +29,7 @@ from typing import Any
 
 HIDDEN, INTERMEDIATE, HEADS, KEYS, VOCABULARY = 4096, 14336, 32, 8, 32000
 SCHEME, MIX, SAMPLES, TOKENS, RUNS, PIECE = "uint4_wo_128", "q4_k_m", 4, 512, 3, 1 << 22
+MADE_ROWS = 1024
 
 
 def checkpoint(folder: Path, layers: int, vocabulary: int = VOCABULARY) -> None:
@@ -44,13 +45,14 @@ def checkpoint(folder: Path, layers: int, vocabulary: int = VOCABULARY) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     generator, index = torch.Generator().manual_seed(0), {}
 
+    def made(shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = torch.ones(shape, dtype=torch.bfloat16)
+        for rows in torch.split(tensor, MADE_ROWS) if len(shape) > 1 else ():  # few values are in float32 at once
+            rows.copy_(torch.randn(rows.shape, generator=generator) * 0.02)
+        return tensor
+
     def write(file: str, shapes: dict[str, tuple[int, ...]]) -> None:
-        tensors = {
-            name: torch.ones(shape).bfloat16()
-            if len(shape) == 1
-            else (torch.randn(shape, generator=generator) * 0.02).bfloat16()
-            for name, shape in shapes.items()
-        }
+        tensors = {name: made(shape) for name, shape in shapes.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         index.update(dict.fromkeys(shapes, file))
 
@@ -63,8 +65,9 @@ def checkpoint(folder: Path, layers: int, vocabulary: int = VOCABULARY) -> None:
         norms = {f"{name}_layernorm": (HIDDEN,) for name in ("input", "post_attention")}
         named = {f"model.layers.{layer}.{name}.weight": shape for name, shape in (shapes | norms).items()}
         write(f"model-{layer}.safetensors", named)
-    ends = {f"{name}.weight": (vocabulary, HIDDEN) for name in ("model.embed_tokens", "lm_head")}
-    write("model-ends.safetensors", {**ends, "model.norm.weight": (HIDDEN,)})
+    for name in ("model.embed_tokens", "lm_head"):
+        write(f"{name}.safetensors", {f"{name}.weight": (vocabulary, HIDDEN)})
+    write("model.norm.safetensors", {"model.norm.weight": (HIDDEN,)})
     LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=HIDDEN,

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from quark.core.schemes import SCHEMES
+from quark.core.spec import TensorSpec
 from quark.errors import ConfigError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors
 from quark.torch.algorithms import algorithms_of
+from quark.torch.algorithms.rounding import svdquant
 from quark.torch.checkpoint.dequantize import dequantize
 from quark.torch.checkpoint.importer import import_model_from_safetensors
 from quark.torch.checkpoint.save_params import load_params, save_params
@@ -58,6 +62,21 @@ def layer_error(model: Any) -> float:
         x = reference.layers[0].input_layernorm(reference.embed_tokens(DATA[0]))
         expected = reference.layers[0].self_attn.q_proj(x)
         return float((model.model.layers[0].self_attn.q_proj(x) - expected).square().mean())
+
+
+def test_branches_are_compared_on_some_rows_of_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(svdquant, "_COMPARED", 8)
+    random = torch.Generator().manual_seed(0)
+    l1, l2 = torch.randn(2, 64, generator=random), 9 * torch.randn(32, 2, generator=random)
+    weight, tokens = l2 @ l1 + torch.randn(32, 64, generator=random), torch.randn(16, 64, generator=random)
+    layer: Any = SimpleNamespace(weight=weight)
+    problem = svdquant._Problem("layer", layer, weight, cast(TensorSpec, SCHEMES["int4_wo_32"].weight))
+    nowhere_compared = l2.clone()
+    nowhere_compared[1::4] = 0
+    tried = [(l1, torch.zeros_like(l2)), (l1, nowhere_compared), (l1, l2), (l1, 0.5 * l2)]
+    chosen = problem.best_of(tried, svdquant._Inputs(tokens, None, torch.eye(64)))
+    assert torch.equal(chosen[0], l1)
+    assert torch.equal(chosen[1], nowhere_compared)  # of the 32 rows, each fourth is looked at
 
 
 def test_without_search_and_refinement_the_branch_is_that_of_the_paper() -> None:

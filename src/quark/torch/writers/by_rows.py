@@ -18,7 +18,7 @@ from quark.torch.checkpoint.shards import Entry
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.writers.writer import Move, Writer
 
-PIECE = 1 << 24
+PIECE = 1 << 22
 """Bytes that are copied, or converted, at once."""
 
 Way = tuple[Move, list[ByteRange]]

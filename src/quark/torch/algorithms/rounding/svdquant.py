@@ -26,7 +26,7 @@ from quark.core.checks import check, naming
 from quark.core.quantize import fake_quantize
 from quark.core.solvers.gptq import damped
 from quark.core.solvers.low_rank import CLOSE, NEAR, ROUGH, nearest_of_each
-from quark.core.spec import TensorSpec
+from quark.core.spec import TensorSpec, by_row
 from quark.errors import CalibrationError, ConfigError
 from quark.torch.algorithms.base import Algorithm, Block
 from quark.torch.algorithms.input_group import InputGroup, flat
@@ -47,6 +47,8 @@ DAMPING = 0.01
 _MIXTURES = 128
 """Mixtures of tokens on which branches are compared: the error on so many has a standard deviation of an eighth of the
 error on all tokens where these lose it in one direction, and of a hundredth where they lose it in a hundred."""
+_COMPARED = 512
+"""Rows of a weight, evenly spread, on which the branches of all alphas are compared at least, where it has as many."""
 SCALES = (1e-5, 1e5)
 """Range of s."""
 _NOT_DEFINITE = (
@@ -113,8 +115,11 @@ class SVDQuant(Algorithm):
         # Which alpha is best is seen before its branch is exact, which the first pass makes it.
         close = ROUGH if len(alphas) > 1 and self.config.refine_passes else CLOSE
         scaled = (_told(one.weight * scale, one, f"branch {i} of {len(each)}") for i, (one, scale) in enumerate(each))
+        branches: dict[_Problem, list[tuple[torch.Tensor, torch.Tensor]]] = {one: [] for one in problems}
         for (one, scale), (left, right) in zip(each, nearest_of_each(scaled, rank, close, related=True), strict=True):
-            one.take(right / scale, left, inputs)
+            branches[one].append((right / scale, left))
+        for one, tried in branches.items():
+            one.take(*one.best_of(tried, inputs), inputs)
         self._refine(problems, inputs)
         for one in problems:
             cast(nn.Parameter, one.layer.weight).data.copy_(one.chosen.rest)
@@ -217,6 +222,22 @@ class _Problem:
     def chosen(self) -> _Split:
         assert self.best is not None
         return self.best
+
+    def best_of(
+        self, branches: Sequence[tuple[torch.Tensor, torch.Tensor]], inputs: _Inputs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The branch that loses least, by some rows of the weight where rows are rounded each by itself."""
+        if len(branches) == 1:
+            return branches[0]
+        apart = by_row(self.spec) and self.spec.scale_spec is None
+        rows = slice(None, None, max(1, len(self.weight) // _COMPARED) if apart else 1)
+        weight, dtype = self.weight[rows], cast(torch.Tensor, self.layer.weight).dtype
+        with naming(self.name):
+            errors = [_Split.of(weight, l1, l2[rows], dtype, self.spec, inputs).error for l1, l2 in branches]
+        best = torch.stack(errors).nan_to_num(torch.inf).argmin()
+        # A device is not asked which it is.
+        l1, l2 = (torch.stack(part).index_select(0, best[None])[0] for part in zip(*branches, strict=True))
+        return l1, l2
 
     def take(self, l1: torch.Tensor, l2: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
         """Take this branch if it loses less than the best one; whether it does, on its device."""
