@@ -200,12 +200,13 @@ class MeasuredFiles(Shown):
         ]  # fmt: skip
         latency = f"latency ms ({threads} thread{'s' if threads > 1 else ''})"
         samples = f"{report.samples} sample{'' if report.samples == 1 else 's'} of {self.reader.path.name}"
-        return [
+        tables = [
             PageTable(("", "size MB", latency), both, "Float against quantized"),
             PageTable(("output", "cosine", "L2", "PSNR dB", "SQNR dB"), outputs, f"Outputs over {samples}"),
             *([] if self.task is None else [self.task.table()]),
             PageTable(("node", "op", "tensor", "SQNR dB", "cosine", ""), layers, "Layers, worst output first"),
         ]
+        return [table for table in tables if table.rows]
 
 
 EVALUATE: Kinds[EvaluateFolders, EvaluateFiles] = (EvaluateFolders, EvaluateFiles)

@@ -149,7 +149,7 @@ class MeasuredFolders(Shown):
         if self.comparison.by_timestep:
             rows = [(str(bucket), f"{sqnr:.2f}") for bucket, sqnr in self.comparison.by_timestep.rows()]
             found.append(PageTable(("timesteps", "SQNR dB"), rows, "Outputs by timestep"))
-        return [*found, self._layers(layers)]
+        return [table for table in (*found, self._layers(layers)) if table.rows]
 
     def _layers(self, count: int) -> PageTable:
         """So many layers: those that cost the output most, where that was measured, else whose outputs lost most."""
