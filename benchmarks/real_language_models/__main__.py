@@ -22,7 +22,7 @@ from rich.table import Table
 import quark
 from benchmarks.real_language_models import __doc__ as meaning
 from benchmarks.real_language_models.models import WHEELS, float_folder
-from benchmarks.real_language_models.rows import QUARK, ROWS, Row
+from benchmarks.real_language_models.rows import IMATRIX, QUARK, ROWS, Row
 from benchmarks.real_language_models.texts import texts
 from benchmarks.tables import console
 from quark.errors import QuarkError
@@ -31,6 +31,7 @@ from quark.jobs.folders.compared.verdict import ModelVerdict
 
 ROOT = Path(__file__).parents[2]
 WINDOWS, LENGTH, HELD_OUT = 32, 512, 16
+GGUF = ("--export-format", "gguf", "--no-verdict")
 PACKAGES = {
     "llm-compressor": ("llmcompressor",),
     "auto-round": ("auto-round", "transformers"),
@@ -81,17 +82,21 @@ class Bench:
             file.write_text(json.dumps([ids[i * LENGTH : (i + 1) * LENGTH] for i in range(WINDOWS)]))
         return file
 
-    def gguf(self) -> tuple[Path, Path]:
-        """The float model and its importance matrix as files, for llama.cpp."""
-        file, matrix = self.float.with_suffix(".gguf"), self.float.with_suffix(".npz")
-        gguf = ("--export-format", "gguf", "--no-verdict")
+    def imatrix(self) -> Path:
+        """The importance matrix of the calibration text."""
+        file = self.float.with_suffix(".imatrix.gguf")
         if not file.exists():
-            self._quark("quantize", self.float, "--scheme", "bfloat16", *gguf, "-o", file)
+            words = (*self._calibration(), "--save-imatrix", file, "-o", self.out.with_suffix(".gguf"), "--force")
+            self._quark("quantize", self.float, "--scheme", "q4_k_m", *GGUF, "--algorithm", "qronos", *words)
+        return file
+
+    def gguf(self) -> tuple[Path, Path]:
+        """The float model, and its importance matrix as arrays, for llama.cpp."""
+        file, matrix = self.float.with_suffix(".gguf"), self.float.with_suffix(".npz")
+        if not file.exists():
+            self._quark("quantize", self.float, "--scheme", "bfloat16", *GGUF, "-o", file)
         if not matrix.exists():
-            found = self.float.with_suffix(".imatrix.gguf")
-            words = (*self._calibration(), "--save-imatrix", found, "-o", self.out.with_suffix(".gguf"), "--force")
-            self._quark("quantize", self.float, "--scheme", "q4_k_m", *gguf, *words)
-            np.savez(matrix, **{name: np.asarray(values) for name, values in read_imatrix(found).items()})
+            np.savez(matrix, **{name: np.asarray(values) for name, values in read_imatrix(self.imatrix()).items()})
         return file, matrix
 
     def _calibration(self) -> tuple[str, ...]:
@@ -106,7 +111,8 @@ class Bench:
         python = str(environment(row.package, self.place))
         if row.package == QUARK:
             data = self._calibration() if row.data else ()
-            words = (*row.words, *data, "--no-verdict", "-o", str(output))
+            given = [str(self.imatrix()) if word == IMATRIX else word for word in row.words]
+            words = (*given, *data, "--no-verdict", "-o", str(output))
             return [python, "-m", "quark", "quantize", str(self.float), *words]
         source, data_file = self.gguf() if row.package == "llama.cpp" else (self.float, self.windows())
         script = str(Path(__file__).parent / "peers.py")

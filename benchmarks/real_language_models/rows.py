@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 QUARK = "quark"
+IMATRIX = "IMATRIX"
+"""Stands for the file of the importance matrix of the calibration text."""
 INTEGERS = ("uint4_wo_64", "uint4_wo_32", "int4_wo_64", "int4_wo_32", "int3_wo_64", "int3_wo_32", "int2_wo_64")
 FLOATS = ("mxfp4_weight_only", "nvfp4_weight_only", "mxfp4", "nvfp4", "mxfp4_fp8", "mxfp4_mxfp6_e2m3", "mxfp6_e2m3")
 WIDE = ("int8_wo", "int8_dynamic", "ptpc_fp8", "fp8", "mxfp8_e4m3")
@@ -51,7 +53,8 @@ def _rows() -> list[Row]:
     for mix in MIXES:
         gguf = ("--scheme", mix, "--export-format", "gguf")
         rows.append(_ours(mix, *gguf, data=False))
-        rows += [_ours(f"{mix}:{name}", *gguf, "--algorithm", name) for name in ("imatrix", "qronos")]
+        rows += [_ours(f"{mix}:imatrix", *gguf, "--imatrix", IMATRIX, data=False)]
+        rows += [_ours(f"{mix}:qronos", *gguf, "--algorithm", "qronos")]
     rows += [_ours(f"bits {bits}", "--bits", bits) for bits in ("3.5", "4.25", "5")]
     rows += [_ours(f"kv cache {kind}", "--scheme", "int8_wo", "--kv-cache", kind) for kind in ("fp8", "int8")]
     peers = (
