@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib.util import find_spec
-from pathlib import Path
 
 USAGE = 2
 """The exit code of a program whose command line is wrong."""
@@ -182,22 +180,6 @@ def one_line(message: object) -> str:
 
 LONGEST = 300
 """Characters of a foreign error's message that are shown."""
-
-
-@contextmanager
-def as_format_error(folder: Path, what: str = "cannot be loaded") -> Iterator[None]:
-    """Whatever transformers, its configs, safetensors or tokenizers raise for a bad folder becomes a FormatError."""
-    try:
-        yield
-    except (QuarkError, MemoryError):
-        raise
-    except BaseException as error:
-        if not (isinstance(error, Exception) or is_panic(error)):
-            raise
-        message = one_line(error)
-        kind = "" if isinstance(error, (OSError, ValueError, RuntimeError)) and message else f"{type(error).__name__}: "
-        shown = message if len(message) <= LONGEST else f"{message[:LONGEST]} ..."
-        raise FormatError(f"{folder} {what}: {kind}{shown}".rstrip(": ")) from error
 
 
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from quark.base.libraries.loading import as_format_error
 from quark.base.libraries.transformers import require_readable_tokenizer
-from quark.errors import FormatError, NotSupportedError, as_format_error
+from quark.errors import FormatError, NotSupportedError
 from quark.gguf.vocabularies.byte_level import add_byte_level
 from quark.gguf.vocabularies.description import Vocabulary
 from quark.gguf.vocabularies.sentencepiece_bpe import BYTE, add_sentencepiece_bpe

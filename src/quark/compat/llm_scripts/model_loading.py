@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from quark.base.files import refuse_pickle, require_config
+from quark.base.libraries.loading import as_format_error
 from quark.base.libraries.transformers import import_transformers, require_readable_tokenizer
 from quark.base.log import logger
-from quark.errors import ConfigError, FormatError, NotSupportedError, as_format_error, did_you_mean, one_line
+from quark.errors import ConfigError, FormatError, NotSupportedError, did_you_mean, one_line
 from quark.jobs.words import DTYPES
 from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.checkpoint.importer import FOREIGN, import_model_from_safetensors
@@ -75,7 +76,7 @@ def get_model(
     if opened.method in FOREIGN:
         if spread:
             raise NotSupportedError(f"{folder} is quantized: it is loaded to one device. Leave multi_gpu at False.")
-        with as_format_error(folder):
+        with as_format_error(folder, trusted=trust_remote_code):
             model = import_model_from_safetensors(None, folder, device=str(where), **options)
     elif spread:
         model = load_float_model(opened, dtype, device_map=spread, **options)
@@ -122,7 +123,7 @@ def get_tokenizer(
     folder = model_path(ckpt_path)
     transformers = import_transformers()
     require_readable_tokenizer(folder)
-    with as_format_error(folder):
+    with as_format_error(folder, trusted=trust_remote_code):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder, padding_side="left", trust_remote_code=trust_remote_code
         )

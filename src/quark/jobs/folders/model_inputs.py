@@ -18,9 +18,10 @@ from quark.base.data_files.arrays import ArrayHeader, read_npz
 from quark.base.data_files.images import LABELS, files_in_turn, open_image
 from quark.base.data_files.sounds import read_sound
 from quark.base.json_objects import plain_json
+from quark.base.libraries.loading import as_format_error
 from quark.base.libraries.transformers import import_transformers, require_readable_tokenizer
 from quark.core.checks import naming
-from quark.errors import CalibrationError, ConfigError, FormatError, MissingDependencyError, as_format_error, one_line
+from quark.errors import CalibrationError, ConfigError, FormatError, MissingDependencyError, one_line
 from quark.torch.llm.answers import answered_texts
 from quark.torch.llm.documents import documents, holds_documents, holds_media, is_dataset, lines_of, samples_of
 from quark.torch.llm.text import read_text

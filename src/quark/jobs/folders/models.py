@@ -15,9 +15,10 @@ with without_collection():
     import torch
 
 from quark.base.libraries.diffusers import is_network
+from quark.base.libraries.loading import as_format_error
 from quark.base.libraries.transformers import import_transformers
 from quark.base.log import logger
-from quark.errors import ConfigError, as_format_error, did_you_mean
+from quark.errors import ConfigError, did_you_mean
 from quark.jobs.folders.model_inputs import ModelInputs, StepInputs
 from quark.jobs.request import AS_STORED, Loading
 from quark.jobs.words import DTYPES
@@ -53,7 +54,7 @@ def load_model(folder: OpenedFolder, loading: Loading = AS_STORED, dequantize: b
     where = check_loading(loading)
     if not dequantize and folder.method in FOREIGN:
         # transformers would need the package of each of these formats, and computes some only on a GPU.
-        with as_format_error(folder.path):
+        with as_format_error(folder.path, trusted=folder.trust_remote_code):
             return import_model_from_safetensors(None, folder.path, attn_implementation=None).eval().to(where)
     wanted = loading.dtype if loading.dtype == "auto" else getattr(torch, loading.dtype)
     model = load_float_model(folder, wanted, keep_unexpected=loading.keep_unexpected, dequantize=dequantize)

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from quark.base.libraries.loading import as_format_error
 from quark.base.libraries.transformers import left_out, set_folder, set_left_out
 from quark.base.log import logger
-from quark.errors import FormatError, as_format_error
+from quark.errors import FormatError
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.sources.methods import AS_FLOAT, quantization_of
 from quark.torch.checkpoint.sources.source import Source, check_finite
@@ -100,7 +101,7 @@ def load_whole(
     config, trusted = copy.deepcopy(folder.of_transformers), folder.trust_remote_code
     chosen = model_class(folder.path, config, trusted)
     given = {"trust_remote_code": trusted, "local_files_only": True, "output_loading_info": True, **options}
-    with as_format_error(folder.path):
+    with as_format_error(folder.path, trusted=trusted):
         if source is None:
             model, report = chosen.from_pretrained(folder.path, config=config, **given)
         else:

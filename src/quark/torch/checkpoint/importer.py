@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.base.libraries.loading import as_format_error
 from quark.base.libraries.transformers import empty_of_class
-from quark.errors import FormatError, QuarkError, as_format_error
+from quark.errors import FormatError, QuarkError
 from quark.torch.calibration.surroundings import own_arithmetic
 from quark.torch.checkpoint.float_model import load_whole
 from quark.torch.checkpoint.loading import REAL_QUANTIZED, map_to_stored, mark_loaded
@@ -79,7 +80,7 @@ def import_model_from_safetensors(
         loaded: nn.Module = load_whole(folder, **options)
         return loaded
     if model is None:
-        with as_format_error(folder.path):
+        with as_format_error(folder.path, trusted=folder.trust_remote_code):
             config = copy.deepcopy(folder.of_transformers)
             del config.quantization_config
             chosen = model_class(folder.path, config, folder.trust_remote_code)

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from quark.base.libraries.loading import as_format_error
 from quark.base.libraries.transformers import folder_of, left_out
-from quark.errors import FormatError, as_format_error
+from quark.errors import FormatError
 from quark.torch.checkpoint.safetensors_file import TensorFile
 from quark.torch.checkpoint.sources.claims import check_claim
 from quark.torch.checkpoint.sources.methods import AS_FLOAT, READ, method_of, quantization_of, readable_quantization

@@ -20,9 +20,10 @@ from torch import nn
 from quark.base.files import temporary_folder
 from quark.base.json_objects import plain_json
 from quark.base.libraries.huggingface_hub import offline
+from quark.base.libraries.loading import as_format_error
 from quark.base.libraries.transformers import import_transformers
 from quark.base.log import logger
-from quark.errors import FormatError, NotSupportedError, as_format_error, require_packages
+from quark.errors import FormatError, NotSupportedError, require_packages
 from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import TensorFile

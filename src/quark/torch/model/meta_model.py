@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from quark.base.libraries.diffusers import is_network
+from quark.base.libraries.loading import as_format_error
 from quark.base.libraries.transformers import draw_missing, dtype_plan, empty_of_class, has_values, set_folder
-from quark.errors import as_format_error
 from quark.torch.diffusion.component import CLASS, is_component
 from quark.torch.diffusion.network import empty_network, network_class
 from quark.torch.model.model_folder import model_class
@@ -58,7 +58,7 @@ def build_skeleton(folder: Path, config: Any, dtype: torch.dtype, trust_remote_c
     # What the skeleton stands for is the float model, whatever the files hold.
     config.__dict__.pop("quantization_config", None)
     chosen = model_class(folder, config, trust_remote_code)
-    with as_format_error(folder):
+    with as_format_error(folder, trusted=trust_remote_code):
         dtype = config.dtype or dtype
         model = empty_model(chosen, config, dtype)
         read_generation_config(model, folder)

@@ -16,8 +16,9 @@ from torch import nn
 from quark.base.files import refuse_pickle, require_config
 from quark.base.garbage import without_collection
 from quark.base.json_objects import plain_json
+from quark.base.libraries.loading import as_format_error
 from quark.base.libraries.transformers import class_of_code, import_transformers
-from quark.errors import FormatError, as_format_error, one_line
+from quark.errors import FormatError, one_line
 from quark.torch.config.config_schema import check_quantization
 from quark.torch.diffusion.component import is_component
 from quark.torch.model.folder_files import check_files
@@ -166,7 +167,7 @@ def load_config(folder: Path, stored: Mapping[str, Any], trust_remote_code: bool
         raise FormatError(f"{folder / 'config.json'} is that of a network of diffusers, and not of transformers.")
     transformers = import_transformers()
     # Which imports what the class of the config is declared with.
-    with as_format_error(folder), without_collection():
+    with as_format_error(folder, trusted=trust_remote_code), without_collection():
         config = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
@@ -194,7 +195,7 @@ def model_class(folder: Path, config: Any, trust_remote_code: bool = False) -> A
             raise FormatError(f"{path} names no class in `architectures`, and {config.model_type} has no default one.")
         return mapping[type(config)]
     if trust_remote_code and (reference := _remote(config, named)):
-        with as_format_error(folder):
+        with as_format_error(folder, trusted=True):
             return class_of_code(reference, folder)
     with without_collection():
         found: Any = getattr(transformers, named, None) if isinstance(named, str) else None

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from quark.base.libraries.loading import as_format_error
 from quark.base.libraries.transformers import import_transformers
 from quark.base.log import logger
 from quark.base.progress import progress
-from quark.errors import FormatError, NotSupportedError, QuarkError, as_format_error
+from quark.errors import FormatError, NotSupportedError, QuarkError
 from quark.gguf.architectures.architecture import first_of
 from quark.gguf.architectures.table import architecture_of
 from quark.gguf.configs import config_of, facts_of, kinds_of
