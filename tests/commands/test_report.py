@@ -369,17 +369,30 @@ def test_compare_and_evaluate_write_how_far_they_are(kind: str, places: dict[str
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="names that are no UTF-8")
 def test_what_is_written_takes_a_name_of_data_that_is_no_utf8(places: dict[str, Path], tmp_path: Path) -> None:
+    """Nothing is logged that has the name: pytest's processes send each other what is logged, in UTF-8."""
     data = tmp_path / os.fsdecode(b"t\xe9xt.txt")
     shutil.copyfile(places["text.txt"], data)
     files = {name: tmp_path / name for name in ("log.jsonl", "page.html", "recipe.yaml")}
     words = ("--log-file", files["log.jsonl"], "--report", files["page.html"], "--write-recipe", files["recipe.yaml"])
-    line = ("--scheme", "int8", "--samples", "2", "--length", "64", "--verdict", "--calib", data)
+    line = ("--scheme", "int8", "--samples", "2", "--length", "64", "--verdict", "--quiet", "--calib", data)
     done = quark("quantize", places["llama"], *line, *words, "-o", tmp_path / "out")
     assert (done.code, done.err) == (0, "")
     assert all(file.read_text(encoding="utf-8") for file in files.values())
     assert r"| t\udce9xt.txt |" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert quark("run", files["recipe.yaml"], "--force").code == 0  # which finds the data again
-    line = ("--scheme", "q8_0", "--export-format", "gguf", "--samples", "2", "--length", "64", "--calib", data)
+    assert quark("run", files["recipe.yaml"], "--force", "--quiet").code == 0  # which finds the data again
+    line = (
+        "--scheme",
+        "q8_0",
+        "--export-format",
+        "gguf",
+        "--samples",
+        "2",
+        "--length",
+        "64",
+        "--quiet",
+        "--calib",
+        data,
+    )
     for name in ("matrix.gguf", "matrix.dat"):
         options = ("--algorithm", "qronos", "--save-imatrix", tmp_path / name, "-o", tmp_path / "m.gguf", "--force")
         assert quark("quantize", places["llama"], *line, *options).code == 0
