@@ -59,6 +59,7 @@ COME_WITH_OTHERS = {
     "pydantic_core": "pydantic brings the one version that it works with",
     "triton": "torch brings the one version that it works with, where it is for GPUs",
     "tokenizers": "transformers brings the one version that it works with",
+    "IPython": "a notebook brings it, and bars are shown in none without",
 }
 NEVER_IMPORTED = {
     "onnxscript": "torch.onnx.export imports it, on which export_onnx is built",

@@ -320,10 +320,10 @@ def test_unmatched_scopes_second_quantization_and_later_types_are_refused() -> N
         quantize(load(cnn()), replace(A8W8, specs=replace(A8W8.specs, exclude=("y_nod",))), Reader(images()))
     with pytest.raises(ConfigError, match="quantized already"):
         load(quantized(A8W8))
-    with pytest.raises(NotSupportedError, match="fp8_e4m3 is not part of this version"):
+    with pytest.raises(NotSupportedError, match="fp6_e2m3 is not part of this version"):
         quantize(
             load(cnn()),
-            Settings(SpecSettings(LayerSpec(weight=spec("fp8_e4m3"), input=spec("fp8_e4m3")))),
+            Settings(SpecSettings(LayerSpec(weight=spec("fp6_e2m3"), input=spec("fp6_e2m3")))),
             Reader(images()),
         )
     with pytest.raises(ConfigError, match="LSTM cannot be quantized"):
