@@ -21,6 +21,7 @@ import tests.contracts.test_passes as pass_contracts
 import tests.contracts.test_schemes_numerics as scheme_contracts
 import tests.contracts.test_torch_algorithms as algorithm_contracts
 from quark import errors
+from quark.base.log import logger
 from quark.commands import COMMANDS
 from quark.compat.torch_names.shorthand_specs import OBSERVER_METHODS, TwoStageSpec
 from quark.core.dtypes import DTYPES
@@ -144,7 +145,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @EVERY_PAGE
 @pytest.mark.usefixtures("clean", "workplace")
 def test_snippets_and_commands_run_as_printed(page: Path) -> None:
+    """The level and the handlers that a page gives the log end with the test."""
     torch.manual_seed(0)
+    level, handlers = logger.level, [*logger.handlers]
     namespace: dict[str, Any] = {"__name__": "snippet"}
     for block in blocks(page):
         if block.language == "python":
@@ -155,6 +158,8 @@ def test_snippets_and_commands_run_as_printed(page: Path) -> None:
             done = quark(*shlex.split(line)[1:])
             assert (done.code, done.err) == (0, ""), f"{page_name(page)}: {line}\n{done.err}"
     CONTRACTS.get(page_name(page), lambda: None)()
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
 
 
 def dtype_keeps_its_contracts() -> None:
