@@ -40,7 +40,7 @@ def llm_compressor(method: str, scheme: str, folder: str, windows: list[list[int
 
     model, tokenizer = _float_model(folder)
     kind = {"gptq": GPTQModifier, "awq": AWQModifier, "nearest": QuantizationModifier}[method]
-    what: dict[str, Any] = {"scheme": NAMED[scheme], "targets": "Linear"}
+    what: dict[str, Any] = {"scheme": NAMED.get(scheme), "targets": "Linear"}
     if scheme in WEIGHTS:
         what = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS[scheme]}}}
     data = Dataset.from_dict({"input_ids": windows, "attention_mask": [[1] * len(window) for window in windows]})
