@@ -47,7 +47,8 @@ def _rows() -> list[Row]:
         rows.append(_ours(scheme, "--scheme", scheme, data=scheme in ("fp8", "mxfp4_fp8")))
         if scheme not in WIDE:
             efforts = ("balanced", "best")
-            rows += [_ours(f"{scheme}:{e}", "--scheme", scheme, "--effort", e) for e in efforts]
+            goal = ("--for", "transformers", "--scheme", scheme, "--effort")
+            rows += [_ours(f"{scheme}:{effort}", *goal, effort) for effort in efforts]
     rows += [_with_algorithms("uint4_wo_64", (name,)) for name in SOLVERS]
     rows += [_with_algorithms("uint4_wo_64", ("awq", "qronos")), _with_algorithms("mxfp4", ("qronos",))]
     for mix in MIXES:
