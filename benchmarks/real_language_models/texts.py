@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -15,7 +16,7 @@ def texts(place: Path) -> dict[str, Path]:
     shuffled = [text.strip() for _, text in sorted(topics.items())]
     random.Random(0).shuffle(shuffled)
     half = len(shuffled) // 2
-    library = Path(argparse_file()).parent
+    library = Path(os.__file__).parent
     contents = {
         "calibration": "\n\n".join(shuffled[:half]),
         "prose": "\n\n".join(shuffled[half:]),
@@ -26,10 +27,3 @@ def texts(place: Path) -> dict[str, Path]:
         if not file.exists():
             file.write_text(contents[name], "utf-8")
     return files
-
-
-def argparse_file() -> str:
-    """The path of a module of the standard library, beside which the others lie."""
-    import argparse
-
-    return argparse.__file__

@@ -125,6 +125,12 @@ def test_what_holds_no_boxes_is_said(data: Path, tmp_path: Path) -> None:
     (data / "boxes.json").write_text("{}")
     with pytest.raises(CalibrationError, match="is no COCO file"):
         quark.evaluate(file, file, **options)
+    image = {"file_name": "0.png", "id": 0}
+    for boxes, words in (([], "has no box"), ([[0, 0, 1], [1, 1, 2, 2, 3]], "is no COCO"), ([[0, 0, 1e999, 1]], "NaN")):
+        rows = [{"image_id": 0, "category_id": 0, "bbox": box} for box in boxes]
+        (data / "boxes.json").write_text(json.dumps({"images": [image], "annotations": rows}))
+        with pytest.raises(CalibrationError, match=words):
+            quark.evaluate(file, file, **options)
     (data / "boxes.json").unlink()
     with pytest.raises(CalibrationError, match="is not there. Needed are the boxes"):
         quark.evaluate(file, file, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,10 @@ def test_chats_with_sounds_are_what_the_processor_makes_of_them(tmp_path: Path) 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "address": ({"type": "image", "url": "https://example.org/a.png"}, "nothing is downloaded"),
-    "absent": ({"type": "image", "image": "absent.png"}, r"absent\.png cannot be read"),
+    "absent": ({"type": "image", "image": "absent.png"}, r"line 1, its image: .*absent\.png cannot be read"),
+    "outside": ({"type": "image", "image": "../a.png"}, "line 1, its image: .* which is outside the folder"),
+    "absolute": ({"type": "image", "image": "/dev/zero"}, "line 1, its image: .* which is outside the folder"),
+    "pipe": ({"type": "input_audio", "input_audio": {"url": "pipe"}}, "line 1, its audio: .*pipe is a folder, a pipe"),
     "nothing": ({"type": "image"}, "says no file"),
     "no base64": ({"type": "image", "image": "data:image/png;base64,!"}, "line 1, its image cannot be read|no base64"),
     "video": ({"type": "video", "video": "a.mp4"}, "has a video"),
@@ -153,6 +157,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_read_is_named(name: str, llava: Path, tmp_path: Path) -> None:
     part, message = REFUSED[name]
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CalibrationError, match=message):
         inputs(llava).read(lines(tmp_path / "chats.jsonl", chat(part)), 9, 512)
 

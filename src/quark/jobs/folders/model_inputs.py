@@ -266,16 +266,14 @@ class ModelInputs:
                 "lines without them."
             )
         processor = self._processor("AutoProcessor")
-        if not hasattr(
-            processor, "tokenizer"
-        ):  # in the place of a processor that is not there, transformers has others
+        # In the place of a processor that is not there, transformers has others.
+        if not hasattr(processor, "tokenizer"):
             raise FormatError(
                 f"{self.folder} holds no processor of images or sounds beside text, which {taking.data} needs. "
                 "Possible: processor_config.json of the folder that the model comes from."
             )
-        processor.tokenizer.chat_template = (
-            getattr(processor, "chat_template", None) or processor.tokenizer.chat_template
-        )
+        if getattr(processor, "chat_template", None):
+            processor.tokenizer.chat_template = processor.chat_template
         for document in documents(taking.data):
             yield self._arguments_of(document.processed(processor, taking.data.parent))
 

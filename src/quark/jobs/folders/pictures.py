@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quark.base.libraries.loading import as_format_error
 from quark.base.log import logger
 from quark.errors import ConfigError, QuarkError, one_line
 from quark.jobs.folders.compared.measure import MeasuredFolders
@@ -42,7 +43,7 @@ def pictures_of(
     given = {name: found.before for name, found in measured.items()}
     dtype = next(iter(next(iter(given.values())).parameters())).dtype
     try:
-        with _without_bar(diffusers.utils.logging):
+        with _without_bar(diffusers.utils.logging), as_format_error(pipeline):
             loaded = diffusers.DiffusionPipeline.from_pretrained(pipeline, dtype=dtype, local_files_only=True, **given)
         loaded.set_progress_bar_config(disable=True)
     except (QuarkError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:

@@ -15,7 +15,8 @@ from typing import Any
 
 from quark.base.data_files.images import open_image
 from quark.base.data_files.sounds import read_sound
-from quark.errors import CalibrationError, MissingDependencyError, one_line
+from quark.errors import CalibrationError, FormatError, MissingDependencyError, one_line
+from quark.torch.model.folder_files import file_of
 
 IMAGE, AUDIO, VIDEO = "image", "audio", "video"
 TYPES = {IMAGE: ("image", "image_url", "input_image"), AUDIO: ("audio", "audio_url", "input_audio"),
@@ -110,7 +111,7 @@ def _kind(part: Any) -> str | None:
 
 
 def _file(kind: str, part: Mapping[str, Any], place: str, folder: Path) -> Path | io.BytesIO:
-    """The file of an image or a sound. Raises CalibrationError where there is none."""
+    """The regular file of an image or a sound, within the folder. Raises CalibrationError where there is none."""
     inner = next((part[key] for key in TYPES[kind] if isinstance(part.get(key), Mapping)), part)
     key = next((key for key in (*TYPES[kind], *PLACES) if isinstance(inner.get(key), str) and inner[key]), None)
     if key is None:
@@ -128,4 +129,7 @@ def _file(kind: str, part: Mapping[str, Any], place: str, folder: Path) -> Path 
             f"{place} has the address {value[:100]}, and nothing is downloaded. Possible: the name of a file beside "
             "the data, or a data: URI."
         )
-    return folder / value
+    try:
+        return file_of(folder, value)
+    except FormatError as error:
+        raise CalibrationError(f"{place} its {kind}: {one_line(error)}") from None

@@ -225,6 +225,8 @@ class ImagesWithBoxes:
             for each in data["annotations"]:
                 of_image.setdefault(each["image_id"], []).append(each)
             there = {image: _boxes(found) for image, found in of_image.items()}
+            if not of_image:
+                raise ValueError("it has no box, so there is nothing to find")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CalibrationError(
                 f"{table} is no COCO file: {type(error).__name__}: {one_line(error)[:100]}."
@@ -237,7 +239,9 @@ class ImagesWithBoxes:
 
 def _boxes(found: Sequence[Mapping[str, Any]]) -> tuple[Array, Array, Array]:
     """The corners, classes and crowds of annotations of COCO, whose boxes are a corner and the size."""
-    boxes = np.array([each["bbox"] for each in found], np.float64).reshape(-1, 4)
+    boxes = np.array([each["bbox"] for each in found], np.float64).reshape(len(found), 4)
+    if not np.isfinite(boxes).all():
+        raise ValueError("a bbox is NaN or infinite")
     boxes[:, 2:] += boxes[:, :2]
     return (
         boxes,
