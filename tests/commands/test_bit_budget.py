@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--sensitivity", root / "table.json",
     )  # fmt: skip
     assert (done.code, done.err) == (0, "")
-    assert "chosen" in done.out and "int3_wo_128" in done.out
+    assert "int3_wo_128" in done.out and re.search(r"\* chosen|chosen \*", done.out), "in the chart"
     return root
 
 

@@ -151,6 +151,7 @@ def test_compare_shows_schemes_side_by_side(places: dict[str, Path], tmp_path: P
     line = ("--calib", places["text.txt"], "--length", "64", "--windows", "2", "--report", tmp_path / "out.html")
     done = quark("compare", places["llama"], "--schemes", "int8,int8_wo,int2_wo_64", *line)
     assert (done.code, done.err) == (0, "")
+    assert "int2_wo_64 o\n" in done.out, "it is the largest here, and so at the right of the chart, and not the best"
     rows = {row[0]: row[1:] for row in (re.findall(r"[^│ ]+", line) for line in done.out.splitlines() if "│" in line)}
     assert float(rows["int8_wo"][2]) > float(rows["int2_wo_64"][2]), "SQNR"
     assert float(rows["int8_wo"][3]) < float(rows["int2_wo_64"][3]), "KL"
@@ -167,6 +168,7 @@ def test_compare_shows_presets_side_by_side(places: dict[str, Path], tmp_path: P
     assert (done.code, done.err) == (0, "")
     rows = {row[0]: row[1:] for row in (re.findall(r"[^│ ]+", line) for line in done.out.splitlines() if "│" in line)}
     assert float(rows["A16W8"][2]) > float(rows["A8W8"][2])
+    assert "SQNR of the worst output, dB; higher is better." in done.out and "A8W8 o\n" in done.out
     assert float(rows["A8W8"][0]) == pytest.approx(places["a8w8.onnx"].stat().st_size / 1e6, abs=0.006)
     assert (tmp_path / "out.html").is_file()
 

@@ -114,6 +114,11 @@ class Results:
         else:
             Results.collected["lines"].append(str(item))
 
+    def draw(self, text: str) -> None:
+        """Print a drawing of what a table has; not with --json, which has the table, and nothing for an empty text."""
+        if text and Results.collected is None:
+            self.print(text, highlight=False, soft_wrap=True)
+
 
 def _value(cell: Any) -> Any:
     text = str(cell)

@@ -18,6 +18,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from quark.core.array import NumpyArray
+from quark.report.text_chart import drawable
 
 INK, FAINT, GRID, FIRST, SECOND, THIRD, BAD, SOFT, PAPER = (f"#0102{i:02x}" for i in range(9))
 VARIABLES = dict(
@@ -193,14 +194,13 @@ def scatter(
     """Named points.
 
     Args:
-        points: Name, x, y; one whose y is not finite is left out.
+        points: Name, x, y; see `drawable` for those that are left out.
         x, y: What the axes are.
-        log: Whether y is logarithmic; then 0 is left out too.
+        log: Whether y is logarithmic.
         line: x and y of a line that is drawn under them.
         marked: The name of one that is to be seen.
     """
-    kept = [point for point in points if math.isfinite(point[2]) and (point[2] > 0 or not log)]
-    kept.sort(key=lambda point: point[1])
+    kept = drawable(points, log)
     with _figure(WIDTH, 3.6) as (figure, axes):
         if line:
             axes.plot([p[0] for p in line], [p[1] for p in line], color=SOFT, linewidth=1)

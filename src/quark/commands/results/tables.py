@@ -15,6 +15,7 @@ from quark.goals import GOALS, GoalChoice
 from quark.goals.facts import Answer
 from quark.goals.goal import WITHOUT_TOKENIZER
 from quark.jobs.folders.compared.verdict import word_of_kl
+from quark.report.text_chart import text_chart
 
 if TYPE_CHECKING:
     from quark.onnx.search.recovery.search import Recovery
@@ -69,14 +70,15 @@ def facts_table(goal: str, onnx: bool) -> Table:
 
 def show_choice(table: SensitivityTable, choice: BudgetChoice) -> None:
     """Print what a budget chose, what that is predicted to cost, and what a little more would gain."""
-    console = results()
+    console, better = results(), table.knee(choice)
     console.print(choice_table(table, choice))
+    console.draw(_choice_chart(table, choice, better))
     solved = choice.solved
     lines = [
         f"Predicted loss: {choice.loss:.3g} nats to nearest ({word_of_kl(choice.loss)}), about {solved:.2g} after a "
         f"solver such as Qronos ({word_of_kl(solved)})."
     ]
-    if (better := table.knee(choice)) is not None:
+    if better is not None:
         more, share = (better.size - choice.size) / 1e6, better.loss / choice.loss
         lines.append(
             f"With --bits {better.bits:.4g}: +{more:.1f} MB, {share:.0%} of that loss ({word_of_kl(better.loss)})."
@@ -102,6 +104,22 @@ def choice_table(table: SensitivityTable, choice: BudgetChoice) -> Table:
             shown.add_row("all", "", bits, f"{uniform.size / 1e6:.2f}", f"{uniform.loss:.2e}")
     shown.add_row("chosen", "", f"{choice.bits:.3f} bits", f"{choice.size / 1e6:.2f}", f"{choice.loss:.2e}")
     return shown
+
+
+def _choice_chart(table: SensitivityTable, choice: BudgetChoice, better: BudgetChoice | None) -> str:
+    """A chart of the choice among one scheme for all layers and a larger budget; "" where there is nothing beside it.
+
+    Args:
+        table: What was chosen from.
+        choice: Is marked.
+        better: The larger one, if there is one.
+    """
+    others = {name: table.uniform(name) for name in table.candidates}
+    if better is not None:
+        others[f"--bits {better.bits:.4g}"] = better
+    found = {"chosen": choice, **{name: other for name, other in others.items() if other is not None}}
+    points = [(name, each.size / 1e6, each.loss) for name, each in found.items()]
+    return text_chart(points, "Predicted loss, nats; lower is better.", "MB", log=True, marked={"chosen"})
 
 
 def _by_kind_and_depth(groups: Sequence[LayerGroup]) -> dict[tuple[str, str], list[LayerGroup]]:
