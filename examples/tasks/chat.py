@@ -1,9 +1,10 @@
-"""A chat model: quantized to 4 bits by Qronos, and asked for an answer before and after.
+"""A chat model for vLLM: quantized to 4 bits by Qronos, and asked for an answer before and after.
 
-python examples/tasks/chat.py [--model FOLDER] [--prompt TEXT] [-o chat-uint4]
+python examples/tasks/chat.py [--model FOLDER] [--prompt TEXT] [-o chat-vllm]
 
-Without --model it is the example language model, which knows the documentation of Python and no chat.
-A folder with a chat template gets the prompt through it. Then serve the folder: docs/howto/vllm.md.
+Without --model it is the example language model, which knows the documentation of Python and no chat. For a model of
+yours: --model FOLDER --text FILE --samples 128, with texts or chats (.jsonl) like those that it will see. A folder with
+a chat template gets the prompt through it. Then serve the folder: docs/howto/vllm.md.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
-from quark.torch.llm.text import perplexity, token_windows
+import quark
 
 MODELS = Path(__file__).parents[1] / "models"
 
@@ -28,23 +28,21 @@ def main(words: list[str] | None = None) -> float:
     arguments.add_argument("--prompt", default="The function returns")
     arguments.add_argument("--text", default=str(MODELS / "text" / "calibration.txt"), help="text to calibrate with")
     arguments.add_argument("--samples", type=int, default=16, help="windows of 256 tokens; 128 for a real model")
-    arguments.add_argument("-o", "--output", default="chat-uint4")
+    arguments.add_argument("-o", "--output", default="chat-vllm")
     args = arguments.parse_args(words)
+
+    made = quark.quantize(
+        args.model, goal="vllm", data=args.text, samples=args.samples, length=256, verdict=False, output=args.output,
+        overwrite=True,
+    )  # fmt: skip
+    measured = quark.evaluate(args.model, made, data=MODELS / "text" / "heldout.txt", windows=8, length=256)
+
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").eval()
-    heldout = token_windows(tokenizer, MODELS / "text" / "heldout.txt", 256, 8)
-    before = perplexity(model, heldout)
-    sys.stdout.write(f"float:     perplexity {before:.2f}: {answer(model, tokenizer, args.prompt)!r}\n")
-
-    config = LLMTemplate.get(model.config.model_type).get_config("uint4_wo_64", "qronos")
-    quantizer = ModelQuantizer(config)
-    data = token_windows(tokenizer, Path(args.text), 256, args.samples)
-    export_safetensors(quantizer.freeze(quantizer.quantize_model(model, data)), args.output, overwrite=True)
-
-    loaded = AutoModelForCausalLM.from_pretrained(args.output).eval()
-    after = perplexity(loaded, heldout)
-    sys.stdout.write(f"quantized: perplexity {after:.2f}: {answer(loaded, tokenizer, args.prompt)!r}\n")
-    return after / before
+    models = {"float": measured.before, "quantized": measured.after}
+    for (name, model), perplexity in zip(models.items(), measured.comparison.perplexity, strict=True):
+        sys.stdout.write(f"{name:9} perplexity {perplexity:.2f}: {answer(model, tokenizer, args.prompt)!r}\n")
+    sys.stdout.write(f"run it: vllm serve {made}\n")
+    return float(measured.comparison.perplexity[1] / measured.comparison.perplexity[0])
 
 
 def answer(model: Any, tokenizer: Any, prompt: str) -> str:

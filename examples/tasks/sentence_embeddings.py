@@ -3,7 +3,8 @@
 python examples/tasks/sentence_embeddings.py [-o minilm-int8]
 
 The figure is the mean cosine of the embeddings with those of the float model; which sentence is the nearest to each is
-compared too. Its folder loads in transformers, and by sentence-transformers as a module.
+compared too. Its folder loads in transformers, and by sentence-transformers as a module. For an encoder of yours, put
+its folder in place of `folder`, its pooling into `embeddings`, and sentences of yours.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ python examples/tasks/speech.py [--wav FILE] [-o vad-int8.onnx]
 
 A file of your own is 16 bit, 16 kHz, mono. Without one, a synthetic voice (pulses through three
 moving formants, syllables and pauses) takes its place. The figure is the share of windows of 32 ms where both models
-say the same.
+say the same. For another ONNX model of sound, put its file in place of `source`, and its inputs in place of `feed`.
 """
 
 from __future__ import annotations
