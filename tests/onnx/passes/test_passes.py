@@ -147,6 +147,43 @@ def test_fixed_dimensions_of_an_open_shape_are_computed() -> None:
     assert np.array_equal(outputs(changed, sample)[0], outputs(proto, sample)[0])
 
 
+@pytest.mark.parametrize(
+    ("op_type", "attributes", "folded"),
+    [
+        ("Softmax", {"axis": 0}, True),
+        ("Elu", {}, True),
+        ("Einsum", {"equation": "ij->ji"}, True),
+        ("LayerNormalization", {}, True),
+        ("RandomNormalLike", {}, False),
+        ("NonZero", {}, False),
+    ],
+)
+def test_any_operator_of_constants_is_computed_unless_it_draws_or_its_size_is_open(
+    op_type: str, attributes: dict[str, Any], folded: bool
+) -> None:
+    b = Builder()
+    read = [b.constant(name, b.random.normal(size=(4, 4))) for name in ("v", "gain")[: 1 + (op_type[:5] == "Layer")]]
+    made = b.node("Cast", [b.node(op_type, read, "made", **attributes)], "w", to=1)
+    b.node("MatMul", ["x", made], "y")
+    proto = b.model({"x": ["n", 2 if op_type == "NonZero" else 4]}, {"y": ["n", None]})
+    changed = passed(proto, "simplify")
+    assert (types(changed) == ["MatMul"]) is folded
+    if folded:
+        sample = feed(proto)
+        np.testing.assert_allclose(outputs(changed, sample)[0], outputs(proto, sample)[0], atol=1e-6)
+
+
+def test_parts_of_a_constant_are_constants() -> None:
+    b = Builder()
+    b.nodes.append(onnx.helper.make_node("Split", [b.constant("v", b.random.normal(size=(8, 4)))], ["w", "w2"], axis=0))
+    b.node("Add", [b.node("MatMul", ["x", "w"], "h"), b.node("MatMul", ["x", "w2"], "h2")], "y")
+    proto = b.model({"x": ["n", 4]}, {"y": ["n", 4]}, 13)
+    changed = passed(proto, "simplify")
+    assert types(changed) == ["MatMul", "MatMul", "Add"]
+    sample = feed(proto)
+    assert np.array_equal(outputs(changed, sample)[0], outputs(proto, sample)[0])
+
+
 @pytest.mark.parametrize("picker", ["Slice", "Gather"])
 def test_open_dimensions_that_index_a_constant_stay(picker: str) -> None:
     b = Builder()

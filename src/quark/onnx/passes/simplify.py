@@ -9,12 +9,15 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
-from quark.onnx.graph.edit import dims, is_op, is_read, prune, remove_unused
-from quark.onnx.graph.model_file import constant, is_constant, opset
+from quark.onnx.graph.edit import KNOWN_DOMAINS, dims, is_op, is_read, prune, remove_unused
+from quark.onnx.graph.model_file import QUANTIZED_OPS, constant, is_constant
+from quark.onnx.graph.sessions import open_session
+from quark.onnx.operators import HOLDERS
 from quark.onnx.passes.slim import slim
 from quark.onnx_ops.graph_writer import add_constant, redirect
 
@@ -38,7 +41,12 @@ FOLDED = (
     "Sqrt",
     "Pow",
 )
-"""Op types that are computed where all inputs are constant: arithmetic of shapes, and weights."""
+"""Op types that the reference evaluator computes where all inputs are constant: arithmetic of shapes, and weights.
+
+Any other is computed by the runtime, which takes longer to begin, where the size of the result is known before.
+"""
+_STAYS = {*HOLDERS, *QUANTIZED_OPS, "Bernoulli", "Multinomial"}
+"""Op types that are not computed: what holds bodies or codes, and, with all that begins with Random, what draws."""
 
 OPEN = np.iinfo(np.int64).min
 """Stands for a dimension that is not fixed."""
@@ -59,23 +67,24 @@ def simplify(model: ir.Model, options: Mapping[str, Any] | None = None) -> int:
         slim(model, options)
     for node in list(model.graph):
         if is_op(node, "Constant"):
-            _become(node, constant(node.outputs[0]))
+            _become(node, [constant(node.outputs[0])])
         elif is_op(node, "Identity", "Dropout"):
             _bypass(node)
-        elif is_op(node, "Shape", *FOLDED):
+        else:
             _fold(model, node)
     remove_unused(model)
     return before - len(model.graph)
 
 
-def _become(node: ir.Node, array: Any) -> None:
-    """Put an initializer in the place of a node; not for None, and not where it is an output of the model."""
-    output, graph = node.outputs[0], node.graph
-    if array is None or output.is_graph_output() or graph is None:
+def _become(node: ir.Node, arrays: list[Any]) -> None:
+    """Put initializers in the place of a node; not for None, and not where one is an output of the model."""
+    graph = node.graph
+    if graph is None or any(array is None for array in arrays) or any(out.is_graph_output() for out in node.outputs):
         return
-    name, output.name = output.name or "", None
-    value = add_constant(graph, name, array)
-    output.replace_all_uses_with(value)
+    for output, array in zip(node.outputs, arrays, strict=True):
+        name, output.name = output.name or "", None
+        if output.uses():
+            output.replace_all_uses_with(add_constant(graph, name, array))
     prune(node)
 
 
@@ -96,22 +105,24 @@ def join_constants(model: ir.Model) -> None:
     grow by that, as other bodies may read the parts, too.
     """
     for node in list(model.graph):
-        if node.graph is not None and is_op(node, *FOLDED):
+        if node.graph is not None:
             _fold(model, node, joins=is_op(node, "Concat"))
     remove_unused(model)
 
 
 def _fold(model: ir.Model, node: ir.Node, joins: bool = False) -> None:
     """Compute a node of constants, or of fixed dimensions of a shape; `joins`: a result as large as all inputs."""
+    results: list[Any] = [None]
     if is_op(node, "Shape"):
-        result = _shape(node)
-    elif all(value is None or _is_known(value, node) for value in node.inputs):
+        results = [_shape(node)]
+    elif node.inputs and all(value is None or _is_known(value, node) for value in node.inputs):
         inputs = {value.name or "": _known(value) for value in node.inputs if value is not None}
-        result = _evaluate(model, node, inputs, joins) if inputs else None
-    else:
-        return
-    if result is not None and not np.any(result == OPEN):
-        _become(node, result)
+        if is_op(node, *FOLDED) and inputs:
+            results = [_evaluate(model, node, inputs, joins)]
+        elif _runs_alone(node, inputs):
+            results = _run(model, node, inputs)
+    if not any(np.any(result == OPEN) for result in results):
+        _become(node, results)
 
 
 def _is_known(value: ir.Value, reader: ir.Node) -> bool:
@@ -141,19 +152,54 @@ def _evaluate(model: ir.Model, node: ir.Node, inputs: dict[str, Any], joins: boo
     largest = max(_LARGEST_GROWTH, sum(sizes) if joins else max(sizes))
     if _result_size(node, [inputs[value.name or ""] for value in node.inputs if value is not None]) > largest:
         return None
-    proto = ir.to_proto(node)
-    infos = [
-        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
-        for name, array in inputs.items()
-    ]
-    result = helper.make_empty_tensor_value_info(proto.output[0])
-    graph = helper.make_graph([proto], "constant", infos, [result])
-    single = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset(model))])
+    single = _as_model(model, node, inputs)
     try:
         output = np.asarray(next(iter(ReferenceEvaluator(single).run(None, inputs))))
     except (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, NotImplementedError, MemoryError):
         return None  # The evaluator lacks a type or a form of the op: the node stays, for the runtime to compute.
     return output if output.size <= largest else None
+
+
+def _as_model(model: ir.Model, node: ir.Node, inputs: dict[str, Any]) -> onnx.ModelProto:
+    """A model of one node, whose inputs are arrays."""
+    proto = ir.to_proto(node)
+    infos = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+        for name, array in inputs.items()
+    ]
+    results = [helper.make_empty_tensor_value_info(name) for name in proto.output if name]
+    opsets = [helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
+    graph = helper.make_graph([proto], "constant", infos, results)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version)
+
+
+def _runs_alone(node: ir.Node, inputs: dict[str, Any]) -> bool:
+    """Return True where the runtime is to compute a node: of constants alone, with results no larger than these."""
+    draws = node.op_type in _STAYS or node.op_type.startswith("Random")
+    if (
+        draws
+        or node.domain not in KNOWN_DOMAINS
+        or not inputs
+        or any(array.dtype == object for array in inputs.values())
+    ):
+        return False
+    shapes = [dims(value) for value in node.outputs]
+    if any(shape is None or None in shape for shape in shapes):
+        return False
+    elements = sum(math.prod(size or 0 for size in shape or ()) for shape in shapes)
+    return elements <= max(_LARGEST_GROWTH, sum(array.size for array in inputs.values()))
+
+
+def _run(model: ir.Model, node: ir.Node, inputs: dict[str, Any]) -> list[Any]:
+    """Return the outputs of a node of constants as ONNX Runtime computes them, each None where it does not."""
+    names = [value.name or "" for value in node.outputs]
+    try:
+        found = dict(
+            zip(filter(None, names), open_session(_as_model(model, node, inputs)).run(None, inputs), strict=True)
+        )
+    except Exception:  # noqa: BLE001 - it lacks a kernel, or fails: the node stays
+        return [None]
+    return [found.get(name, ()) for name in names]
 
 
 def _result_size(node: ir.Node, arrays: list[Any]) -> int:
