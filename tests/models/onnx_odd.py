@@ -162,6 +162,31 @@ def sequences() -> onnx.ModelProto:
     return b.finish(ROW, {"y": ["n", 8]})
 
 
+def an_optional() -> onnx.ModelProto:
+    b = Odd()
+    b.raw("Optional", [b.node("MatMul", ["x", b.weight("w", 8, 8)], "h")], ["o"])
+    b.node("MatMul", [b.node("OptionalGetElement", ["o"], "h2"), b.weight("w2", 8, 8)], "y")
+    return b.finish(ROW, {"y": ["n", 8]}, opset=18)
+
+
+def a_loop_that_makes_a_sequence() -> onnx.ModelProto:
+    b, rows = Odd(), helper.make_tensor_sequence_value_info
+    names = [b.weight("w", 8, 8), b.weight("w2", 8, 8)]
+    steps = [
+        ("SequenceAt", ["rows", "step"], "row"), ("MatMul", ["row", names[0]], "made"),
+        ("SequenceInsert", ["all", "made"], "more"), ("Identity", ["on"], "go"),
+    ]  # fmt: skip
+    loop = body(steps, {"step": (TensorProto.INT64, []), "on": (TensorProto.BOOL, [])}, {"go": (TensorProto.BOOL, [])})
+    loop.input.append(rows("all", TensorProto.FLOAT, [1, 8]))
+    loop.output.append(rows("more", TensorProto.FLOAT, [1, 8]))
+    b.node("SplitToSequence", ["x"], "rows", axis=0)
+    state = [b.node("SequenceLength", ["rows"], "count"), "", b.raw("SequenceEmpty", [], ["none"])]
+    b.node(
+        "MatMul", [b.node("ConcatFromSequence", [b.raw("Loop", state, ["found"], body=loop)], "c", axis=0), "w2"], "y"
+    )
+    return b.finish(ROW, {"y": ["n", 8]})
+
+
 def integers_in_elementwise_nodes() -> onnx.ModelProto:
     b = Odd()
     whole = b.node("Add", [b.raw("Cast", ["x"], ["i"], to=TensorProto.INT64), b.integers("one", [1])], "more")
@@ -394,7 +419,8 @@ RIGHT: tuple[Make, ...] = (
     a_mask_of_minus_infinity,
     initializers_that_are_no_inputs,
     input_as_output, initializer_as_output, a_loop, a_scan, branches_that_only_pass_on, a_local_function,
-    another_domain, strings, sequences, integers_in_elementwise_nodes, a_part_in_float64, recurrent,
+    another_domain, strings, sequences, an_optional, a_loop_that_makes_a_sequence,
+    integers_in_elementwise_nodes, a_part_in_float64, recurrent,
     one_matrix_read_three_times, a_kernel_that_is_gathered_too, embedding_and_head, matrices_of_other_ranks,
     factors_of_gemm, biases_of_every_shape, weights_that_are_inputs, channels_of_zeros, a_bias_beyond_int32,
     kernels_of_one_and_three_axes, groups, one_bias_of_three, a_tensor_with_itself, unequal_parts, inputs_left_out,

@@ -17,8 +17,8 @@ from PIL import Image
 
 from quark.core.granularity import PerGroup
 from quark.core.spec import LayerSpec, TensorSpec, spec
-from quark.errors import CalibrationError, FormatError, NonFiniteError
-from quark.onnx import CachedDataReader, PathDataReader
+from quark.errors import CalibrationError, FormatError, NonFiniteError, NotSupportedError
+from quark.onnx import CachedDataReader, ModelQuantizer, PathDataReader
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.sample_files import read_image
 from quark.onnx.calibration.statistics import Statistics, fingerprint
@@ -153,12 +153,25 @@ def test_arrays_that_lie_about_their_size_are_refused(tmp_path: Path) -> None:
         PathDataReader(mlp(), tmp_path).get_next()
 
 
-def test_an_input_that_is_a_map_is_named() -> None:
+def test_an_input_that_is_no_tensor_is_named() -> None:
+    tensor = onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, ["n", 8])
+    kinds = {
+        "a map": onnx.helper.make_map_type_proto(onnx.TensorProto.INT64, tensor),
+        "a sequence": onnx.helper.make_sequence_type_proto(tensor),
+        "an optional": onnx.helper.make_optional_type_proto(tensor),
+    }
+    for words, kind in kinds.items():
+        model = odd.linear()
+        model.graph.input.append(onnx.helper.make_value_info("m", kind))
+        with pytest.raises(NotSupportedError, match=f"The input m is {words}, and samples hold tensors only"):
+            model_inputs(model)
+
+
+def test_a_model_whose_input_is_a_sequence_is_quantized_without_samples() -> None:
     model = odd.linear()
-    kind = model.graph.input.add(name="m").type.map_type
-    kind.key_type, kind.value_type.tensor_type.elem_type = onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
-    with pytest.raises(FormatError, match="The input m is no tensor"):
-        model_inputs(model)
+    model.graph.input.append(onnx.helper.make_tensor_sequence_value_info("s", onnx.TensorProto.FLOAT, ["n", 8]))
+    made = ModelQuantizer("INT8_CPU_DYNAMIC").quantize_model(model)
+    assert made is not None and "MatMulInteger" in {node.op_type for node in made.graph.node}
 
 
 def test_an_archive_that_is_none_is_closed_again(tmp_path: Path) -> None:

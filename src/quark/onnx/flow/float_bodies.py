@@ -81,7 +81,8 @@ class FloatBodies:
 
 def _quantize_body(prepared: Prepared, body: Body, settings: Settings, convert: Convert) -> bool:
     """Quantize a body as a model, in place; False where there is nothing to quantize, or no data for it."""
-    model, feeds, own = prepared.model, prepared.data, _settings(settings, body)
+    model, own = prepared.model, _settings(settings, body)
+    feeds = None if _takes_others(model) else prepared.data
     first = None if feeds is None else next(iter(feeds), None)
     for value in model.graph.inputs:
         if value.type is None and first is not None:
@@ -93,7 +94,7 @@ def _quantize_body(prepared: Prepared, body: Body, settings: Settings, convert: 
     except NothingToQuantizeError:
         return False
     except QuarkError as error:
-        why = _why_without_data(feeds, settings, own) if isinstance(error, CalibrationError) else None
+        why = _why_without_data(model, feeds, settings, own) if isinstance(error, CalibrationError) else None
         if why is None:
             raise type(error)(f"{body}: {error}") from error
         logger.warning("%s stays in float: %s.", body, why)
@@ -101,8 +102,15 @@ def _quantize_body(prepared: Prepared, body: Body, settings: Settings, convert: 
     return True
 
 
-def _why_without_data(feeds: BodyFeeds | None, settings: Settings, own: Settings) -> str | None:
+def _takes_others(model: ir.Model) -> bool:
+    """Return True where an input is a sequence or an optional, which no sample holds."""
+    return any(isinstance(value.type, (ir.SequenceType, ir.OptionalType)) for value in model.graph.inputs)
+
+
+def _why_without_data(model: ir.Model, feeds: BodyFeeds | None, settings: Settings, own: Settings) -> str | None:
     """Why a body has no calibration data, by no fault of the data; None where it has some, or should have."""
+    if _takes_others(model):
+        return "an input of it is a sequence or an optional, of which there are no samples"
     if feeds is None:
         # Whether statistics were written for the graph around a body, and none for it, as no sample ran it.
         around, inside = settings.calibration.statistics, own.calibration.statistics

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from quark.errors import ConfigError, FormatError, NotSupportedError
-from quark.onnx.graph.check_proto import fill_in, has_parts
+from quark.onnx.graph.check_proto import bodies_of, fill_in, has_parts
 from quark.onnx.graph.check_tensors import LinkedTensor, quoted
 from quark.onnx.graph.proto_file import PLAIN, check_message, read_light, reason
 from quark.onnx.graph.sessions import require_loads
@@ -26,8 +27,9 @@ QUANTIZED_OPS = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
 QUANTIZED_OPS |= {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"}
 QUANTIZED_OPS |= {"DynamicQuantizeLSTM", "GatherBlockQuantized"}
 QUANTIZED_OPS |= {"ExtendedQuantizeLinear", "ExtendedDequantizeLinear", "MXQuantizeDequantize", "BFPQuantizeDequantize"}
+_MAKES_NO_TENSOR = re.compile("Sequence|Optional")
+"""In the names of op types whose outputs may be sequences or optionals."""
 CONSTANT_KINDS = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
-_MAKES_SEQUENCE = ("SequenceConstruct", "SequenceEmpty", "SequenceInsert", "SequenceErase", "SplitToSequence")
 
 
 def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
@@ -247,13 +249,42 @@ def _infer(model: ir.Model) -> None:
 
 def infer_shapes(model: ir.Model) -> None:
     """Fill in the types and shapes that follow from the inputs; values with unknown ones stay as they are."""
+    untyped = [value for node in model.graph.all_nodes() for value in node.outputs if value.name and value.type is None]
+    if any(_MAKES_NO_TENSOR.search(node.op_type) for node in model.graph.all_nodes()):
+        # The pass takes a sequence for a tensor of its elements, and an optional likewise.
+        infer_types(model, untyped)
+    shapes = {value: value.shape for value in untyped if value.type is not None}
     with _quiet():
         ShapeInferencePass(check_type=False, strict_mode=False)(model)
-    for node in model.graph.all_nodes():
-        # The pass takes a sequence for a tensor of its elements.
-        for value in node.outputs if node.op_type in _MAKES_SEQUENCE else ():
-            if isinstance(value.type, ir.TensorType):
-                value.type, value.shape = ir.SequenceType(value.type), None
+    for value, shape in shapes.items():
+        if not isinstance(value.type, ir.TensorType):
+            value.shape = shape
+
+
+def infer_types(model: ir.Model, values: Iterable[ir.Value]) -> None:
+    """Give values that have no type or shape those that ONNX infers, be it a sequence.
+
+    Not by the pass of onnx_ir, which takes the large weights away meanwhile: codes are computed from float weights.
+    """
+    proto, _ = split_weights(model)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(proto)
+    except Exception:  # noqa: BLE001 - an operator that it cannot take apart: what it would say is seen at run time
+        return
+    infos = {info.name: info for graph in _graphs(inferred.graph) for info in (*graph.value_info, *graph.output)}
+    for value in values:
+        if value.name in infos and infos[value.name].type.WhichOneof("value") is not None:
+            found = ir.serde.deserialize_value_info_proto(infos[value.name], None)
+            value.type, value.shape = value.type or found.type, value.shape or found.shape
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and the bodies within it."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for body in bodies_of(attribute):
+                yield from _graphs(body)
 
 
 def _correct_shapes(model: ir.Model) -> None:

@@ -6,15 +6,13 @@ shows type and rank. Its sizes hold for every sample only where the shapes of al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 
 from quark.errors import NotSupportedError
-from quark.onnx.graph.check_proto import bodies_of
-from quark.onnx.graph.model_file import split_weights
+from quark.onnx.graph.model_file import infer_types
 
 QUANTIZE = ("QuantizeLinear", "ExtendedQuantizeLinear")
 DEQUANTIZE = ("DequantizeLinear", "ExtendedDequantizeLinear")
@@ -41,37 +39,11 @@ def fill_value_infos(model: ir.Model, run: Run) -> int:
         count = len(_unknown(model))
         for node in model.graph.all_nodes():
             _through_qdq(node)
-        _infer(model)
+        infer_types(model, _unknown(model))
         if len(_unknown(model)) == count:
             break
     _by_running(model, run)
     return before
-
-
-def _infer(model: ir.Model) -> None:
-    """Take over what ONNX infers, of tensors that nobody has said anything of.
-
-    Not by the pass of onnx_ir, which takes the large weights away meanwhile: codes are computed from float weights.
-    """
-    proto, _ = split_weights(model)
-    try:
-        inferred = onnx.shape_inference.infer_shapes(proto)
-    except Exception:  # noqa: BLE001 - an operator that it cannot take apart: what it would say is seen at run time
-        return
-    infos = {info.name: info for graph in _graphs(inferred.graph) for info in (*graph.value_info, *graph.output)}
-    for value in _unknown(model):
-        if value.name in infos and infos[value.name].type.WhichOneof("value") is not None:
-            found = ir.serde.deserialize_value_info_proto(infos[value.name], None)
-            value.type, value.shape = value.type or found.type, value.shape or found.shape
-
-
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and the bodies within it."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for body in bodies_of(attribute):
-                yield from _graphs(body)
 
 
 def _unknown(model: ir.Model) -> list[ir.Value]:

@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
-from quark.errors import CalibrationError, FormatError
+from quark.errors import CalibrationError, FormatError, NotSupportedError
 from quark.onnx.graph.proto_file import read_ends
 from quark.onnx_ops.saving import model_files
 
@@ -51,6 +51,7 @@ def model_inputs(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> 
 
     Raises:
         FormatError: No ONNX file, or an input without type.
+        NotSupportedError: An input is a sequence, an optional or a map.
     """
     if isinstance(model, (str, os.PathLike)):
         model = read_ends(model)
@@ -63,14 +64,23 @@ def model_inputs(model: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> 
 
 
 def _tensor_of_proto(value: onnx.ValueInfoProto) -> ir.Value:
-    if value.type.WhichOneof("value") != "tensor_type":  # onnx_ir reads no maps
-        raise FormatError(f"The input {value.name} is no tensor, or has no element type.")
+    if value.type.WhichOneof("value") == "map_type":  # onnx_ir reads none
+        raise _no_tensor(value.name, "a map")
     return ir.serde.deserialize_value_info_proto(value, None)
 
 
+def _no_tensor(name: str | None, kind: str) -> NotSupportedError:
+    return NotSupportedError(
+        f"The input {name} is {kind}, and samples hold tensors only. Possible: quantize without samples "
+        "(INT8_CPU_DYNAMIC, or weights only), or export the model with a tensor for each input."
+    )
+
+
 def _input(value: ir.Value) -> Input:
+    if isinstance(value.type, (ir.SequenceType, ir.OptionalType)):
+        raise _no_tensor(value.name, "a sequence" if isinstance(value.type, ir.SequenceType) else "an optional")
     if not isinstance(value.type, ir.TensorType) or value.type.dtype is ir.DataType.UNDEFINED:
-        raise FormatError(f"The input {value.name} is no tensor, or has no element type.")
+        raise FormatError(f"The input {value.name} has no element type.")
     dims = None if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape)
     if dims is not None:  # below 0, as some exporters write it, is unknown
         dims = tuple(None if isinstance(d, int) and d < 0 else d for d in dims)

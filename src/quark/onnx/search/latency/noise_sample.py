@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from quark.errors import CalibrationError, ConfigError, QuarkError
+from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError
 from quark.onnx.calibration.data.inputs import Feed, Input, model_inputs
 from quark.onnx.calibration.data.random_reader import RandomDataReader
 from quark.onnx.graph.model_file import split_weights
@@ -31,7 +31,10 @@ def noise_sample(model: ir.Model) -> tuple[Feed, str] | None:
     Args:
         model: Its weights are not copied.
     """
-    inputs = model_inputs(model)
+    try:
+        inputs = model_inputs(model)
+    except NotSupportedError:
+        return None  # a sequence, or an optional
     if not all(map(_can_be_made, inputs.values())):
         return None
     try:
