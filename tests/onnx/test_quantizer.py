@@ -319,7 +319,7 @@ def test_unmatched_scopes_second_quantization_and_later_types_are_refused() -> N
     with pytest.raises(ConfigError, match="exclude.*y_nod"):
         quantize(load(cnn()), replace(A8W8, specs=replace(A8W8.specs, exclude=("y_nod",))), Reader(images()))
     with pytest.raises(ConfigError, match="quantized already"):
-        load(quantized(A8W8))
+        quantize(load(quantized(A8W8)), A8W8, Reader(images()))
     with pytest.raises(NotSupportedError, match="fp6_e2m3 is not part of this version"):
         quantize(
             load(cnn()),

@@ -32,6 +32,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.crypto_mode import check_crypto, discreet, write_encrypted
 from quark.onnx.graph.model_file import checked_proto, load
 from quark.onnx.graph.sessions import require_loads
+from quark.onnx.placement.kept_codes import refuse_finished
 from quark.onnx_ops.custom_libraries import custom_libraries
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, files_read, model_files, save
 
@@ -166,7 +167,7 @@ class ModelQuantizer:
         check_algorithms(settings.algorithms)
         with custom_libraries(settings.custom_libraries):
             with discreet(settings):
-                model = load(model_input)
+                model = _load(model_input)
                 settings, reader = with_channels_last(model, settings, reader)
                 kept = reader = None if reader is None else SpreadSamples(reader, model)
                 source = _Source(model_input, model.clone(), kept, own_time())
@@ -238,7 +239,7 @@ class ModelQuantizer:
         seconds, measure = None if budget is None else duration(budget), Metric(metric)
         with custom_libraries(self.settings.custom_libraries):
             with discreet(self.settings):
-                model = load(model_input)
+                model = _load(model_input)
                 settings, reader = with_channels_last(model, self.settings, reader)
                 kept = None if reader is None else SpreadSamples(reader, model)
                 source = _Source(model_input, model.clone(), kept, own_time())
@@ -334,6 +335,14 @@ def _refuse_lost_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path, se
             "has lost" if left.lost else "keeps little of",
             left.words,
         )
+
+
+def _load(given: Model) -> ir.Model:
+    """Read a model, and log what of it is quantized already. Raises ConfigError where that is all of it."""
+    model = load(given)
+    if (kept := refuse_finished(model)) is not None:
+        logger.info(kept)
+    return model
 
 
 def _reader(model: Any, reader: Any, path: str | None) -> Any:

@@ -22,7 +22,6 @@ from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.preset_rows import ROWS
 from quark.onnx.config.tensor_specs import BFloat16Spec, Float16Spec, Int32Spec, MXFP4E2M1Spec, UInt32Spec
 from quark.onnx.custom_ops import get_library_path
-from quark.onnx.graph.model_file import load
 from quark.onnx.quantizer import ModelQuantizer
 from quark.onnx_ops.operators import ATTRIBUTES, DOMAIN
 from tests.models.onnx_sessions import exact_options
@@ -130,7 +129,7 @@ def test_names_and_stored_types() -> None:
     held = stored(model)
     assert held["x_scale"] == 1 and str(held["w1_quantized"].dtype) == "bfloat16" and "w1" not in held
     with pytest.raises(ConfigError, match="quantized already"):
-        load(model)
+        make(of(BFloat16Spec), model)
 
 
 @pytest.mark.parametrize("cast", [False, True])

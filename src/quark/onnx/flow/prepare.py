@@ -25,6 +25,7 @@ from quark.onnx.passes.convert_opset_version import convert_opset_version
 from quark.onnx.passes.fix_shapes import fix_shapes
 from quark.onnx.passes.hoist_constants import hoist_constants
 from quark.onnx.passes.simplify import join_constants, simplify
+from quark.onnx.placement.kept_codes import refuse_finished
 from quark.onnx.qdq.qdq_nodes import EXTENDED
 from quark.onnx_ops.element_types import BLOCKED_OPSET, FIRST_OPSET, PER_CHANNEL_OPSET
 from quark.onnx_ops.operators import BLOCK_OPSET
@@ -43,6 +44,7 @@ def prepare(model: ir.Model, settings: Settings, passed: Settings | None = None)
         passed: Settings with which the passes have been run on it: they are not run again (`same_passes`).
     """
     _refuse_unsupported(settings)
+    refuse_finished(model)
     _inline_functions(model)
     _require_tensors(settings, model)
     target_opset = _opset(model, settings)

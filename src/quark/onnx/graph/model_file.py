@@ -23,24 +23,24 @@ from quark.onnx.graph.sessions import require_loads
 from quark.onnx_ops.graph_writer import free_name
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, SMALL, check_valid, files_read, named_as_external, weight_bytes
 
-QUANTIZED_OPS = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
-QUANTIZED_OPS |= {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulNBits"}
-QUANTIZED_OPS |= {"DynamicQuantizeLSTM", "GatherBlockQuantized"}
-QUANTIZED_OPS |= {"ExtendedQuantizeLinear", "ExtendedDequantizeLinear", "MXQuantizeDequantize", "BFPQuantizeDequantize"}
+_QUANTIZED_OPS = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
+_QUANTIZED_OPS |= {"QuantizeLinear", "DequantizeLinear", "MatMulNBits"}
+_QUANTIZED_OPS |= {"DynamicQuantizeLSTM", "GatherBlockQuantized", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
+_QUANTIZED_OPS |= {"QGemm", "QAttention", "QEmbedLayerNormalization", "QMoE", "MatMulBnb4"}
+EXTENDED_OPS = {"ExtendedQuantizeLinear", "ExtendedDequantizeLinear", "MXQuantizeDequantize", "BFPQuantizeDequantize"}
+_QUANTIZED_OPS |= EXTENDED_OPS
 _MAKES_NO_TENSOR = re.compile("Sequence|Optional")
 """In the names of op types whose outputs may be sequences or optionals."""
 CONSTANT_KINDS = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
 
 
 def load(source: str | os.PathLike[str] | onnx.ModelProto) -> ir.Model:
-    """Read a float model from a path or a ModelProto, which is not changed; every node gets a name.
+    """Read a model from a path or a ModelProto, which is not changed; every node gets a name.
 
     Raises:
         FormatError: No ONNX file, truncated, with contradictions, or one that ONNX Runtime refuses.
-        ConfigError: The model is quantized already.
     """
     model = _read_declared(source)
-    refuse_quantized(model)
     refuse_invalid(model, _name(source))
     _correct_shapes(model)
     return model
@@ -86,10 +86,15 @@ def _check_names(model: ir.Model, name: str) -> None:
             raise FormatError(f"{name} is not an ONNX model: nothing gives its output {quoted(value.name or '')}.")
 
 
+def is_quantized(node: ir.Node) -> bool:
+    """Return True where a node makes, reads or computes codes."""
+    return node.op_type in _QUANTIZED_OPS or node.op_type.startswith("QLinear")
+
+
 def refuse_quantized(model: ir.Model) -> None:
     """Raise ConfigError for a model that is quantized already."""
     for node in model.graph.all_nodes():
-        if node.op_type in QUANTIZED_OPS:
+        if is_quantized(node):
             raise ConfigError(f"The model is quantized already: it holds {node.op_type} ({node.name}).")
 
 

@@ -15,7 +15,7 @@ from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
 from quark.onnx.graph.edit import KNOWN_DOMAINS, dims, is_op, is_read, prune, remove_unused
-from quark.onnx.graph.model_file import QUANTIZED_OPS, constant, is_constant
+from quark.onnx.graph.model_file import constant, is_constant, is_quantized
 from quark.onnx.graph.sessions import open_session
 from quark.onnx.operators import HOLDERS
 from quark.onnx.passes.slim import slim
@@ -45,8 +45,8 @@ FOLDED = (
 
 Any other is computed by the runtime, which takes longer to begin, where the size of the result is known before.
 """
-_STAYS = {*HOLDERS, *QUANTIZED_OPS, "Bernoulli", "Multinomial"}
-"""Op types that are not computed: what holds bodies or codes, and, with all that begins with Random, what draws."""
+_STAYS = (*HOLDERS, "Bernoulli", "Multinomial")
+"""Op types that are not computed: what holds bodies, and, with all that begins with Random, what draws."""
 
 OPEN = np.iinfo(np.int64).min
 """Stands for a dimension that is not fixed."""
@@ -175,13 +175,10 @@ def _as_model(model: ir.Model, node: ir.Node, inputs: dict[str, Any]) -> onnx.Mo
 
 def _runs_alone(node: ir.Node, inputs: dict[str, Any]) -> bool:
     """Return True where the runtime is to compute a node: of constants alone, with results no larger than these."""
-    draws = node.op_type in _STAYS or node.op_type.startswith("Random")
-    if (
-        draws
-        or node.domain not in KNOWN_DOMAINS
-        or not inputs
-        or any(array.dtype == object for array in inputs.values())
-    ):
+    stays = node.op_type in _STAYS or node.op_type.startswith("Random") or is_quantized(node)
+    if stays or node.domain not in KNOWN_DOMAINS or not inputs:
+        return False
+    if any(array.dtype == object for array in inputs.values()):
         return False
     shapes = [dims(value) for value in node.outputs]
     if any(shape is None or None in shape for shape in shapes):

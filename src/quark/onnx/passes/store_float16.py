@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quark.core.array import NumpyArray
+from quark.onnx.graph.model_file import is_quantized
 from quark.onnx_ops.graph_writer import GraphWriter, free_name
 
 LEAST_SIZE = 1024
@@ -27,6 +28,8 @@ def store_float16(model: ir.Model) -> int:
     for name, value in list(graph.initializers.items()):
         tensor = value.const_value
         if tensor is None or tensor.dtype != ir.DataType.FLOAT or tensor.size < LEAST_SIZE or value.is_graph_output():
+            continue
+        if any(is_quantized(use.node) for use in value.uses()):  # a scale
             continue
         array = tensor.numpy()
         half = as_float16(array)

@@ -25,6 +25,7 @@ from quark.onnx.passes.fuse_gelu import gelus
 from quark.onnx.placement.block_formats import refine_block_axes, refuse_too_many
 from quark.onnx.placement.constants import has_weight, place_added_bias, place_constants
 from quark.onnx.placement.dual_pairs import insert_identities, widen_sources
+from quark.onnx.placement.kept_codes import decoded, has_codes
 from quark.onnx.placement.kernels import fits_dynamic, gains, is_depthwise, nodes_before_log
 from quark.onnx.placement.placement import Placement
 from quark.onnx.placement.select_nodes import select_nodes
@@ -150,6 +151,9 @@ def _place_inputs(node: ir.Node, layer: LayerSpec, live: list[int], placement: P
         value = node.inputs[index]
         if value is None or not placement.is_float(value, if_unknown=known_op):
             continue
+        if has_codes(value):
+            node.replace_input_with(index, decoded(value))
+            continue
         placement.reads[node, index] = layer.input
         if value not in placement.activations or (node in placement.specific and not dual):
             placement.activations[value] = layer.input
@@ -162,7 +166,7 @@ def _place_outputs(node: ir.Node, layer: LayerSpec, placement: Placement) -> Non
         return
     known_op = rule_of(node.op_type).constants
     for value in node.outputs:
-        if placement.is_float(value, if_unknown=known_op) and is_read(value):
+        if placement.is_float(value, if_unknown=known_op) and is_read(value) and not has_codes(value):
             placement.activations[value] = spec
 
 

@@ -10,6 +10,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.edit import KNOWN_DOMAINS
 from quark.onnx.graph.scopes import nodes_of, require_names
 from quark.onnx.operators import NEVER, ON_REQUEST, RULES, SIMULATED, STORES
+from quark.onnx.placement.kept_codes import kept_nodes
 from quark.onnx.placement.placement import FACTOR
 
 
@@ -25,7 +26,7 @@ def select_nodes(model: ir.Model, settings: Settings) -> dict[ir.Node, LayerSpec
         bodies = settings.specs.bodies
         require_names(settings.specs.nodes, model, "NodesToQuantize", bodies)
         require_names(settings.qdq.float_outputs, model, "NodesToExcludeOutputQuantization", bodies)
-    excluded = nodes_of(settings.specs.exclude, model, "exclude")
+    excluded = nodes_of(settings.specs.exclude, model, "exclude") | kept_nodes(model.graph)
     named = [(nodes_of(scopes, model, "specific_layer_config"), layer) for scopes, layer in settings.specs.by_name]
     selected: dict[ir.Node, LayerSpec] = {}
     for name, node in nodes.items():
