@@ -222,7 +222,7 @@ def test_a_weight_that_others_read_stays_as_it_was() -> None:
     b = Builder()
     weight = b.constant("w", b.random.normal(0, 1, (32, 32)))
     hidden = b.node("MatMul", ["x", b.constant("a", b.random.normal(0, 1, (32, 32)))], "hidden")
-    b.node("MatMul", [b.node("Add", [hidden, b.node("Relu", [weight], "rectified")], "sum"), weight], "y")
+    b.node("MatMul", [b.node("Add", [hidden, weight], "sum"), weight], "y")
     model = b.model({"x": [32, 32]}, {"y": [32, 32]})
     nearest = quantized(model, [], WeightsOnly=True)
     assert np.array_equal(stored(quantized(model, correlated(2, rows=32), GPTQConfig()))["w"], stored(nearest)["w"])

@@ -63,9 +63,7 @@ def leave_joined_ends(prepared: Prepared, settings: Settings) -> tuple[Prepared,
             graph ends in such a node.
         settings: With static activations; others have no scales to share.
     """
-    if not settings.joined_ends:
-        return prepared, settings
-    settings, model = replace(settings, joined_ends=False), prepared.model
+    model = prepared.model
     ends = list(joined_ends(model, settings))
     data = repeatable(prepared.data, model, settings) if ends else None
     if data is None:

@@ -252,7 +252,8 @@ class Settings:
         measurement: Whether kernels are timed.
         equalization: A CLEConfig that runs before the algorithms, silent where nothing qualifies; None for none.
         equalize_if_better: Only if the outputs are then no further from the float ones, on calibration samples.
-        joined_ends: Leave in float what joins parts of other ranges (`calibration/joined_ends.py`).
+        ends_decided: Whether it is decided which nodes at both ends of the graph stay in float, as codes would lose
+            what they compute (`calibration/front_ends.py`).
         algorithms: Algorithm configs in their order.
         correct_biases: Correct the biases, where there are samples enough (`algorithms/rescaling/bias_correction.py`).
         allow_noop: Let an algorithm that finds nothing to do pass, with a warning; else it is an error.
@@ -278,7 +279,7 @@ class Settings:
     measurement: MeasurementSettings = MeasurementSettings()
     equalization: object = None
     equalize_if_better: bool = False
-    joined_ends: bool = True
+    ends_decided: bool = False
     algorithms: tuple[object, ...] = ()
     correct_biases: bool = False
     allow_noop: bool = True

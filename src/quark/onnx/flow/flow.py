@@ -21,7 +21,7 @@ from quark.onnx.algorithms.rescaling.bias_correction import (
 )
 from quark.onnx.algorithms.rescaling.linear_means import LinearMeans
 from quark.onnx.calibration.calibrate import repeatable, run_random
-from quark.onnx.calibration.joined_ends import leave_joined_ends
+from quark.onnx.calibration.front_ends import leave_ends
 from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.settings import Settings
 from quark.onnx.decide import decide
@@ -66,7 +66,7 @@ def start(prepared: Prepared, settings: Settings, choose: Choose) -> Written:
     Raises:
         NothingToQuantizeError: Neither in the graph nor in a body.
     """
-    prepared, settings = leave_joined_ends(prepared, settings)
+    prepared, settings = leave_ends(prepared, settings)
     model, bodies = prepared.model, FloatBodies(prepared.model, settings)
     if settings.algorithms or settings.correct_biases or (bodies and settings.specs.bodies):
         data = repeatable(prepared.data, model, settings)

@@ -184,11 +184,14 @@ def ask_for(proto: onnx.ModelProto, names: Iterable[str]) -> None:
 
 
 def run_sample(
-    session: onnxruntime.InferenceSession, names: Sequence[str] | None, feed: Mapping[str, Any]
+    session: onnxruntime.InferenceSession,
+    names: Sequence[str] | None,
+    feed: Mapping[str, Any],
+    options: onnxruntime.RunOptions | None = None,
 ) -> list[Any]:
     """The outputs of a session for one sample. Raises CalibrationError where the model fails on it."""
     with failing_on(feed):
-        return list(session.run(names, feed))
+        return list(session.run(names, feed, options))
 
 
 @contextmanager

@@ -90,13 +90,13 @@ def nodes_before_log(graph: ir.Graph) -> set[ir.Node]:
     while waiting:
         value = waiting.pop()
         node = None if value is None else value.producer()
-        if node is not None and node not in reached and _keeps_orders(node):
+        if node is not None and node not in reached and keeps_orders(node):
             reached.add(node)
             waiting.extend(node.inputs)
     return {node for node in reached if node.op_type in DYNAMIC_KERNELS}
 
 
-def _keeps_orders(node: ir.Node) -> bool:
+def keeps_orders(node: ir.Node) -> bool:
     """Return True where the output of a node spans what its input spans, as that of a Clip with bounds far apart."""
     if is_op(node, "Clip"):
         low, high = _bound(node, 1, "min"), _bound(node, 2, "max")

@@ -20,7 +20,7 @@ from quark.errors import NothingQualifiesError, NotSupportedError
 from quark.onnx.algorithms import AFTER, BEFORE, check_data
 from quark.onnx.calibration.byproducts import Byproducts, SampleOutputs
 from quark.onnx.calibration.calibrate import repeatable
-from quark.onnx.calibration.joined_ends import leave_joined_ends
+from quark.onnx.calibration.front_ends import leave_ends
 from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.algo_configs import AutoMixprecisionConfig
@@ -70,7 +70,7 @@ def convert(prepared: Prepared, settings: Settings) -> ir.Model:
     """
     written: Written | None = None
     if settings.equalize_if_better:
-        prepared, settings = leave_joined_ends(prepared, settings)
+        prepared, settings = leave_ends(prepared, settings)
         if prepared.data is not None:
             data = repeatable(prepared.data, prepared.model, settings)
             assert data is not None

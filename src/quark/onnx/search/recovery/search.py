@@ -33,7 +33,7 @@ from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.own_time import own_time
 from quark.onnx.calibration.data.readers import TimeUpError
 from quark.onnx.calibration.data.samples import Samples
-from quark.onnx.calibration.joined_ends import leave_joined_ends
+from quark.onnx.calibration.front_ends import leave_ends
 from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
@@ -197,7 +197,7 @@ def _check(settings: Settings, metric: Metric, target: float | None) -> None:
 
 def _settled(prepared: Prepared, settings: Settings) -> Settings:
     """Settings in which kernels and equalized layers are chosen once: no step changes them."""
-    _, settings = leave_joined_ends(prepared, settings)
+    _, settings = leave_ends(prepared, settings)
     if settings.measurement.enabled:
         settings = leave_slower_in_float(prepared, settings)
         give_back_memory()
