@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import yaml
 from onnx import TensorProto, helper, numpy_helper
 
 from quark.jobs.run_file import CPU_TARGET
@@ -162,6 +163,26 @@ def test_images_are_calibration_data(tmp_path: Path) -> None:
     pixels = np.asarray(larger.resize((16, 16), image.Resampling.BILINEAR))
     largest = np.abs((pixels / 255 - 0.5) / [0.1, 0.2, 0.4]).max()
     assert constants(tmp_path / "out.onnx")["x_scale"] == pytest.approx(largest / 127, rel=1e-5)
+
+
+def test_a_recipe_says_how_images_were_read_where_a_file_beside_the_model_did(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    onnx.save(cnn(), tmp_path / "cnn.onnx")
+    (tmp_path / "images").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 48, 3), np.uint8)
+    image.fromarray(pixels).save(tmp_path / "images" / "0.png")
+    said = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.2, 0.3], "size": {"height": 16, "width": 16}}
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps({**said, "do_flip_channel_order": True, "resample": 3}))
+    line = f"quantize {tmp_path}/cnn.onnx --config A8W8 --calib {tmp_path}/images -o {tmp_path}/out.onnx"
+    done = quark(*line.split(), "--write-recipe", f"{tmp_path}/recipe.yaml")
+    assert done.code == 0 and "Images are read as BGR, 16x16 (stretch:16x16,filter=bicubic), CHW" in done.log
+    data = yaml.safe_load((tmp_path / "recipe.yaml").read_text())["data"]
+    assert (data["mean"], data["resize"], data["colours"]) == ("0.4,0.5,0.6", "stretch:16x16,filter=bicubic", "bgr")
+    file.unlink()
+    again = quark("run", f"{tmp_path}/recipe.yaml", "-o", f"{tmp_path}/again.onnx")
+    assert again.code == 0, again.err
+    assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "out.onnx").read_bytes()
 
 
 # evaluate. ------------------------------------------------------------------------------------------------------------

@@ -115,5 +115,5 @@ def _file(job: FileJob) -> tuple[GoalChoice | None, Path]:
     console.print(size_line(result.name, result.before, result.after, result.seconds, result.written), highlight=False)
     say_how_to_evaluate(request.model, result.path, getattr(result.reader, "path", None))
     page_of_file(request, result)
-    save_recipe(request.write_recipe, Recipe.of(request))
+    save_recipe(request.write_recipe, Recipe.of(result.request))
     return job.choice, result.path

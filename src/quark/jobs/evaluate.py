@@ -85,6 +85,8 @@ class MeasureFiles(MeasureRequest):
     batch_size: int | None = same_as(FileRequest, "batch_size", key="")
     mean: str | None = same_as(FileRequest, "mean", key="")
     std: str | None = same_as(FileRequest, "std", key="")
+    pixel_max: int | None = same_as(FileRequest, "pixel_max", key="")
+    colours: str | None = same_as(FileRequest, "colours", key="")
     resize: str | None = same_as(FileRequest, "resize", key="")
     threads: int = option(1, "Threads of ONNX Runtime.", least=1)
 
@@ -245,7 +247,7 @@ def measure_files(request: EvaluateFiles, reader: PathDataReader) -> MeasuredFil
     from quark.onnx.evaluation.compare_models import compare_models
     from quark.onnx.graph.sessions import open_session
 
-    task = file_task(request.metric, reader, request.boxes, request.resize)
+    task = file_task(request.metric, reader, request.boxes)
     report = compare_models(request.model, request.quantized, reader, request.samples, request.threads)
     files = (request.model, request.quantized)
     scores = None

@@ -254,13 +254,26 @@ class FileRequest(JobRequest):
     statistics: Path | None = option(None, "File with calibration statistics; written, or reused if it exists.")
     batch_size: int | None = option(None, "Rows of the data in a sample.", least=1, key="data.batch_size")
     mean: str | None = option(
-        None, "For images: the mean in (image / 255 - mean) / std, such as 0.5 or 0.4,0.5,0.6.", key="data.mean"
+        None,
+        "For images: the mean in (image / 255 - mean) / std, such as 0.5 or 0.4,0.5,0.6. Default of this and the next "
+        "four: what the model, or a file beside it, says.",
+        key="data.mean",
     )
     std: str | None = option(None, "For images: the std in (image / 255 - mean) / std.", key="data.std")
+    pixel_max: int | None = option(
+        None,
+        "For images: the value of a white pixel before mean and std, 1 (default) or 255. 255 alone leaves pixels as "
+        "they are.",
+        key="data.pixel_max",
+    )
+    colours: str | None = option(
+        None, "For images: the order of the colours, rgb (default) or bgr.", key="data.colours"
+    )
     resize: str | None = option(
         None,
         "For images of another size than the input: stretch, crop (cover, then the middle) or pad (fit, with grey "
-        "around); :HEIGHTxWIDTH after it if the model leaves its size open.",
+        "around); :HEIGHTxWIDTH after it if the model leaves its size open. More with commas: scale=256 (crop: scale "
+        "the shorter side to that before), filter=bicubic, fill=0, corner.",
         key="data.resize",
     )
     allow_noop: bool | None = option(

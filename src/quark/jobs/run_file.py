@@ -131,6 +131,7 @@ class FileResult:
         seconds: What it took.
         reader: The calibration data; None without any.
         recovery: What a recovery found; None without one.
+        request: What was asked for, with how images were read.
     """
 
     path: Path
@@ -141,6 +142,7 @@ class FileResult:
     seconds: float
     reader: Any
     recovery: Recovery | None
+    request: FileRequest
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,8 @@ def run_file(job: FileJob) -> FileResult:
         raise ConfigError(f"--statistics: with {name} no ranges of activations are calibrated. Possible: without.")
     name, written, found = _Writing(request.model, request.output, reader, recovery).best_of(name, first, others)
     made, seconds = Path(request.output), time.perf_counter() - start
-    return FileResult(made, name, written, before, file_bytes(made), seconds, reader, found)
+    told = _carried_out(request, reader)
+    return FileResult(made, name, written, before, file_bytes(made), seconds, reader, found, told)
 
 
 def _quantizer(request: FileRequest, name: str, target: str | None, timing: Timing) -> ModelQuantizer:
@@ -319,6 +322,14 @@ class DescribesData(Protocol):
         """Of images, as it was written."""
 
     @property
+    def pixel_max(self) -> int | None:
+        """Of images: the value of white before mean and std."""
+
+    @property
+    def colours(self) -> str | None:
+        """Of images: their order."""
+
+    @property
     def resize(self) -> str | None:
         """How images get the size of the input."""
 
@@ -326,7 +337,19 @@ class DescribesData(Protocol):
 def reader_of(request: DescribesData, data: Path) -> PathDataReader:
     """The samples of a folder or file."""
     mean, std = numbers("--mean", request.mean), numbers("--std", request.std)
-    return PathDataReader(request.model, data, batch_size=request.batch_size, mean=mean, std=std, resize=request.resize)
+    return PathDataReader(
+        request.model, data, batch_size=request.batch_size,
+        mean=mean, std=std, resize=request.resize, colours=request.colours, pixel_max=request.pixel_max,
+    )  # fmt: skip
+
+
+def _carried_out(request: FileRequest, reader: Any) -> FileRequest:
+    """A request that says by itself how images were read, which a file beside the model may have said."""
+    read = reader.preprocessing if isinstance(reader, PathDataReader) else None
+    if read is None:
+        return request
+    said: dict[str, Any] = read.as_options
+    return replace(request, **said, pixel_max=None, said=(request.said | {*said}) - {"pixel_max"})
 
 
 def _calibration_data(job: FileJob) -> Any:
@@ -338,7 +361,8 @@ def _calibration_data(job: FileJob) -> Any:
     if request.calib is not None:
         return reader_of(request, request.calib)
     describing = {"--samples": request.samples, "--batch-size": request.batch_size}
-    images = {"--mean": request.mean, "--std": request.std, "--resize": request.resize}
+    images: dict[str, Any] = {"--mean": request.mean, "--std": request.std, "--resize": request.resize}
+    images |= {"--colours": request.colours, "--pixel-max": request.pixel_max}
     for flag, value in (describing | images).items():
         if value is not None:
             raise ConfigError(f"{flag} describes the data, but none are given. Possible: --calib.")

@@ -68,40 +68,66 @@ WAYS = {
     "pad": "the image is scaled to fit into the input, with grey around it",
 }
 """How an image gets the size of an input."""
+FILTERS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
+"""Names of the filters of Pillow."""
+_SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Resizing:
-    """How images get the size of an input: one of WAYS, and the size [pixels] where the input leaves it open."""
+    """How images get the size of an input.
+
+    Attributes:
+        way: One of WAYS.
+        height, width: In pixels; None for those of the input.
+        scale: With "crop", what the image is scaled to before: pixels of the shorter side, or height and width. None:
+            just enough to cover the input.
+        filter: One of FILTERS.
+        fill: With "pad", the grey around the image, of 0 to 255.
+        corner: With "pad", whether the image is in the upper left corner; else in the middle.
+    """
 
     way: str
     height: int | None = None
     width: int | None = None
+    scale: tuple[int, ...] | None = None
+    filter: str = "bilinear"
+    fill: int = _GREY
+    corner: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Resizing:
-        """Of "pad", or of "pad:480x640", height first. Raises ConfigError for anything else."""
-        way, _, size = text.partition(":")
+        """Of "pad", or of "crop:224x224,scale=256,filter=bicubic", height first. Raises ConfigError for another."""
+        first, *more = text.split(",")
+        way, colon, size = first.partition(":")
         if way not in WAYS:
             raise ConfigError(f"Images cannot be resized by {way!r}. {did_you_mean(way, WAYS)}")
-        if not size and ":" not in text:
-            return cls(way)
-        if not re.fullmatch(r"[1-9]\d{0,4}x[1-9]\d{0,4}", size, re.ASCII):
+        matched = _SIZE.fullmatch(size)
+        if colon and matched is None:
             raise ConfigError(f"The size of images is HEIGHTxWIDTH, as in {way}:480x640, got {text!r}.")
-        height, width = map(int, size.split("x"))
-        return cls(way, height, width)
+        sides = (None, None) if matched is None else tuple(map(int, matched.groups()))
+        return cls(way, *sides, **dict(_said_of(way, part) for part in more))
+
+    def __str__(self) -> str:
+        """The text that `parse` reads."""
+        size = "" if self.height is None else f":{self.height}x{self.width}"
+        scale = "" if self.scale is None else f",scale={'x'.join(map(str, self.scale))}"
+        kind = "" if self.filter == "bilinear" else f",filter={self.filter}"
+        fill = "" if self.fill == _GREY else f",fill={self.fill}"
+        return f"{self.way}{size}{scale}{kind}{fill}{',corner' if self.corner else ''}"
 
     def apply(self, image: Any, height: int, width: int) -> Any:
-        """An image of Pillow in the given size [pixels], bilinear; one that has it already is returned as it is."""
+        """An image of Pillow in the given size [pixels]; one that has it is returned as it is, if nothing is cut."""
         from PIL import Image  # of an extra: only where images are read
 
-        if image.size == (width, height):
+        if image.size == (width, height) and self.scale is None:
             return image
         (across, down), left, top = self._place(image.size, height, width)
+        scaled = image.resize((across, down), Image.Resampling[self.filter.upper()])
         if self.way == "stretch":
-            return image.resize((width, height), Image.Resampling.BILINEAR)
-        scaled = image.resize((across, down), Image.Resampling.BILINEAR)
-        full = Image.new(image.mode, (width, height), (_GREY,) * len(image.getbands()))
+            return scaled
+        fill = self.fill if self.way == "pad" else 0
+        full = Image.new(image.mode, (width, height), (fill,) * len(image.getbands()))
         full.paste(scaled, (left, top))
         return full
 
@@ -113,7 +139,7 @@ class Resizing:
             size: Width and height of the image.
             height, width: Of the input.
         """
-        if size == (width, height):
+        if size == (width, height) and self.scale is None:
             return corners
         (across, down), left, top = self._place(size, height, width)
         factors, shift = np.array([across / size[0], down / size[1]] * 2), np.array([left, top] * 2)
@@ -123,10 +149,35 @@ class Resizing:
         """The width and height that an image of so many pixels gets, and where it begins in the input."""
         if self.way == "stretch":
             return (width, height), 0, 0
-        ratios = height / size[1], width / size[0]
-        ratio = max(ratios) if self.way == "crop" else min(ratios)
-        across, down = max(1, round(size[0] * ratio)), max(1, round(size[1] * ratio))
-        return (across, down), (width - across) // 2, (height - down) // 2
+        if self.scale is not None and len(self.scale) == 2:
+            across, down = self.scale[1], self.scale[0]
+        elif self.scale is not None:
+            # As others do it: the longer side is cut to whole pixels.
+            across, down = (int(self.scale[0] * side / min(size)) for side in size)
+        else:
+            ratios = height / size[1], width / size[0]
+            ratio = max(ratios) if self.way == "crop" else min(ratios)
+            across, down = max(1, round(size[0] * ratio)), max(1, round(size[1] * ratio))
+        if self.way == "crop":
+            return (across, down), -((across - width) // 2), -((down - height) // 2)
+        left, top = (0, 0) if self.corner else ((width - across) // 2, (height - down) // 2)
+        return (across, down), left, top
+
+
+def _said_of(way: str, part: str) -> tuple[str, Any]:
+    """The field of a Resizing that a part of its text says, and its value. Raises ConfigError for another."""
+    name, _, value = part.partition("=")
+    sizes = _SIZE.fullmatch(value)
+    if way == "crop" and name == "scale" and (sizes is not None or re.fullmatch(r"[1-9]\d{0,4}", value, re.ASCII)):
+        return "scale", tuple(map(int, (value,) if sizes is None else sizes.groups()))
+    if name == "filter" and value in FILTERS:
+        return "filter", value
+    if way == "pad" and name == "fill" and re.fullmatch(r"\d{1,3}", value, re.ASCII) and int(value) <= 255:
+        return "fill", int(value)
+    if way == "pad" and part == "corner":
+        return "corner", True
+    possible = {"crop": "scale=256, scale=256x256, ", "pad": "fill=0 to 255, corner, "}.get(way, "")
+    raise ConfigError(f"resize: {part!r} says nothing of {way!r}. Possible: {possible}filter={', '.join(FILTERS)}.")
 
 
 LABELS = "labels.csv"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -70,7 +70,7 @@ class _FrontEnd:
 
     @property
     def least(self) -> float:
-        """What codes must keep of it, in dB."""
+        """In dB, the least that codes must keep of it."""
         return _LEAST if any(is_op(node, *LAYERS) for node in self.nodes) else _LEAST_WITHOUT_LAYERS
 
 
@@ -121,9 +121,10 @@ def _codes(settings: Settings) -> int:
 
 def front_ends(model: ir.Model) -> Iterator[_FrontEnd]:
     """The parts of a graph that compute spectra of its inputs, and those that do arithmetic with constants on them."""
-    for node in model.graph:
-        if _is_curve(node) and (nodes := _before(node)):
-            yield _FrontEnd(frozenset(nodes), node.inputs[0], (node.outputs[0],))  # type: ignore[arg-type]
+    for curve in filter(_is_curve, model.graph):
+        spectrum, before = curve.inputs[0], _before(curve)
+        if spectrum is not None and before:
+            yield _FrontEnd(frozenset(before), spectrum, (curve.outputs[0],))
     for value in model.graph.inputs:
         if value.dtype is ir.DataType.FLOAT and not is_constant(value):
             nodes, results = _arithmetic_of(value)
@@ -194,13 +195,12 @@ def _is_arithmetic(node: ir.Node, value: ir.Value) -> bool:
 
 
 def _kept(
-    model: ir.Model, ends: Sequence[_FrontEnd], data: Sequence[Feed], codes: int, settings: Settings
+    model: ir.Model, ends: Sequence[_FrontEnd], data: Iterable[Feed], codes: int, settings: Settings
 ) -> list[float | None]:
     """In dB, what codes keep of what each front end gives; None where no sample shows it."""
     feeds = list(itertools.islice(data, SAMPLES))
-    names = list(dict.fromkeys(value.name or "" for end in ends for value in (end.rounded, *end.results)))
-    asked = [name for name in names if name not in feeds[0]]
-    found = list[float | None]()
+    names = dict.fromkeys(value.name or "" for end in ends for value in (end.rounded, *end.results))
+    asked = [name for name in names if feeds and name not in feeds[0]]
     options = onnxruntime.RunOptions()
     options.only_execute_path_to_fetches = True
     with model_session(model, asked, settings, once=True) as session:
@@ -209,16 +209,28 @@ def _kept(
             return dict(zip(names, run_sample(session, names, feed, options), strict=True))
 
         before = [run(asked, feed) | feed for feed in feeds]
-        for end in ends:
-            rounded = _rounded([np.asarray(arrays[end.rounded.name or ""]) for arrays in before], codes)
-            results = [value.name or "" for value in end.results]
-            if end.curve is not None:
-                after = [{results[0]: _computed(end.curve, array)} for array in rounded]
-            else:
-                changed = [feed | {end.rounded.name or "": x} for feed, x in zip(feeds, rounded, strict=True)]
-                after = [run(results, feed) for feed in changed]
-            found.append(min(_sqnr([b[n] for b in before], [a[n] for a in after]) for n in results))
-    return found
+        return [_kept_of(end, feeds, before, codes, run) for end in ends] if feeds else [None] * len(ends)
+
+
+def _kept_of(
+    end: _FrontEnd, feeds: Sequence[Feed], before: Sequence[Feed], codes: int, run: Callable[[list[str], Feed], Feed]
+) -> float:
+    """In dB, what codes keep of what one front end gives.
+
+    Args:
+        end: The front end.
+        feeds: The samples.
+        before: The tensors of it for each.
+        codes: Of one scale.
+        run: (names of tensors, a sample) -> these tensors.
+    """
+    rounded = _rounded([np.asarray(arrays[end.rounded.name or ""]) for arrays in before], codes)
+    results = [value.name or "" for value in end.results]
+    if end.curve is not None:
+        after = [{results[0]: _computed(end.curve, array)} for array in rounded]
+    else:
+        after = [run(results, feed | {end.rounded.name or "": x}) for feed, x in zip(feeds, rounded, strict=True)]
+    return min(_sqnr([b[name] for b in before], [a[name] for a in after]) for name in results)
 
 
 def _rounded(arrays: Sequence[NumpyArray], codes: int) -> list[NumpyArray]:
@@ -231,10 +243,11 @@ def _rounded(arrays: Sequence[NumpyArray], codes: int) -> list[NumpyArray]:
 
 
 def _computed(curve: ir.Node, array: NumpyArray) -> NumpyArray:
-    """What a logarithm or root makes of an array."""
+    """The output of a logarithm or root for an array."""
     with np.errstate(all="ignore"):
-        if is_op(curve, "Pow"):
-            return np.asarray(np.power(array, _exponent(curve)))
+        exponent = _exponent(curve)
+        if exponent is not None:
+            return np.asarray(np.power(array, exponent))
         return np.asarray(np.log(array) if is_op(curve, "Log") else np.sqrt(array))
 
 

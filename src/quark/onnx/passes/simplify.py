@@ -178,13 +178,17 @@ def _runs_alone(node: ir.Node, inputs: dict[str, Any]) -> bool:
     stays = node.op_type in _STAYS or node.op_type.startswith("Random") or is_quantized(node)
     if stays or node.domain not in KNOWN_DOMAINS or not inputs:
         return False
-    if any(array.dtype == object for array in inputs.values()):
-        return False
-    shapes = [dims(value) for value in node.outputs]
-    if any(shape is None or None in shape for shape in shapes):
-        return False
-    elements = sum(math.prod(size or 0 for size in shape or ()) for shape in shapes)
-    return elements <= max(_LARGEST_GROWTH, sum(array.size for array in inputs.values()))
+    most = max(_LARGEST_GROWTH, sum(array.size for array in inputs.values()))
+    texts = any(array.dtype == object for array in inputs.values())
+    return not texts and sum(map(_elements, node.outputs)) <= most
+
+
+def _elements(value: ir.Value) -> float:
+    """How many elements a tensor has; infinity where its shape is open."""
+    shape = dims(value)
+    if shape is None or None in shape:
+        return math.inf
+    return math.prod(size or 0 for size in shape)
 
 
 def _run(model: ir.Model, node: ir.Node, inputs: dict[str, Any]) -> list[Any]:

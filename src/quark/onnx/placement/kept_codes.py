@@ -7,7 +7,7 @@ decoded; and any other node that reads none but decoded tensors, or stands betwe
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 import onnx_ir as ir
 
@@ -98,23 +98,29 @@ def kept_nodes(graph: ir.Graph) -> set[ir.Node]:
 
 
 def _stays(node: ir.Node, kept: Set[ir.Node]) -> bool:
-    live = live_inputs(node)
-    makers = [value.producer() for value in live]
-    if not live or _has_float_weight(node):
+    """Return True where a node computes on what has codes, and is no layer in float."""
+    makers = [value.producer() for value in live_inputs(node)]
+    if not makers or _has_float_weight(node):
         return False
-    if all(maker is not None and maker in kept and _gives_codes(maker, kept) for maker in makers):
-        return True
-    if is_op(node, "Cast", "Mul"):
-        return all(maker in kept and is_op(maker, *_SUMS, "Cast", "Mul") for maker in makers)
-    weight = rule_of(node.op_type).weight
-    if weight is not None and len(node.inputs) > weight and _is(_source(node.inputs[weight]), "DequantizeLinear"):
-        return True
-    if all(_is(maker, "DequantizeLinear") for maker in makers):
+    if all(_is(maker, "DequantizeLinear") for maker in makers) or _has_decoded_weight(node):
         return True
     if any(maker not in kept for maker in makers):
         return False
-    coded = all(use.node in kept or _is(use.node, "QuantizeLinear") for out in node.outputs for use in out.uses())
-    return coded or is_op(node, *ACTIVATIONS)
+    if is_op(node, "Cast", "Mul"):
+        return all(is_op(maker, *_SUMS, "Cast", "Mul") for maker in makers)
+    coded = _are_read_by_codes(node.outputs, kept) or is_op(node, *ACTIVATIONS)
+    return coded or all(_gives_codes(maker, kept) for maker in makers)
+
+
+def _are_read_by_codes(values: Sequence[ir.Value], kept: Set[ir.Node]) -> bool:
+    """Return True where only kept nodes, and what makes codes, read some tensors."""
+    readers = [use.node for value in values for use in value.uses()]
+    return all(reader in kept or _is(reader, "QuantizeLinear") for reader in readers)
+
+
+def _has_decoded_weight(node: ir.Node) -> bool:
+    weight = rule_of(node.op_type).weight
+    return weight is not None and len(node.inputs) > weight and _is(_source(node.inputs[weight]), "DequantizeLinear")
 
 
 def _gives_codes(node: ir.Node | None, kept: Set[ir.Node]) -> bool:

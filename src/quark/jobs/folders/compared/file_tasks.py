@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from quark.base.data_files.images import Resizing, class_numbers, labels_of
+from quark.base.data_files.images import class_numbers, labels_of
 from quark.errors import ConfigError
 from quark.jobs.folders.compared.boxes import ImagesWithBoxes, mean_average_precision
 from quark.jobs.folders.compared.task_scores import ACCURACY, MAP, TaskScores, check_metric, own_metric
@@ -20,16 +20,13 @@ FileTask = Callable[[Sequence[Any], Iterable[Feed]], TaskScores]
 """Takes the sessions of both models, and the samples."""
 
 
-def file_task(
-    metric: str | None, reader: PathDataReader, boxes: str | None = None, resize: str | None = None
-) -> FileTask | None:
+def file_task(metric: str | None, reader: PathDataReader, boxes: str | None = None) -> FileTask | None:
     """The task of data and a metric; None without a metric.
 
     Args:
         metric: See `check_metric`.
         reader: The samples.
         boxes: Which outputs are boxes; see `BoxOutputs.parse`.
-        resize: How the reader resizes images; see `Resizing.parse`.
 
     Raises:
         ConfigError: The metric is none, or one of folders.
@@ -50,7 +47,8 @@ def file_task(
     place, *files = reader.files
     if metric == MAP:
         images = ImagesWithBoxes.read(place, files)
-        return partial(mean_average_precision, images, boxes, None if resize is None else Resizing.parse(resize))
+        resizing = None if reader.preprocessing is None else reader.preprocessing.resizing
+        return partial(mean_average_precision, images, boxes, resizing)
     return partial(_accuracy, labels_of(place, files), str(place))
 
 

@@ -19,7 +19,8 @@ from quark.onnx.graph.proto_file import reason
 IMAGES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 _NAMED = 3
 """Files that are skipped whose names are told."""
-SUFFIXES = frozenset({".npy", ".npz"}) | IMAGES
+SOUND = ".wav"
+SUFFIXES = frozenset({".npy", ".npz", SOUND}) | IMAGES
 
 
 def find_samples(path: Path, inputs: Sequence[str]) -> list[dict[str, Path]]:
