@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -228,3 +229,64 @@ def test_the_embedded_network_gets_back_what_bad_scales_cost() -> None:
     assert best - worst > 20
     assert after(hard, CLEConfig()) > best - 0.05 * (best - worst)
     assert after(plain, CLEConfig()) > best - 0.1
+
+
+# Gates. ---------------------------------------------------------------------------------------------------------------
+
+
+def gated(form: str) -> onnx.ModelProto:
+    """Conv, a gate, squeeze and excitation, a number added, Conv; the channels between differ by up to 100."""
+    b = Builder()
+    scale = 10.0 ** b.random.uniform(-1, 1, (8, 1, 1, 1))
+    read = ["x", b.constant("first", b.random.normal(0, 0.2, (8, 3, 1, 1)) * scale), b.constant("bias", [0.1] * 8)]
+    value = b.node("Conv", read, "hidden")
+    if form == "HardSwish":
+        value = b.node("HardSwish", [value], "act")
+    elif form == "parts":
+        ends = [b.constant(name, np.array(number)) for name, number in (("three", 3.0), ("low", 0.0), ("six", 6.0))]
+        clipped = b.node("Clip", [b.node("Add", [value, ends[0]], "shifted"), *ends[1:]], "clipped")
+        value = b.node("Div", [b.node("Mul", [value, clipped], "product"), ends[2]], "act")
+    elif form == "SiLU":
+        value = b.node("Mul", [value, b.node("Sigmoid", [value], "gate")], "act")
+    else:
+        value = b.node("Relu", [value], "act")
+    weights = [b.constant(f"w{i}", b.random.normal(size=shape)) for i, shape in enumerate([(4, 8, 1, 1), (8, 4, 1, 1)])]
+    squeeze = b.node("Conv", [b.node("GlobalAveragePool", [value], "mean"), weights[0]], "squeeze")
+    excite = b.node("Conv", [b.node("Relu", [squeeze], "squeezed"), weights[1]], "excite")
+    value = b.node("Mul", [value, b.node("HardSigmoid", [excite], "h")], "excited")
+    value = b.node("Add", [value, b.constant("shift", np.array(0.3))], "moved")
+    b.node(
+        "Conv", [value, b.constant("second", b.random.normal(0, 0.2, (5, 8, 1, 1)) / scale.reshape(1, 8, 1, 1))], "y"
+    )
+    return b.model({"x": ["n", 3, 6, 6]}, {"y": ["n", 5, 6, 6]})
+
+
+@pytest.mark.parametrize("form", ["HardSwish", "parts", "SiLU", "Relu"])
+def test_equalization_goes_through_gates_and_changes_nothing_in_float(form: str) -> None:
+    model, settings = gated(form), Settings(SpecSettings(LayerSpec()), equalization=EVERYWHERE)
+    changed = load(model)
+    assert run_before(changed, settings, None) == 2
+    feed = {"x": np.random.default_rng(1).normal(0, 3, (2, 3, 6, 6)).astype(np.float32)}
+    assert sqnr(run(model, feed), run(to_proto(changed), feed)) > 110
+    assert [node.op_type for node in changed.graph].count("Mul") == {"Relu": 1, "HardSwish": 3}.get(form, 3)
+    arrays = {
+        name: value.const_value.numpy() for name, value in changed.graph.initializers.items() if value.const_value
+    }
+    ranges = channel_range(arrays["first"], 0)
+    before = channel_range(numpy_helper.to_array(model.graph.initializer[0]), 0)
+    assert ranges.max() / ranges.min() < before.max() / before.min() / 5
+    plain = load(model)
+    assert run_before(plain, replace(settings, equalization=replace(EVERYWHERE, cle_through_gates=False)), None) == 1
+
+
+@pytest.mark.parametrize("form", ["parts", "Relu"])
+def test_what_is_badly_scaled_before_a_gate_comes_back(form: str) -> None:
+    feeds = [{"x": np.random.default_rng(i).normal(0, 3, (4, 3, 6, 6)).astype(np.float32)} for i in range(8)]
+    left = {}
+    for through in (False, True):
+        layer = QLayerConfig(input_tensors=UInt8Spec(calibration_method=CalibMethod.MinMax), weight=Int8Spec())
+        config = QConfig(layer, algo_config=[replace(EVERYWHERE, cle_through_gates=through)])
+        made = ModelQuantizer(config).quantize_model(gated(form), None, Reader(feeds))
+        assert made is not None
+        left[through] = float(sqnr(run(gated(form), feeds[0]), run(made, feeds[0])))
+    assert left[True] > left[False] + 3

@@ -73,6 +73,7 @@ def test_every_documented_option_is_in_the_table() -> None:
         "NodesToExclude",
         "StoreFloat16",
         "RefineWeightScales",
+        "CLEThroughGates",
     }
 
 

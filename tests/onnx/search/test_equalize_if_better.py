@@ -146,7 +146,8 @@ def test_ranges_of_a_file_are_those_of_the_model_as_it_is(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("after", "kept"), [(10.0, True), (9.99, False), (math.nan, False)])
 def test_what_loses_no_more_is_equalized(after: float, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "equalized_pairs", lambda *_: [None])
+    pair = SimpleNamespace(is_gated=False)
+    monkeypatch.setattr(module, "equalized_pairs", lambda *_: [(pair, None)])
     monkeypatch.setattr(module, "_compare", lambda *_, **__: ({False: "plain", True: "equalized"}, [10.0, after]))
     prepared: Any = SimpleNamespace(model=SimpleNamespace(clone=lambda: None), data=[0])
     settings = Settings(SpecSettings(LayerSpec()), equalization=CLEConfig(), equalize_if_better=True)

@@ -139,7 +139,10 @@ class SmoothQuantConfig(AlgoConfig):
 
 @_algorithm
 class CLEConfig(AlgoConfig):
-    """Cross-layer equalization (Nagel et al. 2019): consecutive layers exchange channel scales."""
+    """Cross-layer equalization (Nagel et al. 2019): consecutive layers exchange channel scales.
+
+    `cle_through_gates`: also where a hard-swish, a SiLU or squeeze and excitation stands between two layers.
+    """
 
     name: ClassVar[str] = "cle"
     cle_balance_method: str = "max"
@@ -148,6 +151,7 @@ class CLEConfig(AlgoConfig):
     cle_scale_append_bias: bool = True
     cle_scale_use_threshold: bool = True
     cle_total_layer_diff_threshold: float = 1.9e-7
+    cle_through_gates: bool = True
 
 
 @_algorithm

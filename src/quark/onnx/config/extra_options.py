@@ -293,6 +293,7 @@ _obeyed("CLEWeightThreshold", NUMBER, 0.5, "CLEConfig.cle_weight_threshold")
 _obeyed("CLEScaleAppendBias", BOOL, True, "CLEConfig.cle_scale_append_bias")
 _obeyed("CLEScaleUseThreshold", BOOL, True, "CLEConfig.cle_scale_use_threshold")
 _obeyed("CLETotalLayerDiffThreshold", NUMBER, 1.9e-7, "CLEConfig.cle_total_layer_diff_threshold")
+_obeyed("CLEThroughGates", BOOL, True, "CLEConfig.cle_through_gates (an option of this package)")
 _obeyed(
     "BiasCorrection",
     BOOL,

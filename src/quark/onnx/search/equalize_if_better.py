@@ -15,7 +15,7 @@ from dataclasses import replace
 from quark.base.log import logger, severity
 from quark.core.array import NumpyArray
 from quark.core.metrics import Metric
-from quark.errors import NotSupportedError
+from quark.errors import ConfigError, NotSupportedError
 from quark.onnx.algorithms.rescaling.cle import Pair, equalized_pairs
 from quark.onnx.calibration.byproducts import Byproducts, Channels
 from quark.onnx.calibration.prepared import Prepared
@@ -41,23 +41,44 @@ def equalize_if_better(prepared: Prepared, settings: Settings, start: Start) -> 
     Returns:
         The settings, decided; and the codes written by them, where no other algorithm was to run before.
     """
+    assert isinstance(settings.equalization, CLEConfig)
     decided = replace(settings, equalize_if_better=False)
     plain = replace(decided, equalization=None)
-    assert isinstance(settings.equalization, CLEConfig)
-    pairs = equalized_pairs(prepared.model.clone(), settings.equalization, settings)
     # Ranges that a file has, or gets, are those of the model as it is.
-    if prepared.data is None or settings.calibration.files or not pairs:
+    if prepared.data is None or settings.calibration.files:
         return plain, None
+    for config in (settings.equalization, replace(settings.equalization, cle_through_gates=False)):
+        pairs = equalized_pairs(prepared.model.clone(), config, settings)
+        if not pairs:
+            break
+        chosen, written = _better(prepared, plain, replace(decided, equalization=config), pairs, start)
+        if chosen is not plain or not any(pair.is_gated for pair, _ in pairs):
+            return chosen, written
+    return plain, None
+
+
+def _better(
+    prepared: Prepared, plain: Settings, decided: Settings, pairs: Sequence[tuple[Pair, NumpyArray]], start: Start
+) -> tuple[Settings, Written | None]:
+    """The better of the settings without and with equalization, and what was written by them."""
     candidates = {equalized: replace(each, algorithms=()) for equalized, each in ((False, plain), (True, decided))}
     try:
-        written, (before, after) = _compare(prepared, candidates, pairs, start, muted=bool(settings.algorithms))
+        written, (before, after) = _compare(prepared, candidates, pairs, start, muted=bool(plain.algorithms))
     except NotSupportedError as error:
         logger.info("Not equalized, as the outputs cannot be compared: %s", error)
         return plain, None
+    except ConfigError as error:
+        # Of one of both: where it is the plain model, the same is said when that is quantized.
+        logger.info("Not equalized over %d pairs: %s", len(pairs), error)
+        return plain, None
     kept = after >= before and not math.isnan(after)
+    gated = sum(pair.is_gated for pair, _ in pairs)
+    through = f", {gated} of them through gates" if gated else ""
     verb = "kept" if kept else "left out"
-    logger.info("Cross-layer equalization of %d pairs: SQNR %.2f -> %.2f dB: %s.", len(pairs), before, after, verb)
-    return decided if kept else plain, None if settings.algorithms else written[kept]
+    logger.info(
+        "Cross-layer equalization of %d pairs%s: SQNR %.2f -> %.2f dB: %s.", len(pairs), through, before, after, verb
+    )
+    return decided if kept else plain, None if plain.algorithms else written[kept]
 
 
 def _compare(

@@ -297,7 +297,8 @@ RANGES = {
     "Percentile 99.99": ranges("percentile", 99.99),
     "Entropy": ranges("entropy"),
 }
-EQUALIZE = algorithm(CLEConfig(cle_scale_use_threshold=False, cle_steps=4))
+# Not through gates, which costs a Mul for each: presets that gain by it compare that before.
+EQUALIZE = algorithm(CLEConfig(cle_scale_use_threshold=False, cle_steps=4, cle_through_gates=False))
 SMOOTH = algorithm(SmoothQuantConfig())
 OFTEN = 10
 """Iterations after which training looks at the clock."""
