@@ -165,6 +165,21 @@ def test_images_are_calibration_data(tmp_path: Path) -> None:
     assert constants(tmp_path / "out.onnx")["x_scale"] == pytest.approx(largest / 127, rel=1e-5)
 
 
+def test_the_page_explains_each_line_that_its_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path("docs/guide/onnx_algorithms.md").read_text(encoding="utf-8").split("### A log, line by line")[1]
+    (command,) = re.findall(r"^`quark (.*)`$", page, re.M)
+    table = page.split("| Line of the command |")[1].split("\n\n")[0]
+    data = np.load("examples/models/digits_cnn/data.npz")
+    np.savez(tmp_path / "samples.npz", image=(data["calibration_images"][:64] / 16).astype(np.float32))
+    (tmp_path / "examples").symlink_to(Path("examples").absolute())
+    monkeypatch.chdir(tmp_path)
+    done = quark(*command.split())
+    printed = {*done.log.replace("[QUARK-INFO]: ", "").splitlines(), *done.out.splitlines()}
+    explained = set(re.findall(r"^\| `(.*?)` \|", table, re.M))
+    assert done.code == 0
+    assert {re.sub(r"\d", "#", line) for line in explained} == {re.sub(r"\d", "#", line) for line in printed if line}
+
+
 def test_a_recipe_says_how_images_were_read_where_a_file_beside_the_model_did(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     onnx.save(cnn(), tmp_path / "cnn.onnx")

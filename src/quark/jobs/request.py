@@ -69,7 +69,11 @@ class JobRequest(ModelRequest):
         least=1,
         key="data.samples",
     )
-    exclude: tuple[str, ...] | None = option(None, "Pattern of layers or nodes that stay in float; repeatable.")
+    exclude: tuple[str, ...] | None = option(
+        None,
+        "Layers or nodes that stay in float: a name, a glob such as *.down_proj, or re: and a regular expression of "
+        "whole names; repeatable.",
+    )
     algorithm: tuple[str, ...] | None = option(
         None,
         "Algorithm, such as gptq or gptq:refine_passes=3,NAME=VALUE; `quark algorithms` lists them; repeatable.",
