@@ -1,4 +1,4 @@
-"""What a model computes of its inputs before its layers stays in float where codes would lose it, and only there."""
+"""Front ends, which compute of the inputs of a model alone, stay in float where codes would lose that, and only there."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Pair:
 
     @property
     def is_gated(self) -> bool:
-        """Whether a tensor between them is multiplied by what is computed of it."""
+        """True where a tensor between them is multiplied by what is computed of it."""
         return bool(self.gates or self.means)
 
 
