@@ -1,4 +1,4 @@
-"""Front ends, which compute of the inputs of a model alone, stay in float where codes would lose that, and only there."""
+"""Front ends compute of inputs alone. They stay in float where codes would lose what they give, and only there."""
 
 from __future__ import annotations
 
