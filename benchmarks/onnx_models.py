@@ -163,6 +163,8 @@ def export(folder: Path, names: Sequence[str] = ("resnet50", "encoder", "resnet1
             if isinstance(norm, nn.BatchNorm2d) and norm.momentum is not None:
                 nn.init.uniform_(norm.weight, 0.5, 1.0)
                 nn.init.uniform_(norm.running_var, 0.5, 1.5)
+                # The exporter stores equal biases once, and a shared bias is not corrected.
+                nn.init.normal_(norm.bias, 0, 0.1)
         (feed,) = samples(name, 1)
         inputs = tuple(torch.from_numpy(value) for value in feed.values())
         torch.onnx.export(

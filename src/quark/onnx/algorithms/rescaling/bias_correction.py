@@ -29,7 +29,7 @@ from quark.core.spec import ScaleType
 from quark.errors import CalibrationError
 from quark.onnx.algorithms.layer_sweep import RealRows
 from quark.onnx.algorithms.quantized_layers import QuantizedLayer, QuantizedLayers, bias_of, decoded
-from quark.onnx.algorithms.rescaling.linear_means import LinearMeans, decoded_codes, is_plain_decoder
+from quark.onnx.algorithms.rescaling.linear_means import LinearMeans, is_plain_decoder
 from quark.onnx.algorithms.sliced_run import SlicedRun, has_plain_codes, holds_codes
 from quark.onnx.calibration.byproducts import SampleRows, position_means
 from quark.onnx.calibration.data.padding import Padding
@@ -170,11 +170,11 @@ def _correct(quantized: QuantizedLayers, data: Samples, skips: bool = False) -> 
 
 @dataclass(frozen=True)
 class _Read:
-    """The tensor that a layer reads in the quantized model: codes, and what decodes them; or floats.
+    """The tensor that a layer reads in the quantized model: codes of one scale, and what decodes them; or floats.
 
     Attributes:
         value: The tensor that waits.
-        decoder: The DequantizeLinear after it.
+        decoder: The DequantizeLinear after codes; None after floats.
     """
 
     value: ir.Value
@@ -184,12 +184,10 @@ class _Read:
     def of(cls, value: ir.Value) -> _Read:
         """By what is read."""
         source = value.producer()
-        codes = source.inputs[0] if source is not None and is_plain_decoder(source) else None
+        if source is None or not is_plain_decoder(source) or constant(source.inputs[1]).ndim:
+            return cls(value, None)
+        codes = source.inputs[0]
         return cls(codes, source) if codes is not None and holds_codes(codes) else cls(value, None)
-
-    def __call__(self, array: NumpyArray) -> NumpyArray:
-        """Return the floats that the layer reads, of the tensor's array in one sample."""
-        return array if self.decoder is None else decoded_codes(self.decoder, array)
 
 
 def _move_bias(quantized: QuantizedLayers, layer: QuantizedLayer, differences: NumpyArray, least: int) -> None:
@@ -248,10 +246,13 @@ class _Means:
             return np.concatenate(
                 [self._real_values(layer, sample, x, _axis(layer)) for sample, x in enumerate(outputs)]
             )
-        inputs = (read(run.value(sample, read.value)) for sample in range(len(self._data)))
-        if layer.counterpart.op_type in PRODUCTS:
-            return linear(np.concatenate([self._real_values(layer, sample, x, -1) for sample, x in enumerate(inputs)]))
-        return linear(np.concatenate([linear.inputs(x) for x in inputs]))
+        found, product = [], layer.counterpart.op_type in PRODUCTS
+        for sample in range(len(self._data)):
+            x = run.value(sample, read.value)
+            x = x if read.decoder is None else x.astype(np.float32)
+            inputs = self._real_values(layer, sample, x, -1) if product else linear.inputs(x)
+            found.append(inputs if read.decoder is None else linear.of_codes(inputs, x.shape[2:], read.decoder))
+        return linear(np.concatenate(found))
 
     def _real_values(self, layer: QuantizedLayer, sample: int, array: NumpyArray, axis: int) -> NumpyArray:
         """Those of what a layer gives for a sample, or of the rows that it reads."""

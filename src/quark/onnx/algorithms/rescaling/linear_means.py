@@ -11,8 +11,10 @@ apart for each example. Beside the layer's own products this is nothing: W is re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache, reduce
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -82,26 +84,43 @@ class LinearMeans:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for layers whose `inputs` are equal for one tensor."""
-        if self.node.op_type in PRODUCTS:
-            return ("rows",)
-        attributes, lists = self.node.attributes, ("strides", "dilations", "pads", "output_padding")
-        geometry = (tuple(attributes.get_ints(name, [])) for name in lists)
-        return self.node.op_type, self.weight.shape[2:], attributes.get_string("auto_pad", ""), *geometry
+        return ("rows",) if self.node.op_type in PRODUCTS else self._geometry
+
+    @cached_property
+    def _geometry(self) -> _Geometry:
+        return _Geometry.of(self.node, self.weight.shape[2:])
 
     def inputs(self, x: NumpyArray) -> NumpyArray:
         """Return what the means follow from: means of the rows that a product reads, or `window` of a convolution."""
         return position_means(x, -1) if self.node.op_type in PRODUCTS else self.window(x)
 
+    def of_codes(self, found: NumpyArray, sizes: tuple[int, ...], decoder: ir.Node) -> NumpyArray:
+        """What `inputs` gives for values, by what it gave for their codes: there are fewer sums than values to decode.
+
+        Args:
+            found: What it gave.
+            sizes: Of the positions of a convolution.
+            decoder: A DequantizeLinear with one scale.
+        """
+        scale, zero = float(constant(decoder.inputs[1])), 0.0
+        if len(decoder.inputs) > 2:
+            zero = float(constant(decoder.inputs[2]))
+        if zero:
+            found = found - zero * (
+                1.0 if self.node.op_type in PRODUCTS else self.window(np.ones((1, 1, *sizes), np.float32))
+            )
+        return np.asarray(found * scale, found.dtype)
+
     def window(self, x: NumpyArray) -> NumpyArray:
         """Of a convolution: S / P of what it reads, (examples, channels, positions ...) -> (.., channels, taps ..)."""
-        kernel, count = self.weight.shape[2:], 1
-        for axis in reversed(range(len(kernel))):
-            taps, positions = _taps(self.node, axis, x.shape[2 + axis], kernel[axis])
-            count *= positions
-            if axis < len(kernel) - 1:
-                x = np.moveaxis(np.tensordot(x, taps, (2 + axis, 1)), -1, 2 + axis)
-            else:
-                x = (x.reshape(-1, x.shape[-1]) @ taps.T).reshape(*x.shape[:-1], len(taps))
+        kernel, sizes = self._geometry.kernel, x.shape[2:]
+        axes, count = _taps(self._geometry, sizes)
+        positions = math.prod(sizes)
+        if math.prod(kernel) * positions <= _AT_ONCE:
+            x = (x.reshape(-1, positions) @ _all_taps(self._geometry, sizes)).reshape(*x.shape[:2], *kernel)
+        else:
+            for axis in reversed(range(len(kernel))):
+                x = np.moveaxis(np.tensordot(x, axes[axis], (2 + axis, 1)), -1, 2 + axis)
         return x / np.float32(max(count, 1))
 
     def __call__(self, means: NumpyArray) -> NumpyArray:
@@ -156,31 +175,67 @@ def _constant_input(node: ir.Node, index: int, read: Callable[[ir.Value], NumpyA
     return decoded_codes(source, read(codes) if codes.is_initializer() else constant(codes))
 
 
-def _taps(node: ir.Node, axis: int, size: int, kernel: int) -> tuple[NumpyArray, int]:
-    """Which positions of an axis of what is read each tap of the window uses, (taps, positions); how many it gives."""
-    stride, step = _number_at(node, "strides", axis, 1), _number_at(node, "dilations", axis, 1)
-    reach, pads = step * (kernel - 1) + 1, node.attributes.get_ints("pads", [])
-    before, after = (pads[axis], pads[axis + len(pads) // 2]) if pads else (0, 0)
-    place = np.arange(size)[None, :]
-    tap = step * np.arange(kernel)[:, None]
-    if node.op_type == "ConvTranspose":
-        count = stride * (size - 1) + _number_at(node, "output_padding", axis, 0) + reach - before - after
-        given = place * stride + tap - before
-        return ((given >= 0) & (given < count)).astype(np.float32), count
-    auto = node.attributes.get_string("auto_pad", "NOTSET")
-    if auto in ("SAME_UPPER", "SAME_LOWER"):
-        count = -(-size // stride)
-        padding = max((count - 1) * stride + reach - size, 0)
-        before = padding // 2 if auto == "SAME_UPPER" else padding - padding // 2
-    else:
-        before, after = (0, 0) if auto == "VALID" else (before, after)
-        count = (size + before + after - reach) // stride + 1
-    start = place + before - tap
-    read = (start % stride == 0) & (start >= 0) & (start < count * stride)
-    return read.astype(np.float32), count
+class _Geometry(NamedTuple):
+    """The window of a convolution: of each axis its size, step, dilation, padding before, after, and of the output."""
+
+    transposed: bool
+    auto_pad: str
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    output_padding: tuple[int, ...]
+
+    @classmethod
+    def of(cls, node: ir.Node, kernel: tuple[int, ...]) -> _Geometry:
+        """That of a Conv or ConvTranspose whose weight has these positions."""
+        attributes, axes = node.attributes, len(kernel)
+
+        def numbers(name: str, default: int, count: int) -> tuple[int, ...]:
+            return tuple(attributes.get_ints(name, [])) or (default,) * count
+
+        pads = numbers("pads", 0, 2 * axes)
+        return cls(
+            node.op_type == "ConvTranspose", attributes.get_string("auto_pad", "NOTSET"), kernel,
+            numbers("strides", 1, axes), numbers("dilations", 1, axes), pads[:axes], pads[axes:],
+            numbers("output_padding", 0, axes),
+        )  # fmt: skip
+
+    def taps(self, axis: int, size: int) -> tuple[NumpyArray, int]:
+        """Which positions of an axis of what is read each tap uses, (taps, positions); how many it gives."""
+        kernel, stride, step = self.kernel[axis], self.strides[axis], self.dilations[axis]
+        before, after, reach = self.before[axis], self.after[axis], step * (kernel - 1) + 1
+        place = np.arange(size)[None, :]
+        tap = step * np.arange(kernel)[:, None]
+        if self.transposed:
+            count = stride * (size - 1) + self.output_padding[axis] + reach - before - after
+            given = place * stride + tap - before
+            return ((given >= 0) & (given < count)).astype(np.float32), count
+        if self.auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+            count = -(-size // stride)
+            padding = max((count - 1) * stride + reach - size, 0)
+            before = padding // 2 if self.auto_pad == "SAME_UPPER" else padding - padding // 2
+        else:
+            before, after = (0, 0) if self.auto_pad == "VALID" else (before, after)
+            count = (size + before + after - reach) // stride + 1
+        start = place + before - tap
+        read = (start % stride == 0) & (start >= 0) & (start < count * stride)
+        return read.astype(np.float32), count
 
 
-def _number_at(node: ir.Node, name: str, axis: int, default: int) -> int:
-    """One number of an attribute with one for each axis."""
-    values: Sequence[int] = node.attributes.get_ints(name, [])
-    return int(values[axis]) if values else default
+_AT_ONCE = 1 << 18
+"""Taps times positions of a window that is summed in one product; the table of it is kept."""
+
+
+@lru_cache(maxsize=256)
+def _taps(geometry: _Geometry, sizes: tuple[int, ...]) -> tuple[list[NumpyArray], int]:
+    """The taps of each axis, and how many positions the output has."""
+    found = [geometry.taps(axis, size) for axis, size in enumerate(sizes)]
+    return [taps for taps, _ in found], math.prod(count for _, count in found)
+
+
+@lru_cache(maxsize=64)
+def _all_taps(geometry: _Geometry, sizes: tuple[int, ...]) -> NumpyArray:
+    """The taps of all axes as one matrix, (positions, taps)."""
+    return np.asarray(reduce(np.kron, _taps(geometry, sizes)[0]).T, order="C")
