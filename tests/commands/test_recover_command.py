@@ -242,6 +242,28 @@ def test_bad_options_are_one_line_and_leave_nothing(folder: Path, more: str, wor
     assert not (folder / "out.onnx").exists()
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    (
+        ("--prefer speed --config A8W8", "--prefer chooses a configuration, and A8W8 is given"),
+        ("--prefer cheap --calib {0}/samples.npz", "There is no preference 'cheap'"),
+        ("--prefer size --calib {0}/samples.npz --target openvino", "not for --target openvino"),
+        ("--prefer speed --calib {0}/samples.npz --no-measure", "kernels are not measured"),
+        ("--prefer speed --calib {0}/samples.npz --for onnxruntime --effort fast", "--effort fast searches for no"),
+    ),
+)
+def test_a_preference_without_a_choice_is_refused(folder: Path, more: str, words: str) -> None:
+    (folder / "out.onnx").unlink(missing_ok=True)
+    done = command(folder, more.format(folder), "quantize {0}/cnn.onnx -o {0}/out.onnx")
+    assert done.code and words in " ".join(done.err.split()) and not (folder / "out.onnx").exists()
+
+
+@pytest.mark.parametrize("prefer", ["accuracy", "size"])
+def test_without_samples_weights_alone_are_more_exact_and_as_small(folder: Path, prefer: str) -> None:
+    done = command(folder, f"--prefer {prefer}", "quantize {0}/mlp.onnx -o {0}/weights.onnx --force")
+    assert done.code == 0 and "INT8_CPU_WEIGHTS: " in done.out
+
+
 def test_algorithms_without_use_are_refused_by_a_flag(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CLE is part of this config, and finds no pair in this model."""
     monkeypatch.setitem(QROWS, "CLE_QCONFIG", replace(QROWS["A8W8_QCONFIG"], algorithm=CLEConfig))

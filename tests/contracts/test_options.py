@@ -32,6 +32,7 @@ WORDS = {
     "kv_cache": "fp8", "attention": "fp8", "device": "nonsense", "dtype": "float99", "export_format": "awq",
     "weight_format": "fake_quantized", "pack_method": "order", "max_shard_size": "99KB", "config": "XINT8",
     "target": "npu", "mean": "0.5", "std": "0.5", "budget": "5s", "metric": "psnr", "reach": 30,
+    "prefer": "size",
     "layers": 1, "threads": 0, "prompt": "x", "requantize": "int4_wo_32", "schemes": "int4_wo_32", "format": "awq",
     "report": "page.html", "log_file": "log.jsonl", "write_recipe": "recipe.yaml", "sensitivity": "table.json",
     "imatrix": "in.gguf", "save_imatrix": "out.gguf", "statistics": "statistics.json", "profile": "times.json",

@@ -303,6 +303,11 @@ class FileRequest(JobRequest):
     )
     profile: Path | None = option(None, "With --measure: file with the times; written, or reused if it exists.")
     allow_wider: bool = option(False, "With --recover: allow more bits than the configuration has.", "--allow-wider")
+    prefer: str | None = option(
+        None,
+        "Without --config: which of the files that were made is written if the task does not suffer: the one with the "
+        "shortest time (speed), the highest SQNR (accuracy) or the fewest bytes (size). Default: between.",
+    )
 
 
 _WITH_A_GOAL = ("scheme", "bits")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quark.base.log import logger
-from quark.errors import OutputError, UsageError
+from quark.errors import ConfigError, OutputError, UsageError
 from quark.goals import GoalChoice
 from quark.goals.facts import ONNX_FILE
 from quark.goals.goal import GOALS
@@ -75,13 +75,16 @@ def resolve(request: FolderRequest | FileRequest, data: Any = None) -> FolderJob
 
 
 def _job_of_file(request: FileRequest, choice: GoalChoice | None, data: Any) -> FileJob:
-    if choice is None:
-        return FileJob(request, None, request.config, request.target, data)
-    asked = choice.asked
-    # For ONNX Runtime the flow itself finds the configuration that is best on this processor.
-    found_by_flow = choice.goal is GOALS["onnxruntime"] and asked.scheme is None and asked.bits is None
-    config = None if found_by_flow else choice.scheme
-    return FileJob(request, choice, config, choice.target_with(request.target), data)
+    config, target = request.config, request.target
+    if choice is not None:
+        asked = choice.asked
+        # For ONNX Runtime the flow itself finds the configuration that is best on this processor.
+        found_by_flow = choice.goal is GOALS["onnxruntime"] and asked.scheme is None and asked.bits is None
+        config = None if found_by_flow else choice.scheme
+        target = choice.target_with(request.target)
+    if request.prefer is not None and config is not None:
+        raise ConfigError(f"--prefer chooses a configuration, and {config} is given. Possible: without it.")
+    return FileJob(request, choice, config, target, data)
 
 
 def _check_amount(request: FolderRequest) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from quark.base.files import check_file
 from quark.base.log import logger
-from quark.errors import ConfigError, DamageError, NothingToQuantizeError, SlowerThanFloatError
+from quark.errors import ConfigError, DamageError, NothingToQuantizeError, QuarkError, SlowerThanFloatError
 from quark.goals.efforts import BALANCED, FAST
 from quark.jobs.request import FileRequest
 from quark.jobs.resolve import FileJob
@@ -26,6 +26,7 @@ from quark.onnx.config.serialized import as_scope
 from quark.onnx.config.settings import MeasurementSettings, Settings
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.search.lost_outputs.verdict import LEAST
+from quark.onnx.search.recovery.preference import ACCURACY, BETWEEN, SIZE, check_preference
 from quark.onnx.search.recovery.search import Recovery
 
 CPU_TARGET = "ort_arm64" if platform.machine().lower() in ("arm64", "aarch64") else "ort_x64"
@@ -74,6 +75,7 @@ class Recovering:
     target: float | None
     quick: bool = False
     allow_wider: bool = False
+    prefer: str = BETWEEN
 
     def run(
         self,
@@ -89,6 +91,7 @@ class Recovering:
             model, output, reader,
             budget=self.budget, metric=self.metric, target=self.target, quick=self.quick,
             allow_wider=self.allow_wider, weights_alone=weights_alone, without_samples=without_samples,
+            prefer=self.prefer,
         )  # fmt: skip
         types = [f"{count} {name} {kind}" for (name, kind), count in sorted(found.types.items())]
         return ", ".join(types) or "no Q/DQ", found
@@ -186,18 +189,31 @@ class _Writing:
         if CPU_DYNAMIC in others and isinstance(why, SlowerThanFloatError):
             logger.info("%s Inputs are quantized while the model runs.", why)
             return self.best_of(CPU_DYNAMIC, others[CPU_DYNAMIC], {CPU_WEIGHTS: others[CPU_WEIGHTS]})
-        logger.info("%s Weights alone are stored as integers.", why)
         weights = others[CPU_WEIGHTS]
+        if weights is quantizer:
+            return self._decoded_once(weights, why)
+        logger.info("%s Weights alone are stored as integers.", why)
         try:
             return CPU_WEIGHTS, *self.quantized(weights)
         except SlowerThanFloatError as error:
             slower = error
-        logger.info("%s Only weights that are decoded when the file is loaded are stored as integers.", slower)
+        return self._decoded_once(weights, slower)
+
+    def _decoded_once(self, weights: ModelQuantizer, why: QuarkError) -> tuple[str, str, Recovery | None]:
+        """Quantize and write weights alone, those that are decoded when the file is loaded.
+
+        Args:
+            weights: Quantizer of weights alone.
+            why: The reason why it does not write all of them; raised where fewer would not help.
+        """
+        if not isinstance(why, SlowerThanFloatError):
+            raise why
+        logger.info("%s Only weights that are decoded when the file is loaded are stored as integers.", why)
         weights.settings = _decoded_once(weights.settings)
         try:
             return CPU_WEIGHTS, *self.quantized(weights)
         except NothingToQuantizeError:
-            raise slower from None
+            raise why from None
 
     def quantized(
         self, quantizer: ModelQuantizer, others: Mapping[str, ModelQuantizer] | None = None
@@ -232,22 +248,46 @@ def run_file(job: FileJob) -> FileResult:
     name, target, start, before = job.config, job.target, time.perf_counter(), file_bytes(request.model)
     if name is None:
         target = target or CPU_TARGET
-        name = default_config(reader is not None, target)
+        name = default_config(reader is not None, target, request.prefer)
         quick = reader is not None and (job.choice is None or job.choice.effort != FAST)
         # Without a configuration kernels are timed, and where there are data a quick recovery is run.
         recovery, timing = recovery or (QUICK if quick else None), timing.by_default(target)
-    others: dict[str, ModelQuantizer] = {}
-    if job.config is None:
-        untimed = replace(timing, profile=None)
-        instead = (CPU_DYNAMIC, CPU_WEIGHTS) if name == CPU else (CPU_WEIGHTS,)
-        others = {other: _quantizer(request, other, target, untimed) for other in instead}
+    timing, recovery = _preferring(request.prefer or BETWEEN, reader is not None, timing, recovery)
     first = _quantizer(request, name, target, timing)
+    others = {} if job.config is not None else _instead_of(first, request, name, target, timing)
     if request.statistics and first.settings.specs.weights_apart:
         raise ConfigError(f"--statistics: with {name} no ranges of activations are calibrated. Possible: without.")
     name, written, found = _Writing(request.model, request.output, reader, recovery).best_of(name, first, others)
     made, seconds = Path(request.output), time.perf_counter() - start
     told = _carried_out(request, reader)
     return FileResult(made, name, written, before, file_bytes(made), seconds, reader, found, told)
+
+
+def _instead_of(
+    first: ModelQuantizer, request: FileRequest, name: str, target: str | None, timing: Timing
+) -> dict[str, ModelQuantizer]:
+    """The quantizers that come after one that nobody asked for by name; it is among them where it is the last."""
+    untimed = replace(timing, profile=None)
+    names = (CPU_DYNAMIC, CPU_WEIGHTS) if name == CPU else (CPU_WEIGHTS,)
+    return {other: first if other == name else _quantizer(request, other, target, untimed) for other in names}
+
+
+def _preferring(
+    prefer: str, has_data: bool, timing: Timing, recovery: Recovering | None
+) -> tuple[Timing, Recovering | None]:
+    """The times that are taken, and the search, by what the user prefers: with data the search chooses.
+
+    Raises:
+        ConfigError: There is nothing to choose from.
+    """
+    if prefer == BETWEEN:
+        return timing, recovery
+    if not has_data:
+        return (replace(timing, measure=False, whole_file=False) if prefer == SIZE else timing), recovery
+    if recovery is None or not timing.measure:
+        missing = "--effort fast searches for no other file" if recovery is None else "kernels are not measured"
+        raise ConfigError(f"--prefer chooses by measured times and held-out samples, and {missing}.")
+    return timing, replace(recovery, prefer=prefer)
 
 
 def _quantizer(request: FileRequest, name: str, target: str | None, timing: Timing) -> ModelQuantizer:
@@ -285,16 +325,26 @@ def _decoded_once(settings: Settings) -> Settings:
     )
 
 
-def default_config(has_data: bool, target: str) -> str:
-    """The preset for a target with or without data. Raises ConfigError for a target that has a choice of presets."""
+def default_config(has_data: bool, target: str, prefer: str | None = None) -> str:
+    """The preset for a target with or without data, by what is preferred.
+
+    Raises:
+        ConfigError: The target has a choice of presets, or none by preference; there is no such preference.
+    """
+    check_preference(prefer or BETWEEN)
     if not TARGETS[target].fuses:
         raise ConfigError(
             f"Missing option --config, which --target {target} needs: A8W8, XINT8, A16W8, BF16 ... "
             f"Without it, quantization is for ONNX Runtime on a CPU (--target {CPU_TARGET})."
         )
     if target == "openvino":
+        if prefer is not None:
+            raise ConfigError("--prefer chooses between files for ONNX Runtime on a CPU, not for --target openvino.")
         return "INT8_OPENVINO"
-    return CPU if has_data else CPU_DYNAMIC
+    if has_data:
+        return CPU
+    # Weights alone lose less than inputs that are quantized as they come.
+    return CPU_WEIGHTS if prefer in (ACCURACY, SIZE) else CPU_DYNAMIC
 
 
 def named_config(name: str) -> Any:

@@ -197,6 +197,7 @@ class ModelQuantizer:
         allow_wider: bool = False,
         weights_alone: ModelQuantizer | None = None,
         without_samples: ModelQuantizer | None = None,
+        prefer: str = "between",
     ) -> Recovery:
         """Quantize a model, and better it by other ranges and by algorithms as long as there is time.
 
@@ -221,6 +222,8 @@ class ModelQuantizer:
             weights_alone: Quantizer of weights, which is tried where the best model keeps so little that tasks suffer:
                 less than 25 dB, or 30 dB of scores. It gets half of the budget in addition.
             without_samples: Quantizer that needs none: see `search/recovery/alternative.py`.
+            prefer: "between", "speed", "accuracy" or "size": which of the two is written, the model made with samples
+                or without (`search/recovery/preference.py`).
 
         Raises:
             CalibrationError: Fewer than four samples, or none.
@@ -231,9 +234,11 @@ class ModelQuantizer:
         from quark.onnx.search.history import duration
         from quark.onnx.search.lost_outputs.damage import SpreadSamples
         from quark.onnx.search.recovery.alternative import Alternative
+        from quark.onnx.search.recovery.preference import check_preference
         from quark.onnx.search.recovery.search import WeightsAlone, recover
         from quark.onnx.search.recovery.steps import QUICK_STEPS, STEPS
 
+        check_preference(prefer)
         reader = _reader(model_input, calibration_data_reader, calibration_data_path)
         _check_outputs(model_input, model_output, self.settings, reader)
         seconds, measure = None if budget is None else duration(budget), Metric(metric)
@@ -244,7 +249,9 @@ class ModelQuantizer:
                 kept = None if reader is None else SpreadSamples(reader, model)
                 source = _Source(model_input, model.clone(), kept, own_time())
                 data = repeatable(kept, model, settings)
-                alternative = None if without_samples is None else Alternative(model.clone(), without_samples.settings)
+                alternative = None
+                if without_samples is not None:
+                    alternative = Alternative(model.clone(), without_samples.settings, prefer)
                 weights = None if weights_alone is None else WeightsAlone(model.clone(), weights_alone.settings)
                 found, model = recover(
                     model, settings, data, measure, target, seconds, QUICK_STEPS if quick else STEPS,

@@ -17,7 +17,9 @@ from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
 from quark.onnx.search.evaluator import LOST, PartScorer
 from quark.onnx.search.recovery import alternative as module
+from quark.onnx.search.recovery import preference
 from quark.onnx.search.recovery.alternative import Alternative, ScoredModel
+from quark.onnx.search.recovery.preference import PREFERENCES, Costs
 from quark.onnx.search.recovery.search import recover
 from quark.onnx.search.recovery.steps import QUICK_STEPS
 from quark.onnx.search.settle import convert
@@ -57,6 +59,39 @@ def test_static_integers_are_worth_their_loss_where_they_win_time(
         assert found.score > other.score
 
 
+@pytest.mark.parametrize(
+    ("costs", "without"),
+    [
+        (Costs(True, 0.8, 1.0), {"accuracy"}),
+        (Costs(True, 0.95, 1.0), {"between", "accuracy", "size"}),
+        (Costs(True, 0.99, 1.01), {"between", "speed", "accuracy", "size"}),
+        (Costs(True, 1.3, 1.1), {"speed", "accuracy"}),
+        (Costs(True, 0.5, 0.9), {"accuracy", "size"}),
+        (Costs(False, 0.99, 1.0), set()),
+        (Costs(False, 1.3, 0.9), {"speed", "size"}),
+    ],
+)
+def test_each_preference_takes_what_it_says_of_the_same_two_files(costs: Costs, without: set[str]) -> None:
+    assert {name for name, wins in PREFERENCES.items() if wins(costs)} == without
+
+
+def test_the_faster_or_smaller_file_wins_though_it_is_less_exact_unless_its_task_suffers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other, scorer, data = made_with_samples()
+    exact = replace(other, score=np.inf)
+    monkeypatch.setattr(module, "time_ratio", lambda *_: 1.3)
+
+    def wins(name: str) -> bool:
+        alternative = Alternative(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings, name)
+        return alternative.instead_of(exact, scorer, data, at_last=True) is not None
+
+    assert {name for name in PREFERENCES if wins(name)} == {"speed", "size"}
+    assert "(--prefer between: with; --prefer speed: without; --prefer accuracy: with)" in caplog.text
+    monkeypatch.setattr(PartScorer, "is_lost", lambda *_: True)
+    assert not any(map(wins, PREFERENCES))
+
+
 @pytest.mark.parametrize("at_last", [False, True])
 def test_no_time_makes_up_for_a_lost_task(at_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as steps may better it, time counts."""
@@ -68,7 +103,7 @@ def test_no_time_makes_up_for_a_lost_task(at_last: bool, monkeypatch: pytest.Mon
 def test_no_time_makes_up_for_a_larger_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be as much larger as MORE says: here none that is larger than a tenth."""
     monkeypatch.setattr(module, "time_ratio", lambda *_: 1.3)
-    monkeypatch.setattr(module, "MORE", -0.9)
+    monkeypatch.setattr(preference, "MORE", -0.9)
     alternative = Alternative(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings)
     assert alternative.instead_of(*made_with_samples(), at_last=True) is None
 

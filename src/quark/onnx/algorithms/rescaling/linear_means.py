@@ -95,7 +95,7 @@ class LinearMeans:
         return position_means(x, -1) if self.node.op_type in PRODUCTS else self.window(x)
 
     def of_codes(self, found: NumpyArray, sizes: tuple[int, ...], decoder: ir.Node) -> NumpyArray:
-        """What `inputs` gives for values, by what it gave for their codes: there are fewer sums than values to decode.
+        """Return what `inputs` gives for values, by what it gave for codes: there are fewer sums to decode.
 
         Args:
             found: What it gave.

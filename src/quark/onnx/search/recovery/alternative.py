@@ -1,14 +1,10 @@
 """alternative: the model that is made without samples, which one made with them has to be better than.
 
 Static integers lose what inputs quantized as they come, or weights alone, keep: they are worth it where they win time
-that no two measurements differ by, and where the task does not suffer. So the alternative wins where it is the more
-exact, and
-
-    time of the alternative <= (1 + WON) * time of the other
-    bytes of the alternative <= (1 + MORE) * bytes of the other
-
-or the other has lost so much that tasks suffer, and nothing is left to better it by. Where the held-out samples of a
-detector hold no event, they do not tell what ranges do to one: the alternative wins unless it has lost them.
+that no two measurements differ by, and where the task does not suffer. How much time is worth what they lose is a
+preference of the user (`preference.py`). Where the other has lost so much that tasks suffer, and nothing is left to
+better it by, the more exact one wins. Where the held-out samples of a detector hold no event, they do not tell what
+ranges do to one: the alternative wins unless it has lost them.
 
 Both files run by turns on one sample; a ratio that is near the bound is that of more looks, each with sessions opened
 anew.
@@ -35,13 +31,10 @@ from quark.onnx.search.evaluator import PartScorer, ScoredModel
 from quark.onnx.search.latency.measure import leave_slower_in_float
 from quark.onnx.search.latency.whole_file import time_ratio
 from quark.onnx.search.lost_outputs.verdict import LEAST
+from quark.onnx.search.recovery.preference import BETWEEN, PREFERENCES, SIZE, SPEED, Costs, bound_of, choice_text
 from quark.onnx.search.settle import convert
 from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
 
-WON, MORE = 0.15, 0.02
-"""Share of the time that static integers have to win, and of the bytes.
-
-A file whose integers are 0.07 to 0.1 faster here is 0 to 0.02 faster by another clock, on other samples."""
 CLEAR = 0.1
 """How far from that share the first look has to be, to be the last."""
 LOOKS = 3
@@ -53,15 +46,16 @@ class Alternative:
     Args:
         model: The float model as it was loaded; changed.
         settings: Of dynamic quantization, or of weights alone.
+        preference: One of PREFERENCES.
     """
 
-    def __init__(self, model: ir.Model, settings: Settings) -> None:
-        self._model, self._settings = model, settings
+    def __init__(self, model: ir.Model, settings: Settings, preference: str = BETWEEN) -> None:
+        self._model, self._settings, self._preference = model, settings, preference
         self._passed: Settings | None = None
         self._scored: ScoredModel | None = None
         self._scorer: PartScorer | None = None
         self._proto: onnx.ModelProto | None = None
-        self._compared: tuple[ir.Model, tuple[bool, str]] | None = None
+        self._compared: tuple[ir.Model, tuple[float, float]] | None = None
         self._given_up = False
 
     def begin_with(self, model: ir.Model, asked: Settings, prepared: Settings) -> None:
@@ -84,39 +78,47 @@ class Alternative:
             return None
         try:
             scored = self._scored_model(scorer, data)
-            metric = scorer.metric
-            ahead = f"Made without samples: {metric.text(scored.score)}; with: {metric.text(other.score)}"
-            if at_last and scorer.silent and metric.better(scored.score, LEAST):
-                logger.info("%s, by samples that hold no event: the file without samples is taken.", ahead)
-                return scored
-            if not metric.better(scored.score, other.score):
-                return None
-            if at_last and scorer.is_lost(other.score, other.output):
-                logger.info("%s, with which tasks suffer: the file without samples is taken.", ahead)
-                return scored
-            wins, costs = self._wins(scored, other, data[0])
+            taken, why = self._is_taken(scored, other, scorer, data, at_last)
         except QuarkError as error:
             logger.info("Nothing that is made without samples is compared: %s", error)
             self._given_up = True
             return None
-        logger.info(f"{ahead}, {costs}: the file {'without' if wins else 'with'} samples is taken.")
-        return scored if wins else None
+        if why:
+            before, after = (scorer.metric.text(each.score) for each in (scored, other))
+            logger.info("Made without samples: %s; with: %s, %s.", before, after, why)
+        return scored if taken else None
 
-    def _wins(self, scored: ScoredModel, other: ScoredModel, feed: Feed) -> tuple[bool, str]:
-        """True where the alternative costs no more time and bytes than the other; and both costs in words."""
+    def _is_taken(
+        self, scored: ScoredModel, other: ScoredModel, scorer: PartScorer, data: Samples, at_last: bool
+    ) -> tuple[bool, str]:
+        """Decide whether the alternative is taken; the reason is "" where nothing was to be compared."""
+        without = "the file without samples is taken"
+        more_exact = scorer.metric.better(scored.score, other.score)
+        if at_last and scorer.silent and scorer.metric.better(scored.score, LEAST):
+            return True, f"by samples that hold no event: {without}"
+        if at_last and more_exact and scorer.is_lost(other.score, other.output):
+            return True, f"with which tasks suffer: {without}"
+        # Steps better the other one: until they have, it gives way where time would not make up for what it lost.
+        rule = self._preference if at_last or self._preference == SPEED else BETWEEN
+        is_open = at_last and rule in (SPEED, SIZE) and not scorer.is_lost(scored.score, scored.output)
+        if not (more_exact or is_open):
+            return False, ""
+        costs = Costs(more_exact, *self._costs(scored, other, data[0]))
+        said = f"{costs.time:.2f} of the time, {1 / costs.bytes:.2f} of the bytes: {choice_text(costs, rule, at_last)}"
+        return PREFERENCES[rule](costs), said
+
+    def _costs(self, scored: ScoredModel, other: ScoredModel, feed: Feed) -> tuple[float, float]:
+        """Time of the other over that of the alternative; bytes of the alternative over those of the other."""
         if self._compared is not None and self._compared[0] is other.model:
             return self._compared[1]  # no step has bettered it since
         self._proto = self._proto or _file(scored)
         proto = _file(other)
-        smaller = self._proto.ByteSize() <= (1 + MORE) * proto.ByteSize()
         # One look, or the median of a few near the bound.
-        bound, threads = 1 / (1 + WON), scored.settings.measurement.threads
+        bound, threads = bound_of(self._preference), scored.settings.measurement.threads
         looks = [time_ratio(self._proto, proto, feed, threads, bound)]
         if abs(looks[0] / bound - 1) < CLEAR:
             looks += [time_ratio(self._proto, proto, feed, threads, bound) for _ in range(LOOKS - 1)]
-        ratio = median(looks)
-        costs = f"{ratio:.2f} of the time, {proto.ByteSize()} bytes for {self._proto.ByteSize()}"
-        found = smaller and ratio * (1 + WON) >= 1, costs
+        found = median(looks), self._proto.ByteSize() / proto.ByteSize()
         self._compared = other.model, found
         return found
 
