@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from quark.commands.folders.stored_layers import StoredFolder
     from quark.onnx.evaluation.ort_fusion import Fusion
-    from quark.onnx.evaluation.ort_fusion_nodes import QuantizedGraph
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 
@@ -57,6 +56,7 @@ def inspect(
     # onnx is imported after the arguments are parsed, so that --help is instant.
     from quark.onnx.calibration.data.inputs import file_bytes
     from quark.onnx.evaluation.ort_fusion import inspect_fusion
+    from quark.onnx.evaluation.ort_fusion_nodes import quantized_graphs
     from quark.onnx.graph.proto_file import read_header
 
     console, proto = results(), read_header(model)
@@ -64,7 +64,7 @@ def inspect(
     maker = f", by {proto.producer_name}" if proto.producer_name else ""
     console.print(f"{model}: {file_bytes(model) / 1e6:.2f} MB, {opsets}, IR {proto.ir_version}{maker}", highlight=False)
     counts = Counter(
-        (node.op_type, node.domain or "ai.onnx") for graph, _ in _graphs(proto.graph, {}) for node in graph.nodes
+        (node.op_type, node.domain or "ai.onnx") for graph, _ in quantized_graphs(proto.graph) for node in graph.nodes
     )
     table = new_table("operator", "domain", "nodes", title="Operators")
     for (op_type, domain), count in counts.most_common():
@@ -103,8 +103,10 @@ def _types(graph: onnx.GraphProto) -> Table:
     """Of each element type: the constants, and the Q/DQ nodes, of the graph and its bodies."""
     from onnx import TensorProto
 
+    from quark.onnx.evaluation.ort_fusion_nodes import quantized_graphs
+
     rows = defaultdict[int, Counter[str]](Counter)
-    for quantized, own in _graphs(graph, {}):
+    for quantized, own in quantized_graphs(graph):
         for tensor in own.values():
             rows[tensor.data_type].update(constants=1, bytes=_bytes(tensor))
         for node in quantized.nodes:
@@ -116,22 +118,6 @@ def _types(graph: onnx.GraphProto) -> Table:
         name = TensorProto.DataType.Name(kind).lower()
         table.add_row(name, str(row["constants"] or ""), f"{row['bytes'] / 1e6:.3f}", *counts)
     return table
-
-
-def _graphs(
-    graph: onnx.GraphProto, around: dict[str, onnx.TensorProto]
-) -> Iterator[tuple[QuantizedGraph, dict[str, onnx.TensorProto]]]:
-    """A graph and the bodies within it, each with the constants around it, and those that are its own."""
-    from quark.onnx.evaluation.ort_fusion_nodes import QuantizedGraph
-    from quark.onnx.graph.check_proto import bodies_of
-
-    quantized = QuantizedGraph(graph, Path())
-    own, quantized.constants = quantized.constants, around | quantized.constants
-    yield quantized, own
-    for node in graph.node:
-        for attribute in node.attribute:
-            for body in bodies_of(attribute):
-                yield from _graphs(body, quantized.constants)
 
 
 def _print_fusion(rows: list[Fusion], console: Results) -> None:

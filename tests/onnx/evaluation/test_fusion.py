@@ -321,6 +321,25 @@ def test_operators_that_are_integer_by_themselves_are_listed(
     assert kernels <= {row.kernel for row in found}
 
 
+def test_nodes_of_bodies_are_listed(tmp_path: Path) -> None:
+    """One body reads a weight of its own, the other one a weight around it, which is a float tensor to its kernel."""
+    graph, branches = Graph(), {}
+    outside = graph.w("w", [32, 32])
+    for branch in ("then", "else"):
+        body = Graph()
+        weight = body.w("v", [32, 32]) if branch == "then" else outside
+        made = body.node("MatMul", [body.q("x"), weight], f"{branch}_y")
+        body.nodes[-1].name = f"{branch}_matmul"
+        output = helper.make_tensor_value_info(body.q(made), TensorProto.FLOAT, None)
+        branches[f"{branch}_branch"] = helper.make_graph(body.nodes, branch, [], [output], body.constants)
+    positive = graph.node("Cast", [graph.node("ReduceMax", ["x"], keepdims=0)], to=TensorProto.BOOL)
+    graph.nodes.append(helper.make_node("If", [positive], ["y"], **branches))
+    found = inspect_fusion(graph.write(tmp_path / "m.onnx", ["y"], ROWS))
+    assert {row.node: (row.kernel, row.integer) for row in found} == {
+        "then_matmul": ("QLinearMatMul", True), "else_matmul": ("MatMul", False),
+    }  # fmt: skip
+
+
 def test_float_models_have_no_rows_and_broken_files_are_refused(tmp_path: Path) -> None:
     onnx.save(cnn(), tmp_path / "float.onnx")
     assert inspect_fusion(tmp_path / "float.onnx") == []

@@ -11,13 +11,20 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 
 from quark.base.files import scratch_folder
-from quark.onnx.evaluation.ort_fusion_nodes import DECODERS, ENCODERS, QuantizedGraph, QuantizedNode
+from quark.onnx.evaluation.ort_fusion_nodes import (
+    DECODERS,
+    ENCODERS,
+    QuantizedGraph,
+    QuantizedNode,
+    quantized_graphs,
+)
 from quark.onnx.evaluation.ort_fusion_rules import MOVES, explain
 from quark.onnx.graph.proto_file import read_header
 from quark.onnx.graph.sessions import open_session
@@ -77,7 +84,7 @@ def _why_in_float(node: onnx.NodeProto) -> tuple[str, str]:
 
 
 def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
-    """The nodes that read a DequantizeLinear or are integer operators by themselves, in their order in the file.
+    """The nodes that read a DequantizeLinear or are integer operators by themselves, those of bodies after the graph's.
 
     Args:
         path: A quantized ONNX file; an empty list where nothing in it is quantized.
@@ -87,14 +94,14 @@ def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
     """
     file = Path(path)
     model = read_header(file)
-    graph = QuantizedGraph(model.graph, file.parent)
-    quantized = [i for i, node in enumerate(model.graph.node) if _is_quantized(node, graph)]
+    nodes = [(node, graph) for graph, _ in quantized_graphs(model.graph, file.parent) for node in graph.nodes]
+    quantized = [i for i, (node, graph) in enumerate(nodes) if _is_quantized(node, graph)]
     if not quantized:
         return []
-    fates = _Fates(model.graph, _optimized(model, file.parent))
+    fates = _Fates(_all_nodes(model.graph), _all_nodes(_optimized(model, file.parent)))
     found = []
     for index in quantized:
-        node = model.graph.node[index]
+        node, graph = nodes[index]
         kernel, integer = fates.of(index)
         if node.op_type == "MatMulNBits":
             kernel, why = node.op_type, _why_in_float(node)
@@ -103,6 +110,11 @@ def inspect_fusion(path: str | os.PathLike[str]) -> list[Fusion]:
             why = ("", "") if integer else explain(QuantizedNode(node, graph))
         found.append(Fusion(node.name or f"{node.op_type}_{index}", node.op_type, kernel, integer, *why))
     return found
+
+
+def _all_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Return the nodes of a graph, then those of its bodies."""
+    return [node for each, _ in quantized_graphs(graph) for node in each.nodes]
 
 
 def _is_qdq(node: onnx.NodeProto) -> bool:
@@ -123,7 +135,7 @@ def _optimized(model: onnx.ModelProto, folder: Path) -> onnx.GraphProto:
     """The graph as the runtime runs it; each node that survived starts with the number of its original."""
     tagged = onnx.ModelProto()
     tagged.CopyFrom(model)
-    for index, node in enumerate(tagged.graph.node):
+    for index, node in enumerate(_all_nodes(tagged.graph)):
         node.name = f"{index}|{node.name}"
     with scratch_folder(Path(tempfile.gettempdir())) as place:
         target = place / "optimized.onnx"
@@ -132,17 +144,17 @@ def _optimized(model: onnx.ModelProto, folder: Path) -> onnx.GraphProto:
 
 
 class _Fates:
-    """Looks nodes of the file up in the optimised graph."""
+    """Looks nodes of the file up among those of the optimised one; bodies may have become part of the graph."""
 
-    def __init__(self, original: onnx.GraphProto, optimized: onnx.GraphProto) -> None:
-        self.nodes = original.node
-        self.decoded = {node.output[0] for node in optimized.node if node.op_type in DECODERS}
+    def __init__(self, original: Sequence[onnx.NodeProto], optimized: Sequence[onnx.NodeProto]) -> None:
+        self.nodes = original
+        self.decoded = {node.output[0] for node in optimized if node.op_type in DECODERS}
         self.survivors: dict[int, onnx.NodeProto] = {}
-        for node in optimized.node:
+        for node in optimized:
             match = re.match(TAG, node.name)
             if match and not _is_qdq(node):
                 self.survivors.setdefault(int(match.group(1)), node)
-        self.made = {name: node for node in optimized.node if not _is_qdq(node) for name in node.output}
+        self.made = {name: node for node in optimized if not _is_qdq(node) for name in node.output}
         self.producers = {name: i for i, node in enumerate(self.nodes) for name in node.output}
         self.readers: dict[str, list[int]] = {}
         for index, node in enumerate(self.nodes):

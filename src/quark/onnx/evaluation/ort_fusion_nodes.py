@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from quark.errors import FormatError
+from quark.onnx.graph.check_proto import bodies_of
 from quark.onnx.graph.model_file import CONSTANT_KINDS
 from quark.onnx.operators import PRODUCTS
 
@@ -66,6 +67,28 @@ class QuantizedGraph:
                 return int(self.constants[name].data_type)
         named = [int(a.i) for a in node.attribute if a.name == "output_dtype"]
         return named[0] if named and named[0] else int(TensorProto.UINT8)
+
+
+def quantized_graphs(
+    graph: onnx.GraphProto, folder: Path = Path(), around: QuantizedGraph | None = None
+) -> Iterator[tuple[QuantizedGraph, dict[str, onnx.TensorProto]]]:
+    """Yield a graph and the bodies within it, each with what is around it, and the constants that are its own.
+
+    Args:
+        graph: The graph.
+        folder: Where external data lie.
+        around: The graph that it is a body in.
+    """
+    quantized = QuantizedGraph(graph, folder)
+    own = quantized.constants
+    if around is not None:
+        quantized.constants = around.constants | own
+        quantized.producers = around.producers | quantized.producers
+    yield quantized, own
+    for node in graph.node:
+        for attribute in node.attribute:
+            for body in bodies_of(attribute):
+                yield from quantized_graphs(body, folder, quantized)
 
 
 def _stored(attribute: onnx.AttributeProto) -> onnx.TensorProto | None:
