@@ -82,16 +82,17 @@ def measure(model: Model, source: Path, output: Path, feeds: Feeds) -> dict[str,
         "metric": float(counts[0] / counts[1]) if counts[1] else float("nan"),
         "size": output.stat().st_size / source.stat().st_size,
         "time": min(times[1]) / min(times[0]),
+        "milliseconds": 1e3 * min(times[1]),
     }
 
 
 def cells(model: Model, found: dict[str, Any]) -> list[str]:
     """The columns of one row; of a method that failed, its error."""
     if "error" in found:
-        return [found["error"], *[""] * 5]
+        return [found["error"], *[""] * 6]
     metric = f"{found['metric']:.2f} {model.metric[0]}" if np.isfinite(found["metric"]) and model.metric[0] else "-"
     shown = [f"{found['sqnr']:.1f}", metric, f"{found['size']:.2f}", f"{found['time']:.2f}"]
-    return [*shown, f"{found['cpu_seconds']:.1f}", f"{found['peak_mb']:.0f}"]
+    return [*shown, f"{found['milliseconds']:.2f}", f"{found['cpu_seconds']:.1f}", f"{found['peak_mb']:.0f}"]
 
 
 def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def main() -> None:
     wheels = environment(args.venv.resolve())
     site = next(wheels.parents[1].glob("lib/python*/site-packages"))
     pythons = {"quark": sys.executable, "wheels": str(wheels), "peer": str(args.peer.resolve() / "bin" / "python")}
-    columns = ("SQNR dB", "metric", "size", "time", "CPU s", "MB")
+    columns = ("SQNR dB", "metric", "size", "time", "ms", "CPU s", "MB")
     title = "Real ONNX models in ONNX Runtime; size and time / float"
     for name in args.models or MODELS:
         table = Table("model", "method", *columns, title=title)
