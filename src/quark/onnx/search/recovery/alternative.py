@@ -100,8 +100,9 @@ class Alternative:
             return True, f"with which tasks suffer: {without}"
         # Steps better the other one: until they have, it gives way where time would not make up for what it lost.
         rule = self._preference if at_last or self._preference == SPEED else BETWEEN
-        is_open = at_last and rule in (SPEED, SIZE) and not scorer.is_lost(scored.score, scored.output)
-        if not (more_exact or is_open):
+        if not more_exact and at_last and scorer.is_lost(scored.score, scored.output):
+            return False, "the file with samples is taken, as tasks suffer without them"
+        if not more_exact and not (at_last and rule in (SPEED, SIZE)):
             return False, ""
         costs = Costs(more_exact, *self._costs(scored, other, data[0]))
         said = f"{costs.time:.2f} of the time, {1 / costs.bytes:.2f} of the bytes: {choice_text(costs, rule, at_last)}"
