@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from quark.base.libraries.loading import as_format_error
 from quark.base.libraries.transformers import import_transformers
 from quark.base.log import logger
 from quark.compat.llm_scripts.model_loading import model_path
+from quark.errors import FormatError
 
 __all__ = ["maybe_save_preprocessors"]
 
@@ -29,15 +31,20 @@ def maybe_save_preprocessors(
         trust_remote_code: Run the code that the folder brings.
 
     Raises:
-        FormatError: There is no such model.
+        FormatError: There is no such model, or its files are damaged.
     """
     folder = model_path(src_name_or_path) / src_subfolder
     transformers = import_transformers()
     for kind in KINDS:
         try:
-            found = getattr(transformers, kind).from_pretrained(folder, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+            with as_format_error(folder, trusted=trust_remote_code):
+                found = getattr(transformers, kind).from_pretrained(
+                    folder, trust_remote_code=trust_remote_code, local_files_only=True
+                )
+        except FormatError as error:
             # transformers has no question "is there one?": it fails in any of these ways where there is none.
+            if not isinstance(error.__cause__, (OSError, ValueError, KeyError, ImportError)):
+                raise
             logger.debug("%s has no %s: %s", folder, kind.removeprefix("Auto"), error)
             continue
         found.save_pretrained(Path(dest_dir))
