@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import quark.core.quantize as quantize_module
 from quark.base.libraries import installed_packages
@@ -332,4 +333,12 @@ def test_a_config_that_contradicts_the_tensors_is_refused(
     folder = export_safetensors(frozen("int4_wo_32"), tmp_path / "out", FORM)
     change_config(folder, **entries)
     with pytest.raises(FormatError, match=message):
+        import_model_from_safetensors(tiny_llama(), folder)
+
+
+def test_a_shape_beside_codes_of_another_one_is_refused(tmp_path: Path) -> None:
+    folder = export_safetensors(frozen("int4_wo_32"), tmp_path / "out", FORM)
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), f"{DOWN}.weight_shape": torch.tensor([16, 128])}, file, {"format": "pt"})
+    with pytest.raises(FormatError, match=rf"{DOWN}\.weight is said to have shape \(16, 128\)"):
         import_model_from_safetensors(tiny_llama(), folder)

@@ -61,7 +61,10 @@ def stored_tensors(
     find, parts = _finder(model, own, joint), Parts(model, own)
     loaded: dict[str, torch.Tensor] = {}
     left: list[str] = []
+    shapes: dict[str, tuple[int, ...]] = {}
     for stored, value in tensors:
+        if (said := form.said_shape(stored, value)) is not None:
+            shapes[find(said[0]) or said[0]] = said[1]
         received = form.received(stored, value)
         if received is None or parts.take(*received):
             continue
@@ -86,6 +89,13 @@ def stored_tensors(
         _check_tensor(name, joined, own[name], dtype)
     _refuse_missing(model, own, loaded, partial)
     _refuse_left(model, left, partial)
+    for name, layer in quantized_layers(model).items():
+        stored_as, said_shape = layer.quantizer("weight"), shapes.get(f"{name}.weight")
+        if isinstance(stored_as, StoredTensor) and said_shape not in (None, tuple(stored_as.shape)):
+            raise FormatError(
+                f"{name}.weight is said to have shape {said_shape} beside its codes; the model needs "
+                f"{tuple(stored_as.shape)}."
+            )
     for tensor, wrong in _flaws(model, loaded):
         raise FormatError(f"{tensor} cannot be read: its {wrong}.")
     return loaded

@@ -153,6 +153,10 @@ class Format(ABC):
         """A tensor of a file under the name that `quark` folders have for it; None for one that is not needed."""
         return stored, tensor
 
+    def said_shape(self, stored: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]] | None:
+        """The name and the float shape of a weight, where a tensor of a file is no part of it and says its shape."""
+        return None
+
     def refuse_layer(self, name: str, layer: nn.Module, spec: LayerSpec) -> None:
         """Raise NotSupportedError, naming the layer, for one that cannot be stored."""
         reason = self.refusal(spec) or ("" if isinstance(layer, nn.Linear) else f"a {type(layer).__name__}")

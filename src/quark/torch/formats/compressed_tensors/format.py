@@ -61,6 +61,7 @@ from quark.torch.formats.layout import Layout
 from quark.torch.layers.online_rotation import BUFFER
 from quark.torch.model.names import layers_in_model
 
+_SHAPE = "weight_shape"
 _GLOBAL_SCALES = {"weight_scale_2": "weight_global_scale", "input_scale_2": "input_global_scale"}
 FORMS = (
     *("dense", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized", "pack-quantized"),
@@ -189,7 +190,7 @@ class CompressedTensorsFormat(FolderFormat):
 
     def received(self, stored: str, tensor: torch.Tensor) -> Named | None:
         parent, _, leaf = stored.rpartition(".")
-        if leaf == "weight_shape":
+        if leaf == _SHAPE:
             return None
         if rotation := received_rotation(stored, tensor):
             return rotation
@@ -201,6 +202,10 @@ class CompressedTensorsFormat(FolderFormat):
         if leaf == "weight_global_scale":
             return f"{parent}.weight_scale_2", tensor
         return kv_source(stored) or stored, tensor
+
+    def said_shape(self, stored: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]] | None:
+        parent, _, leaf = stored.rpartition(".")
+        return (f"{parent}.weight", tuple(tensor.flatten().tolist())) if leaf == _SHAPE else None
 
 
 def _compression(spec: LayerSpec) -> str | None:
