@@ -107,8 +107,10 @@ def generator(seed: int, kind: str, number: int) -> np.random.Generator:
 
 def preload() -> None:
     """Load once what each child would: it is forked from here. Nothing is run, so that no thread is started."""
+    import diffusers
     import onnx  # noqa: F401
     import onnxruntime  # noqa: F401
+    import peft  # noqa: F401
     import torch
     import transformers
 
@@ -124,7 +126,12 @@ def preload() -> None:
     import quark.torch.flows.from_disk
     import quark.torch.llm.text
     import quark.torch.quantizer  # noqa: F401
+    from quark.base.libraries.loading import as_format_error
+
+    with as_format_error(Path()):  # its guard of connections is asked before that of a case
+        pass
 
     torch.set_num_threads(1)
+    assert diffusers.FluxTransformer2DModel  # read when first asked for, as these are
     for prefix in ("Llama", "Mixtral", "Bert", "ViT", "T5"):
-        getattr(transformers, f"{prefix}PreTrainedModel")  # read when first asked for
+        getattr(transformers, f"{prefix}PreTrainedModel")

@@ -22,9 +22,9 @@ def odd_values() -> list[Any]:
     for _ in range(60):
         deep = [deep]
     return [
-        None, True, False, -1, 0, 1, 3, 10**9, 2**31, 2**63, 10**30, -0.5, 1e-42, 1e308, math.nan, math.inf, "", "64",
-        "None", "float32", "../../../etc/passwd", "/etc/passwd", "a\0b", "é" * 40, "x" * 5000, [], {}, [None], {"a": 1},
-        ["a", 1], {"": {}}, [[]], deep,
+        None, True, False, -1, 0, 1, 3, 10**9, 2**31, 2**63, 10**30, 10**400, -0.5, 1e-42, 1e308, math.nan, math.inf,
+        "", "64", "None", "float32", "../../../etc/passwd", "/etc/passwd", "a\0b", "é" * 40, "x" * 5000, [], {}, [None],
+        {"a": 1}, ["a", 1], {"": {}}, [[]], deep,
     ]  # fmt: skip
 
 

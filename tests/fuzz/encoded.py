@@ -4,6 +4,8 @@ FP8 blocks     W = fp8(code) * weight_scale_inv[row // block, column // block]  
 packed int4    W = (nibble - 8) * weight_scale[row, column // group], 8 nibbles in an int32     compressed-tensors
 MXFP4          W = fp4(nibble) * 2^(scale - 127), 32 values to a scale, two to a byte           GPT-OSS
 nf4            W = table[nibble] * absmax[i // 64] of the flattened weight, the higher nibble first  bitsandbytes
+FP8            W = fp8(code) * weight_scale                                                     ModelOpt
+NVFP4          W = fp4(nibble) * fp8(weight_scale[row, column // 16]) * weight_scale_2          ModelOpt
 affine         W = code * scales[row, column // group] + biases[row, column // group], 8 nibbles in a uint32      MLX
 """
 
@@ -26,7 +28,8 @@ FP8 = torch.float8_e4m3fn
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 NF4 = torch.tensor([-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0,
                     0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0])  # fmt: skip
-NF4_BLOCK = 64
+NF4_BLOCK, NVFP4_GROUP = 64, 16
+FP8_MOST = 448
 FILE = "model.safetensors"
 
 
@@ -39,7 +42,7 @@ def to_blocks(name: str, x: torch.Tensor) -> Tensors:
     rows, columns = (-(-size // BLOCK) for size in x.shape)
     padded = torch.zeros(rows * BLOCK, columns * BLOCK)
     padded[: x.shape[0], : x.shape[1]] = x
-    scale = padded.reshape(rows, BLOCK, columns, BLOCK).abs().amax((1, 3)).clamp_min(1e-12) / 448
+    scale = padded.reshape(rows, BLOCK, columns, BLOCK).abs().amax((1, 3)).clamp_min(1e-12) / FP8_MOST
     return {name: (x / _spread(scale, x.shape, BLOCK, BLOCK)).to(FP8), f"{name}_scale_inv": scale}
 
 
@@ -123,6 +126,49 @@ def of_mlx(layer: str, held: Tensors, config: dict[str, Any]) -> torch.Tensor:
     return (values * scales.float()[..., None] + biases.float()[..., None]).flatten(1)
 
 
+def to_modelopt_fp8(name: str, x: torch.Tensor) -> Tensors:
+    scale = x.abs().amax() / FP8_MOST
+    beside = {f"{name}_scale": scale, f"{name.removesuffix('weight')}input_scale": torch.tensor(0.5)}
+    return {name: (x / scale).to(FP8), **beside}
+
+
+def of_modelopt_fp8(layer: str, held: Tensors, config: dict[str, Any]) -> torch.Tensor:
+    codes, scale = held[f"{layer}weight"], held[f"{layer}weight_scale"]
+    assert codes.dtype == FP8 and scale.numel() == 1 and _is_value(scale)
+    _require_live(layer, held)
+    return codes.float() * scale.float().reshape(())
+
+
+def to_modelopt_nvfp4(name: str, x: torch.Tensor) -> Tensors:
+    groups = x.reshape(len(x), -1, NVFP4_GROUP)
+    second = groups.abs().amax() / (6 * FP8_MOST)
+    scale = (groups.abs().amax(-1) / 6 / second).to(FP8)
+    values = (groups / (scale.float() * second)[..., None]).nan_to_num(0).reshape(x.shape)
+    codes = (values[..., None] - FP4).abs().argmin(-1).to(torch.uint8)
+    beside = {f"{name}_scale": scale, f"{name}_scale_2": second}
+    beside[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(0.5)
+    return {name: codes[..., ::2] | codes[..., 1::2] << 4, **beside}
+
+
+def of_modelopt_nvfp4(layer: str, held: Tensors, config: dict[str, Any]) -> torch.Tensor:
+    codes, scale, second = (held[f"{layer}weight{part}"] for part in ("", "_scale", "_scale_2"))
+    assert codes.dtype == torch.uint8 and scale.dtype == FP8 and second.numel() == 1 and _is_value(second)
+    assert scale.shape == (len(codes), codes.shape[1] * 2 // NVFP4_GROUP)
+    _require_live(layer, held)
+    values = FP4[torch.stack([codes & 15, codes >> 4], -1).flatten(1).long()]
+    return values * scale.float().repeat_interleave(NVFP4_GROUP, -1) * second.float().reshape(())
+
+
+def _is_value(x: torch.Tensor) -> bool:
+    return x.is_floating_point() and x.itemsize > 1
+
+
+def _require_live(layer: str, held: Tensors) -> None:
+    """The scale of the inputs, where there is one, scales nothing here, and has to be a scale."""
+    x = held.get(f"{layer}input_scale", torch.ones(()))
+    assert _is_value(x) and bool((x.isfinite() & (x >= 0)).all())
+
+
 @dataclass(frozen=True)
 class Encoding:
     """How a folder holds codes.
@@ -169,6 +215,15 @@ ENCODINGS = {
     "encoded-mlx": Encoding(
         "llama", {"group_size": GROUP, "bits": 4, "mode": "affine"},
         _linear, to_mlx, of_mlx, ("scales", "biases", "weight"), "weight",
+    ),
+    "encoded-modelopt-fp8": Encoding(
+        "llama", {"quant_method": "modelopt", "quant_algo": "FP8"},
+        _linear, to_modelopt_fp8, of_modelopt_fp8, ("weight_scale", "input_scale", "weight"), "weight",
+    ),
+    "encoded-modelopt-nvfp4": Encoding(
+        "llama", {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": NVFP4_GROUP},
+        _linear, to_modelopt_nvfp4, of_modelopt_nvfp4, ("weight_scale", "weight_scale_2", "input_scale", "weight"),
+        "weight",
     ),
     "encoded-mxfp4": Encoding(
         "gpt_oss",

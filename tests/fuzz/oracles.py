@@ -100,6 +100,10 @@ def folder_outputs(folder: Path, named: str) -> list[Any]:
     with torch.no_grad():
         if model.main_input_name == "pixel_values":
             out = model.eval()(pixel_values=images)
+        elif model.main_input_name == "input_features":
+            size = (1, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+            features = torch.linspace(-1, 1, size[1] * size[2]).sin().reshape(size)
+            out = model.eval()(input_features=features, decoder_input_ids=ids[:1, :5])
         elif model.config.is_encoder_decoder:
             out = model.eval()(input_ids=ids, decoder_input_ids=ids[:, :5])
         else:

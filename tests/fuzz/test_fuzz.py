@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +21,7 @@ import pytest
 from quark.errors import ConfigError
 from tests.fuzz.bases import Bases
 from tests.fuzz.bounds import onnx_bound, rounded_rows
-from tests.fuzz.campaign import generator
+from tests.fuzz.campaign import generator, preload
 from tests.fuzz.case import Case, Place, WrongError
 from tests.fuzz.child import Limits
 from tests.fuzz.kinds import KINDS
@@ -90,6 +92,17 @@ def test_a_signal_is_a_crash(place: Place) -> None:
 
 def test_memory_is_bounded(place: Place) -> None:
     assert "MemoryError" in judged(place, lambda: bytearray(64 << 30) and None).why
+    found = judged(place, lambda: b"x" * (600 << 20))
+    assert (found.name, found.why.startswith("6")) == ("memory", True), found
+
+
+def test_a_connection_is_seen_even_where_it_fails(place: Place) -> None:
+    def work() -> None:
+        with contextlib.suppress(OSError), socket.socket() as opened:
+            opened.connect(("127.0.0.1", 9))
+
+    found = judged(place, work)
+    assert (found.name, "127.0.0.1" in found.why) == ("connected", True)
 
 
 @pytest.mark.parametrize(("decibels", "name"), [(20.0, "right"), (19.9, "wrong"), (math.nan, "wrong"), (99.0, "right")])
@@ -175,6 +188,26 @@ def test_a_case_is_made_from_its_number_alone(tmp_path: Path) -> None:
             files += [path.relative_to(tmp_path / turn) for path in snapshot([place.folder])]
         shown.append((sorted(files), said))
     assert shown[0] == shown[1]
+
+
+class Undamaged(np.random.Generator):
+    """Chooses as any other, and never to damage."""
+
+    def random(self, *args: Any, **options: Any) -> Any:
+        return 0.0
+
+
+@pytest.mark.slow
+def test_what_is_not_damaged_is_right(tmp_path: Path) -> None:
+    """Of each kind: of a command that refuses all of its inputs, a campaign would say nothing."""
+    bases = Bases(tmp_path / "bases")
+    bases.folder.mkdir()
+    preload()
+    for name, make in KINDS.items():
+        place = Place(tmp_path / name, bases)
+        case = make(Undamaged(np.random.PCG64(3)), place)
+        if case.sound:
+            assert verdict(case, place, Limits(60.0), case.bound or (lambda: 0.0)) == Verdict("right"), name
 
 
 @pytest.mark.slow

@@ -12,10 +12,12 @@ from tests.fuzz.case import Case, Place
 from tests.fuzz.child import Ending, Limits, in_child
 
 CLEAR, RIGHT = "clear", "right"
-VERDICTS = (CLEAR, RIGHT, "foreign", "hang", "crash", "wrong")
+VERDICTS = (CLEAR, RIGHT, "foreign", "hang", "crash", "wrong", "memory", "connected")
 """Only the first two are as promised."""
 
 LOGS = "logs"
+MOST_TIMES, MOST_MORE = 3, 500 << 20
+"""Memory that a case may take: so many times its input, and so many bytes more."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ def verdict(case: Case, place: Place, limits: Limits, bound: Bound) -> Verdict:
     before = snapshot([place.folder, place.bases.folder])
     ending = in_child(case.work, place.folder / LOGS / "work", limits, case.user)
     changed = changes(before, snapshot([place.folder, place.bases.folder]))
+    if ending.connected:
+        return Verdict("connected", ending.connected)
+    if ending.grown > MOST_TIMES * _size(place.inputs) + MOST_MORE:
+        return Verdict("memory", f"{ending.grown >> 20} MB, of an input of {_size(place.inputs) >> 20} MB")
     if ending.how == "refused" and case.sound:
         return Verdict("wrong", f"sound, and refused: {ending.text}")
     if ending.how == "refused":
@@ -57,6 +63,10 @@ def verdict(case: Case, place: Place, limits: Limits, bound: Bound) -> Verdict:
     if beside:
         return Verdict("wrong", f"outside of the output: {beside[0]}")
     return _judged(case, in_child(case.judge, place.folder / LOGS / "judge", limits), bound)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*"))
 
 
 def _judged(case: Case, judged: Ending, bound: Bound) -> Verdict:

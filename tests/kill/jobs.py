@@ -16,6 +16,7 @@ from quark.onnx import ModelQuantizer as OnnxQuantizer
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.model.calibration_data.stored_batches import write_batch
 from tests.commands.program import quark
+from tests.kill.server import EndedError
 from tests.models.denoisers import denoiser, step
 from tests.models.onnx_zoo import cnn, images
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama
@@ -33,12 +34,14 @@ class Job:
         outputs: Names of what it writes, each whole or absent on its own.
         run: The job; replaces what is there.
         old: What made the output that is there before; None: there is none.
+        is_command: Whether it is a command, which meets signals and says how it ended; else a call of Python.
     """
 
     name: str
     outputs: tuple[str, ...]
     run: Action
     old: Action | None = None
+    is_command: bool = True
 
 
 def make_inputs(folder: Path) -> None:
@@ -47,7 +50,7 @@ def make_inputs(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(LANGUAGE_MODEL / name, folder / "llama" / name)
     onnx.save(cnn(), folder / "cnn.onnx")
-    _make_pipeline(folder / "pipeline")
+    make_pipeline(folder / "pipeline")
     (folder / "steps").mkdir()
     for number in range(2):
         write_batch(folder / "steps" / f"{number}.npz", step("flux", number))
@@ -58,7 +61,7 @@ def make_inputs(folder: Path) -> None:
     (encoder / "modules.json").write_text(json.dumps(listed), encoding="utf-8")
 
 
-def _make_pipeline(folder: Path) -> None:
+def make_pipeline(folder: Path) -> None:
     """Write a pipeline of diffusers with a denoiser that ComfyUI knows."""
     import diffusers
 
@@ -77,7 +80,8 @@ def command(scheme: str, output: str, *options: str, model: str = "llama", data:
     def run(inputs: Path, folder: Path) -> None:
         more = ("--calib", inputs / data) if data else ()
         done = quark("quantize", inputs / model, "--scheme", scheme, "-o", folder / output, "--force", *more, *options)
-        assert done.code == 0, done.err
+        if done.code:
+            raise EndedError(done.code, done.log + done.err)
 
     return run
 
@@ -108,9 +112,9 @@ def graph(config: str, **settings: Any) -> Action:
     return run
 
 
-def _pair(name: str, outputs: tuple[str, ...], old: Action, new: Action) -> Iterator[Job]:
-    yield Job(name, outputs, new)
-    yield Job(f"{name} --force", outputs, new, old)
+def _pair(name: str, outputs: tuple[str, ...], old: Action, new: Action, is_command: bool = True) -> Iterator[Job]:
+    yield Job(name, outputs, new, None, is_command)
+    yield Job(f"{name} --force", outputs, new, old, is_command)
 
 
 SHARDS = ("--max-shard-size", "300KB")
@@ -120,8 +124,8 @@ JOBS = [
     *_pair("folder", ("out",), command("int8_wo", "out"), command("uint4_wo_32", "out", *SHARDS)),
     *_pair("stream", ("out",), command("int8_wo", "out"), command("uint4_wo_32", "out", "--stream", *SHARDS)),
     Job("stream of a cache", ("out",), command("uint4_wo_32", "out", "--stream", *CACHE, *SHARDS)),
-    *_pair("file to file", ("out",), file_to_file("int8_wo"), file_to_file("uint4_wo_32")),
-    *_pair("ONNX", ("out.onnx",), graph("XINT8", external_data=True), graph("A8W8", external_data=True)),
+    *_pair("file to file", ("out",), file_to_file("int8_wo"), file_to_file("uint4_wo_32"), False),
+    *_pair("ONNX", ("out.onnx",), graph("XINT8", external_data=True), graph("A8W8", external_data=True), False),
     *_pair(
         "GGUF", ("out.gguf",), command("uint4_wo_32", "out.gguf", "--export-format", "gguf"),
         command("int4_wo_32", "out.gguf", "--export-format", "gguf"),
@@ -152,6 +156,6 @@ JOBS = [
     ),
     *_pair(
         "statistics", ("out.onnx", "statistics.npz"),
-        graph("XINT8"), graph("A8W8", statistics="statistics.npz"),
+        graph("XINT8"), graph("A8W8", statistics="statistics.npz"), False,
     ),
 ]  # fmt: skip

@@ -1,24 +1,29 @@
-"""The kinds of damaged inputs, a file each. A new one is a file here and a line below."""
+"""The kinds of damaged inputs, one row each. A new one is a function of a file here and a line below."""
 
 from __future__ import annotations
 
 from tests.fuzz.case import Make
 from tests.fuzz.kinds import (
+    adapters,
     calibration_data,
     chat_templates,
     command_lines,
     configurations,
+    denoisers,
     encoded_sources,
     gguf_files,
     graph_archives,
     imatrices,
+    media,
     model_folders,
     onnx_models,
     patterns,
     quantized_folders,
     recipes,
     safetensors_files,
+    sentence_encoders,
     statistics_files,
+    tables,
 )
 
 KINDS: dict[str, Make] = {
@@ -37,4 +42,14 @@ KINDS: dict[str, Make] = {
     "pattern": patterns.make,
     "template": chat_templates.make,
     "graph": graph_archives.make,
+    "adapter": adapters.make,
+    "pipeline": denoisers.pipelines,
+    "steps": denoisers.steps,
+    "comfyui": denoisers.comfyui,
+    "encoder": sentence_encoders.make,
+    "sensitivity": tables.sensitivities,
+    "times": tables.times,
+    "lines": media.lines,
+    "images": media.images,
+    "sounds": media.sounds,
 }

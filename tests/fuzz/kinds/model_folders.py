@@ -35,7 +35,7 @@ ARCHITECTURES = (
 )  # fmt: skip
 
 
-def _change_config(folder: Path, change: Callable[[Any], tuple[Any, str]], name: str = "config.json") -> str:
+def change_json(folder: Path, change: Callable[[Any], tuple[Any, str]], name: str = "config.json") -> str:
     file = folder / name
     changed, said = change(json.loads(file.read_text(encoding="utf-8")))
     file.write_text(json.dumps(changed), encoding="utf-8")
@@ -43,7 +43,7 @@ def _change_config(folder: Path, change: Callable[[Any], tuple[Any, str]], name:
 
 
 def any_config(random: Random, folder: Path, marker: Path) -> str:
-    return _change_config(folder, partial(damage_json, random))
+    return change_json(folder, partial(damage_json, random))
 
 
 def a_size(random: Random, folder: Path, marker: Path) -> str:
@@ -53,7 +53,7 @@ def a_size(random: Random, folder: Path, marker: Path) -> str:
         config[name] = pick(random, (0, -1, 1, 3, config[name] * 2, config[name] + 1, 10**5, 10**9, 2**63, "64", 64.0))
         return config, f"{name} = {config[name]!r}"
 
-    return _change_config(folder, change)
+    return change_json(folder, change)
 
 
 def another_class(random: Random, folder: Path, marker: Path) -> str:
@@ -62,7 +62,7 @@ def another_class(random: Random, folder: Path, marker: Path) -> str:
         config[name] = pick(random, MODEL_TYPES) if name == "model_type" else [pick(random, ARCHITECTURES)]
         return config, f"{name} = {config[name]!r}"
 
-    return _change_config(folder, change)
+    return change_json(folder, change)
 
 
 def code_of_its_own(random: Random, folder: Path, marker: Path) -> str:
@@ -76,7 +76,7 @@ def code_of_its_own(random: Random, folder: Path, marker: Path) -> str:
             config["model_type"] = "hostile"
         return config, "auto_map names hostile.py"
 
-    return _change_config(folder, change)
+    return change_json(folder, change)
 
 
 def a_field_of_meaning(random: Random, folder: Path, marker: Path) -> str:
@@ -90,7 +90,7 @@ def a_field_of_meaning(random: Random, folder: Path, marker: Path) -> str:
         config[name] = pick(random, values)
         return config, f"{name} = {shorten(config[name])}"
 
-    return _change_config(folder, change)
+    return change_json(folder, change)
 
 
 def the_index(random: Random, folder: Path, marker: Path) -> str:
@@ -98,7 +98,7 @@ def the_index(random: Random, folder: Path, marker: Path) -> str:
     if not (folder / name).exists():
         return any_config(random, folder, marker)
     if random.random() < 0.5:
-        return _change_config(folder, partial(damage_json, random), name)
+        return change_json(folder, partial(damage_json, random), name)
 
     def change(index: Any) -> tuple[Any, str]:
         tensor = pick(random, index["weight_map"])
@@ -106,7 +106,7 @@ def the_index(random: Random, folder: Path, marker: Path) -> str:
         index["weight_map"][tensor] = pick(random, [*files, "../other.safetensors", "/etc/hostname", "nothing", ""])
         return index, f"{tensor} in {index['weight_map'][tensor]!r}"
 
-    return _change_config(folder, change, name)
+    return change_json(folder, change, name)
 
 
 def tensors(random: Random, folder: Path, marker: Path) -> str:
