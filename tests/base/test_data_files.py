@@ -1,4 +1,4 @@
-"""Arrays of files: nothing is unfolded before its header was looked at."""
+"""Arrays and images of files: nothing is unfolded before its header was looked at."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from quark.base.data_files import arrays
+from quark.base.data_files import arrays, images
 from quark.base.data_files.arrays import read_npy, read_npz
 from quark.errors import CalibrationError, FormatError
 
@@ -74,6 +76,17 @@ def test_what_unfolds_to_much_more_is_refused_by_its_headers(tmp_path: Path, mon
     monkeypatch.setattr(arrays, "available_memory", lambda: 1 << 20)
     with pytest.raises(FormatError, match=r"1048576 bytes of memory are free"):
         read_npz(tmp_path / "zeros.npz")
+
+
+@pytest.mark.parametrize("wrap", [Path, lambda path: io.BytesIO(path.read_bytes())], ids=["file", "bytes"])
+def test_an_image_that_unfolds_to_much_more_is_refused(
+    wrap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (400, 300)).save(tmp_path / "black.png")
+    assert images.open_image(wrap(tmp_path / "black.png")).size == (400, 300)
+    monkeypatch.setattr(images, "_FREE", 1 << 16)
+    with pytest.raises(ValueError, match="unfold to 400 x 300 pixels"):
+        images.open_image(wrap(tmp_path / "black.png"))
 
 
 def test_a_check_sees_headers_before_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

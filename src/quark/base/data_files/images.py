@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import SEEK_END
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +19,10 @@ from quark.errors import CalibrationError, ConfigError, did_you_mean, require_pa
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """Others have no place in data from elsewhere: Pillow runs another program for EPS, whatever the file is called."""
+_FREE = 1 << 26
+"""Bytes of pixels that any file may unfold to."""
+_RATIO = 100
+"""Above them: so many bytes of pixels for each byte of a file. Photographs have less than 40."""
 
 
 def open_image(file: Path | BinaryIO, mode: str | None = None) -> Any:
@@ -29,7 +34,7 @@ def open_image(file: Path | BinaryIO, mode: str | None = None) -> Any:
 
     Raises:
         MissingDependencyError: pillow is not installed.
-        ValueError: Its pixels have no 8-bit form.
+        ValueError: Its pixels have no 8-bit form, or are many more bytes than those of a picture of this file's size.
         Exception: Of Pillow, for what it cannot read; each format has its own.
     """
     require_packages(f"Reading {f'the image {file.name}' if isinstance(file, Path) else 'images'}", "images", "PIL")
@@ -43,9 +48,28 @@ def open_image(file: Path | BinaryIO, mode: str | None = None) -> Any:
         except UnidentifiedImageError:
             raise ValueError(f"it is none of {', '.join(FORMATS)}, or damaged") from None
     with opened as image:
+        _check_size(image, file)
         # Pillow cuts off what is above 255 where it converts these.
         wide = _in_8_bits(image) if image.mode[0] in "IF" else image
         return wide.convert(mode or ("L" if wide.mode in ("1", "L") else "RGB"))
+
+
+def _check_size(image: Any, file: Path | BinaryIO) -> None:
+    """Raise ValueError for a file of a few bytes that unfolds to very many, of which readers make copies."""
+    unfolded = image.width * image.height * len(image.getbands())
+    stored = file.stat().st_size if isinstance(file, Path) else _length(file)
+    if unfolded > max(_FREE, _RATIO * stored):
+        raise ValueError(
+            f"its {stored} bytes unfold to {image.width} x {image.height} pixels, as no photograph does. Possible: "
+            "scale it down"
+        )
+
+
+def _length(file: BinaryIO) -> int:
+    place = file.tell()
+    length = file.seek(0, SEEK_END)
+    file.seek(place)
+    return length
 
 
 def _in_8_bits(image: Any) -> Any:
