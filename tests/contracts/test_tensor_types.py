@@ -100,6 +100,7 @@ CONTRADICTIONS = {
     "other bits than those of the words": ("int4", {}, {"num_bits": 8}),
     "a text for symmetric": ("int4", {}, {"symmetric": "4"}),
     "a text for bits": ("int4", {}, {"num_bits": "4"}),
+    "groups without a size": ("int4", {}, {"group_size": None}),
     "truth for a size": ("int4", {}, {"group_size": True}),
 }
 

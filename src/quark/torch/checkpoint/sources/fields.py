@@ -26,6 +26,7 @@ _FIELDS: dict[str, dict[str, tuple[type | None, ...]]] = {
                  "quantized_layers": (dict, None)},
 }  # fmt: skip
 """`quant_method` -> field -> its types; None: it may be null. Fields of other names are not looked at."""
+_GROUPED = ("group", "tensor_group")
 _ROLES = ("weights", "input_activations", "output_activations")
 
 
@@ -38,7 +39,7 @@ def check_fields(method: str | None, section: Mapping[str, Any], where: object) 
         where: The folder, for the message.
 
     Raises:
-        FormatError: One has another type.
+        FormatError: One has another type, or lacks what it needs.
     """
     for place, fields, known in _known(str(method), section):
         for name, kinds in known.items():
@@ -49,6 +50,11 @@ def check_fields(method: str | None, section: Mapping[str, Any], where: object) 
                 raise FormatError(
                     f"{where}: {place}{name} in its config.json is {fields[name]!r:.40}, and {possible} is needed."
                 )
+        if known is _WEIGHTS and fields.get("strategy") in _GROUPED and not fields.get("group_size"):
+            raise FormatError(
+                f"{where}: {place}strategy in its config.json is {fields['strategy']!r}, and {place}group_size is "
+                f"{fields.get('group_size')!r}. Possible: the number of values that share a scale."
+            )
 
 
 def _known(
