@@ -369,7 +369,7 @@ def _content(value: Any, name: str, place: str) -> str | Sequence[Any]:
         if all("role" in m for m in value):
             return value
         if all("from" in m and "value" in m for m in value):
-            return [{"role": TURNS.get(m["from"], m["from"]), "content": m["value"]} for m in value]
+            return [{"role": TURNS.get(str(m["from"]), m["from"]), "content": m["value"]} for m in value]
     raise CalibrationError(f"{place} {name!r} is neither text nor a list of messages with role and content.")
 
 
