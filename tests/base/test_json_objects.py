@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from torch import nn
 
+import quark
 from quark.base.json_objects import plain_json
 from quark.errors import FormatError
 from quark.onnx.calibration.statistics import read_ranges
@@ -17,6 +19,8 @@ from quark.torch import load_params
 from quark.torch.bit_budget.sensitivity import SensitivityTable
 from quark.torch.config.named_algorithms import load_quant_algo_config_from_file
 
+SOURCES = Path(quark.__file__).parent
+
 
 @pytest.mark.parametrize(
     ("text", "said"),
@@ -25,6 +29,7 @@ from quark.torch.config.named_algorithms import load_quant_algo_config_from_file
         ('{"a": ' * 100_000 + "1" + "}" * 100_000, "nested too deep"),
         ('{"a": 1, "a": 2}', "'a' occurs twice"),
         ('{"a": NaN}', "the value NaN"),
+        ('{"a": -1' + "0" * 400 + "}", "a number of 402 digits"),
     ],
 )
 def test_what_readers_take_differently_or_cannot_take_is_a_value_error(text: str, said: str) -> None:
@@ -49,3 +54,10 @@ def test_files_that_are_nested_too_deep_are_refused_in_one_line(name: str, tmp_p
     file.write_text("[" * 100_000)
     with pytest.raises(FormatError, match="deep.json"):
         READERS[name](file)
+
+
+def test_files_of_users_have_no_other_reader() -> None:
+    """But those of what a run has put down itself, and of what other libraries measure."""
+    call = re.compile(r"json\.loads\([^\n]*read_text")
+    found = {path.name for path in SOURCES.rglob("*.py") if call.search(path.read_text(encoding="utf-8"))}
+    assert found == {"model_card.py", "resume.py", "pass_store.py", "kernels.py"}

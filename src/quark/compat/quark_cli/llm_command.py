@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from quark.base.json_objects import plain_json
 from quark.errors import ConfigError
 
 KV_CACHE = (
@@ -73,7 +73,7 @@ def _template(file: str) -> Any:
     from quark.torch.config.named_algorithms import algo_config_from_dict
 
     try:
-        fields = json.loads(Path(file).read_text(encoding="utf-8"))
+        fields = plain_json(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--template_file {file} cannot be read as JSON: {error}.") from None
     algorithms = fields.pop("algorithm_configs", {}) if isinstance(fields, dict) else None

@@ -25,6 +25,7 @@ import onnx_ir as ir
 
 from quark.base.data_files.arrays import read_npz
 from quark.base.files import atomic_file, require_regular
+from quark.base.json_objects import plain_json
 from quark.base.log import logger
 from quark.core.array import Array, NumpyArray
 from quark.core.observers.base import Observer
@@ -231,7 +232,7 @@ def read_ranges(path: str | os.PathLike[str]) -> dict[str, Range]:
     """
     require_regular(Path(path))
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = plain_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(f"{path} is no JSON file of tensor ranges: {one_line(error)}") from error
     entries = content.get(KEY) if isinstance(content, dict) else None

@@ -18,6 +18,7 @@ from typing import Any
 import onnx
 
 from quark.base.files import atomic_file, digest_of
+from quark.base.json_objects import plain_json
 from quark.base.log import logger
 from quark.errors import ConfigError, FormatError
 
@@ -120,7 +121,7 @@ class History:
         if path is None or not resume or not path.exists():
             return
         try:
-            content = json.loads(path.read_text("utf-8"))
+            content = plain_json(path.read_text("utf-8"))
             head = {name: content[name] for name in self._head}
             trials = [_of_choice(dict(trial["params"]), float(trial["score"])) for trial in content["trials"]]
         except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -20,6 +20,7 @@ from torch import nn
 
 from quark.__version__ import __version__
 from quark.base.files import atomic_file, require_regular
+from quark.base.json_objects import plain_json
 from quark.core.solvers.choices.knapsack import cheapest_choice
 from quark.errors import ConfigError, FormatError, did_you_mean
 from quark.torch.algorithms.layer_inputs import input_groups
@@ -248,7 +249,7 @@ class SensitivityTable:
         """Read what `save` wrote. Raises FormatError for anything else."""
         require_regular(file)
         try:
-            stored = json.loads(file.read_text(encoding="utf-8"))
+            stored = plain_json(file.read_text(encoding="utf-8"))
             if stored["kind"] != KIND:
                 raise ValueError(f"its kind is {stored['kind']!r}")
             groups = tuple(_group(entry) for entry in stored["groups"])

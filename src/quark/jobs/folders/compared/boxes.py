@@ -11,7 +11,6 @@ largest precision at that recall or above; mAP is the mean of it over classes an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from quark.base.data_files.images import Resizing, open_image
+from quark.base.json_objects import plain_json
 from quark.errors import CalibrationError, ConfigError, did_you_mean, one_line
 from quark.jobs.folders.compared.task_scores import TaskScores
 from quark.onnx.calibration.data.inputs import Feed
@@ -219,7 +219,7 @@ class ImagesWithBoxes:
                 f"--metric map: {table} is not there. Needed are the boxes of the images, as COCO has."
             )
         try:
-            data = json.loads(table.read_text(encoding="utf-8"))
+            data = plain_json(table.read_text(encoding="utf-8"))
             names = {Path(each["file_name"]).as_posix(): each["id"] for each in data["images"]}
             of_image: dict[Any, list[Mapping[str, Any]]] = {}
             for each in data["annotations"]:

@@ -38,6 +38,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from quark.base.files import atomic_file, require_regular
+from quark.base.json_objects import plain_json
 from quark.base.log import logger
 from quark.base.native import cache_folder
 from quark.errors import ConfigError, FormatError, OutputError, QuarkError
@@ -257,7 +258,7 @@ class Profile:
         """Read a file. Raises FormatError for one that is no profile."""
         require_regular(path)
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = plain_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise FormatError(f"{path} is no profile: {error}.") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:

@@ -21,6 +21,7 @@ from typing import Any
 import onnx_ir as ir
 
 from quark.base.files import atomic_file
+from quark.base.json_objects import plain_json
 from quark.base.progress import progress
 from quark.core.dtypes import MICRO_EXPONENT
 from quark.core.granularity import PerGroup
@@ -163,7 +164,7 @@ def _grouped(model: ir.Model, nodes: list[str], path: str) -> list[tuple[str, li
 def _read_subgraphs(path: str) -> list[tuple[str, Subgraph]]:
     """(name, scope) of each subgraph of a file."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = plain_json(Path(path).read_text(encoding="utf-8"))
         found = [(str(e["name"]), (tuple(e["start_nodes"]), tuple(e["end_nodes"]))) for e in data["subgraphs"]]
         count = data.get("num_subgraphs", len(found))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -245,7 +246,7 @@ class Cache:
         if path is None or not Path(path).exists():
             return
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = plain_json(Path(path).read_text(encoding="utf-8"))
             name, kept = data["format"], data["cache_key"]
             self._entries = {str(entry["name"]): entry for entry in data["results"]}
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
