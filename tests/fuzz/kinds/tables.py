@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from functools import partial
 from pathlib import Path
@@ -66,12 +67,20 @@ def sensitivities(random: Random, place: Place) -> Case:
 
 def _measure(source: Path, times: Path, output: Path) -> None:
     """Quantize a model, and leave in float what a table of times says is faster there."""
+    from quark.errors import SlowerThanFloatError
     from quark.onnx import Config, ModelQuantizer, QuantType
     from quark.onnx.config.config import QuantizationConfig
 
     options: dict[str, Any] = {"Target": "ort_x64", "MeasurePlacement": str(times)}
     config = Config(QuantizationConfig(activation_type=QuantType.QUInt8, extra_options=options))
-    ModelQuantizer(config).quantize_model(source, output, [feeds(str(source.parent))])
+    # By these times float may be the faster everywhere; what was measured before that is kept, as it is to be.
+    with contextlib.suppress(SlowerThanFloatError):
+        ModelQuantizer(config).quantize_model(source, output, [feeds(str(source.parent))])
+
+
+def _judge_placement(source: Path, result: Path) -> float:
+    one = {name: array[:4] for name, array in feeds(str(source.parent)).items()}
+    return judge_onnx(source, result if result.exists() else None, one)
 
 
 def times(random: Random, place: Place) -> Case:
@@ -79,9 +88,8 @@ def times(random: Random, place: Place) -> Case:
     base = place.bases.made("times.json", lambda file: _measure(source, file, file.with_suffix(".onnx")))
     file = place.inputs / "times.json"
     said, sound = _damaged(random, base, file)
-    one = {name: array[:4] for name, array in feeds(str(source.parent)).items()}
     return Case(
         f"times of kernels: {said}", partial(_measure, source, file, output),
-        partial(judge_onnx, source, output, one), (output, file),
+        partial(_judge_placement, source, output), (output, file),
         like="onnx-cnn", bound=partial(bound_of, source.parent), sound=sound,
     )  # fmt: skip
