@@ -86,3 +86,7 @@ def test_what_is_no_pattern_is_said() -> None:
             matches("name", f"re:{pattern}")
     with pytest.raises(ConfigError, match="groupref beside repeats"):
         matches("a" * 60, r"re:(a+)+\1b")
+
+
+def test_what_a_later_python_may_read_otherwise_is_read_without_a_warning() -> None:
+    assert full_match("[[a]", "[") and full_match("[a--b]", "-") and not full_match("[[a]", "b")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -53,7 +54,9 @@ def _compiled(pattern: str) -> tuple[re.Pattern[str], Any]:
     if len(pattern) > LONGEST:
         raise ConfigError(f"The regular expression {pattern[:40]!r}... has more than {LONGEST} characters.")
     try:
-        return re.compile(pattern), parser.parse(pattern)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of sets that a later Python may read otherwise
+            return re.compile(pattern), parser.parse(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise ConfigError(f"{pattern!r:.200} is not a regular expression: {error}.") from None
 
