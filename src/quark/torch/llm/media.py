@@ -106,7 +106,7 @@ def _kind(part: Any) -> str | None:
     """The kind of a part of a message; None for a text."""
     if not isinstance(part, Mapping):
         return None
-    of_part = {part.get("type"), *(key for key, value in part.items() if value is not None)}
+    of_part = {str(part.get("type")), *(key for key, value in part.items() if value is not None)}
     return next((kind for kind, types in TYPES.items() if of_part.intersection(types)), None)
 
 
