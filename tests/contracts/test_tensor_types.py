@@ -95,6 +95,17 @@ def test_a_value_that_is_no_number_is_refused(kind: str, tmp_path: Path) -> None
             assert found is None or kept, (name, value)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_one_of_its_tensors_a_weight_is_refused_or_is_the_same_numbers(kind: str, tmp_path: Path) -> None:
+    stored, values = stored_of(kind)
+    for name in stored:
+        try:
+            found = read(kind, {other: x for other, x in stored.items() if other != name}, tmp_path)
+        except KeyError:  # of the weight itself, which is then nowhere
+            continue
+        assert found is None or torch.equal(found, values.float()), name
+
+
 CONTRADICTIONS = {
     "a shape that is not that of the codes": ("int4", {"up.weight_shape": torch.tensor([ROWS, 2 * COLUMNS])}, {}),
     "other bits than those of the words": ("int4", {}, {"num_bits": 8}),

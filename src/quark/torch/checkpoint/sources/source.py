@@ -249,6 +249,8 @@ class Source:
         codes = self._there(coded).dtype
         require_type(coded, codes, self._claimed.packed() if packed else self._claimed.codes(), "codes")
         twice = any(f"{parent}.{leaf}" in self._files for leaf in (DIVISOR, FACTOR))
+        if codes == torch.uint8 and not packed and name.endswith(".weight"):
+            self._there(f"{parent}.{FACTOR}")  # two FP4 in a byte, whose scales in FP8 have a scale
         wanted = self._claimed.scales(codes, packed, twice)
         require_type(scale, self._there(scale).dtype, wanted, "scales of such codes")
         for leaf, kinds in BESIDE_TYPES.items() if name.endswith(".weight") else ():
