@@ -51,6 +51,14 @@ def test_its_files_are_whole_and_its_own(adapter: Path, name: str) -> None:
         base_of(adapter)
 
 
+def test_integers_are_no_values_of_an_adapter(adapter: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    name = "base_model.model.q_proj.lora_A.weight"
+    save_file({name: torch.ones(2, 2, dtype=torch.int32)}, adapter / WEIGHTS)
+    with pytest.raises(FormatError, match=f"{name} has the type int32"), merged(adapter, tmp_path / "out"):
+        pass
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize(
     ("options", "tied"),

@@ -27,6 +27,7 @@ from quark.errors import FormatError, NotSupportedError, require_packages
 from quark.torch.checkpoint.float_model import load_float_model
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.checkpoint.safetensors_file import TensorFile
+from quark.torch.checkpoint.sources.encoded import dtype_name
 from quark.torch.checkpoint.sources.methods import AS_FLOAT
 from quark.torch.model.adapter_config import require_local, with_names
 from quark.torch.model.folder_files import file_of, side_files
@@ -99,7 +100,7 @@ def merged(folder: Path, output: Path) -> Iterator[Path]:
     """
     require_packages("An adapter", "peft", "peft")
     base = base_of(folder)
-    stored = set(TensorFile(file_of(folder, WEIGHTS)).names)
+    stored = _names_of(TensorFile(file_of(folder, WEIGHTS)))
     with temporary_folder(output.absolute()) as scratch:
         place = folder.resolve()
         # In huggingface's cache the name is a hash, and the model card looks for that of the hub above it.
@@ -114,6 +115,15 @@ def merged(folder: Path, output: Path) -> Iterator[Path]:
         _merged_model(folder, base, stored).save_pretrained(whole)
         logger.info("Merged the adapter %s into its base model %s.", folder, base.path)
         yield whole
+
+
+def _names_of(file: TensorFile) -> set[str]:
+    """The names of what an adapter holds. Raises FormatError for integers in the place of values."""
+    for name in file.names:
+        dtype = file.meta(name).dtype
+        if not dtype.is_floating_point and "indices" not in name:
+            raise FormatError(f"{file.path}: {name} has the type {dtype_name(dtype)}, and an adapter holds floats.")
+    return set(file.names)
 
 
 def _merged_model(folder: Path, base: OpenedFolder, stored: set[str]) -> Any:
