@@ -89,4 +89,4 @@ def test_what_is_no_pattern_is_said() -> None:
 
 
 def test_what_a_later_python_may_read_otherwise_is_read_without_a_warning() -> None:
-    assert full_match("[[a]", "[") and full_match("[a--b]", "-") and not full_match("[[a]", "b")
+    assert full_match("[[a]", "[") and full_match("[a||b]", "|") and not full_match("[[a]", "b")
