@@ -98,12 +98,11 @@ def _child(work: Callable[[], Any], logs: Path, limits: Limits, nobody: bool, wr
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
         resource.setrlimit(resource.RLIMIT_DATA, (limits.memory, limits.memory))
+        connected, before = _watch_connections(), _memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         if nobody and os.getuid() == 0:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
-        connected = _watch_connections()
-        before = _memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         ending = _ending(work)
         ending |= {"grown": _memory("VmHWM") - before, "connected": ", ".join(connected)}
     finally:
