@@ -1,27 +1,31 @@
 """Cases: a job and a moment. After the kill the output is absent, old or new; after a second run nothing else is left.
 
-Each event around a rename is tried, however many there are. Of the other kills half come before a file event, each of
-which has its turn as far as the count allows; half at any moment.
+Each event around a rename is tried with SIGKILL, however many there are. The other cases have one of ENDS in turn: a
+signal, or a disk that fills. Of the signals half come before a file event, each of which has its turn as far as the
+count allows; half at any moment. What a command that can say so leaves, it names.
 """
 
 from __future__ import annotations
 
 import random
-import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 
 from tests.kill.jobs import JOBS, Action, Job, make_inputs
-from tests.kill.server import End, Moment, fork, load_modules
+from tests.kill.server import REFUSED, Disk, End, Moment, fork, load_modules
 
 Files = Mapping[str, bytes]
 NEVER = Moment()
+ENDS = (signal.SIGTERM, signal.SIGKILL, signal.SIGHUP, None, signal.SIGINT)
+"""How cases end, in turn; None: by a disk that fills."""
+PAGE = 4096
+"""Bytes that a file of a disk takes at least, and of which it takes a multiple."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +41,22 @@ class Workshop:
     """Folders of inputs and of the case at hand, below a root."""
 
     def __init__(self, root: Path) -> None:
-        self.inputs, self.folder, self.log = root / "inputs", root / "case", root / "log"
+        self.root, self.inputs, self.folder, self.log = root, root / "inputs", root / "case", root / "log"
         self.inputs.mkdir()
+        self.disk = Disk(self.folder)
         # In a child: the server itself must stay without the threads that libraries start.
         self._fork(lambda inputs, folder: make_inputs(inputs), NEVER)
         load_modules(self.log)
 
-    def _fork(self, action: Action, moment: Moment) -> End:
-        end = fork(lambda: action(self.inputs, self.folder), self.folder, moment, self.log)
-        if end.code not in (0, -signal.SIGKILL):
-            raise RuntimeError(f"A job failed by itself:\n{self.log.read_text()}")
+    def _fork(self, action: Action, moment: Moment, room: int = 0) -> End:
+        def run() -> None:
+            if room:
+                self.disk.limit(room)
+            action(self.inputs, self.folder)
+
+        end = fork(run, self.folder, moment, self.log)
+        if end.code not in codes_of(moment):
+            raise RuntimeError(f"A job ended by itself, with {end.code}:\n{self.log.read_text()}")
         return end
 
     def learn(self, job: Job) -> Undisturbed:
@@ -63,11 +73,17 @@ class Workshop:
 
     def kill(self, job: Job, known: Undisturbed, moment: Moment) -> tuple[str, list[str]]:
         """Kill the job, and run it again; what lay there in between ("absent", "old" or "new"), and what is wrong."""
-        self._put(known.before)
+        share = 0.0 if moment.room is None else max(PAGE, moment.room * disk_size(known.after))
+        room = int(disk_size(known.before) + share) if share else 0
+        there = self._around()
+        self._put(known.before, room)
         try:
-            self._fork(job.run, moment)
+            end = self._fork(job.run, moment, room)
             left = files_of(self.folder)
             state, wrong = judge(job, left, known)
+            if end.code not in (0, -signal.SIGKILL):
+                wrong += unsaid(job, end.code, {*left, *(self._around() - there)}, known, self.log.read_text())
+            self.disk.grow()
             self._fork(job.run, NEVER)
         except RuntimeError as error:
             return "broken", [str(error)]
@@ -79,9 +95,15 @@ class Workshop:
             )
         return state, wrong
 
-    def _put(self, files: Files) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def _around(self) -> set[str]:
+        """Names of what lies around the folder, where the system's temporary files are."""
+        return {path.name for path in self.root.iterdir()} - {self.folder.name}
+
+    def _put(self, files: Files, room: int = 0) -> None:
+        self.disk.clear()
         self.folder.mkdir()
+        if room:
+            self.disk.make(room)
         for name, content in files.items():
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,6 +131,46 @@ def judge(job: Job, left: Files, known: Undisturbed) -> tuple[str, list[str]]:
     return max(states, key=["absent", "old", "new", "broken"].index), wrong
 
 
+def codes_of(moment: Moment) -> tuple[int, ...]:
+    """The codes with which a job may end: 0, where it was done before."""
+    if moment == NEVER:
+        return (0,)
+    if moment.room is not None:
+        return 0, REFUSED
+    return 0, -moment.signal, 128 + moment.signal
+
+
+def disk_size(files: Files) -> int:
+    """Bytes that files take on a disk."""
+    return sum(-(-len(content) // PAGE) * PAGE for content in files.values())
+
+
+def unsaid(job: Job, code: int, left: Iterable[str], known: Undisturbed, said: str) -> list[str]:
+    """What is wrong with how a job ended that could still say something.
+
+    Args:
+        job, code: Which ended, and how.
+        left: Names of all files, and of what is new around the folder.
+        known: See `Undisturbed`.
+        said: What it printed.
+    """
+    if code < 0:  # by the signal itself, which only commands meet
+        return [f"a command ended by signal {-code} itself"] if job.is_command and {*left} != {*known.before} else []
+    wrong = []
+    lines = [line for line in said.splitlines() if line.startswith("quark: ")]
+    if len(lines) != 1 and job.is_command:
+        wrong.append(f"it ended with {code} and the lines {lines}")
+    if any("Unexpected " in line for line in lines) or "Traceback" in said:
+        wrong.append(f"it ended with {code} and said {said[-300:]!r}")
+    beside = _tops(left) - _tops(known.before) - _tops(known.after)
+    unnamed = sorted(name for name in beside if name not in said)
+    return wrong + [f"{name} is left, and nothing says so: {said[-300:]!r}" for name in unnamed]
+
+
+def _tops(names: Iterable[str]) -> set[str]:
+    return {name.partition("/")[0] for name in names}
+
+
 def output(files: Files, name: str) -> dict[str, bytes]:
     """The files of an output: itself, what is in it, or the weights that it names."""
     found = {key: content for key, content in files.items() if key == name or key.startswith(f"{name}/")}
@@ -120,7 +182,7 @@ def output(files: Files, name: str) -> dict[str, bytes]:
 
 
 def moments(known: Mapping[str, Undisturbed], count: int, seed: int) -> Iterator[tuple[str, Moment]]:
-    """Names of jobs and when to kill them, all jobs in turn: at each event around a rename, whatever the count is."""
+    """Names of jobs and how to end them, all jobs in turn: at each event around a rename, whatever the count is."""
     dice = random.Random(seed)
     always = {name: job.end.around_renames() for name, job in known.items()}
     for name, near in always.items():
@@ -129,12 +191,16 @@ def moments(known: Mapping[str, Undisturbed], count: int, seed: int) -> Iterator
     events = {name: sorted({*range(1, job.end.events + 1)} - {*always[name]}) for name, job in known.items()}
     for left in events.values():
         dice.shuffle(left)
-    for turn in range(-(-count // len(known))):
-        for name in list(known)[: count - turn * len(known)]:
-            if turn % 2 == 0 and events[name]:
-                yield name, Moment(event=events[name].pop())
-            else:
-                yield name, Moment(seconds=dice.uniform(0, 1.05 * known[name].end.seconds))
+    for number in range(count):
+        turn, place = divmod(number, len(known))
+        # Another one for each job in a turn, and for a job in each turn.
+        end, name = ENDS[(turn + place) % len(ENDS)], list(known)[place]
+        if end is None:
+            yield name, Moment(room=dice.uniform(0, 1.2))
+        elif turn % 2 == 0 and events[name]:
+            yield name, Moment(event=events[name].pop(), signal=end)
+        else:
+            yield name, Moment(seconds=dice.uniform(0, 1.05 * known[name].end.seconds), signal=end)
 
 
 def run_cases(root: Path, count: int, seed: int, only: Sequence[str]) -> int:
@@ -144,15 +210,20 @@ def run_cases(root: Path, count: int, seed: int, only: Sequence[str]) -> int:
     known = {name: workshop.learn(job) for name, job in jobs.items()}
     states = {name: Counter[str]() for name in jobs}
     failures = 0
+    how: Counter[str] = Counter()
     for name, moment in moments(known, count, seed):
         state, wrong = workshop.kill(jobs[name], known[name], moment)
         states[name][state] += 1
+        how["full disk" if moment.room is not None else moment.signal.name] += 1
         failures += bool(wrong)
         for line in wrong:
-            sys.stdout.write(f"WRONG: {name}, killed {moment}: {line}\n")
+            sys.stdout.write(f"WRONG: {name}, ended {moment}: {line}\n")
+            sys.stdout.flush()
+    workshop.disk.clear()
     for name, found in states.items():
         end = known[name].end
         shown = ", ".join(f"{found[state]} {state}" for state in ("absent", "old", "new", "broken") if found[state])
         sys.stdout.write(f"{name}: {end.events} file events in {end.seconds:.2f} s; kills: {shown}\n")
+    sys.stdout.write(f"{', '.join(f'{count} by {end}' for end, count in how.items())}\n")
     sys.stdout.write(f"{sum(map(Counter.total, states.values()))} kills, {failures} wrong\n")
     return int(failures > 0)

@@ -75,11 +75,12 @@ def make_pipeline(folder: Path) -> None:
 
 
 def command(scheme: str, output: str, *options: str, model: str = "llama", data: str = "") -> Action:
-    """`quark quantize` of a model of the inputs, with data of theirs."""
+    """`quark quantize` of a model of the inputs, with data of theirs; without a verdict, which says its time."""
 
     def run(inputs: Path, folder: Path) -> None:
         more = ("--calib", inputs / data) if data else ()
-        done = quark("quantize", inputs / model, "--scheme", scheme, "-o", folder / output, "--force", *more, *options)
+        words = ("--scheme", scheme, "-o", folder / output, "--force", "--no-verdict")
+        done = quark("quantize", inputs / model, *words, *more, *options)
         if done.code:
             raise EndedError(done.code, done.log + done.err)
 

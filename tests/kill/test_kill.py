@@ -12,9 +12,10 @@ import numpy as np
 import onnx
 import pytest
 
-from tests.kill.cases import Undisturbed, files_of, judge, moments
+from quark.base.files import atomic_file
+from tests.kill.cases import Undisturbed, files_of, judge, moments, unsaid
 from tests.kill.jobs import JOBS
-from tests.kill.server import End, Moment, fork
+from tests.kill.server import REFUSED, Disk, End, Moment, fork
 
 ROOT = Path(__file__).parents[2]
 FORCE = {job.name: job for job in JOBS}["folder --force"]
@@ -57,6 +58,39 @@ def test_what_a_kill_must_not_leave_is_found() -> None:
     assert judge(GRAPH, {"out.onnx": graph("d"), "d": b"2"}, known)[0] == "broken"
 
 
+def test_what_a_command_does_not_say_is_found() -> None:
+    known = Undisturbed({"out/a": b"1"}, {"out/a": b"2"}, End(0, ".", 1.0))
+    line = "quark: Interrupted.\n"
+    for code, left, said, wrong in (
+        (143, ["out/a"], line, 0),
+        (143, ["out/a", "out.partial/b"], f"1 block is kept in /x/out.partial.\n{line}", 0),
+        (143, ["out/a", "out.partial/b"], line, 1),
+        (143, ["out/a", ".quark-01234567.tmp/x"], line, 1),
+        (143, ["out/a"], "", 1),
+        (1, ["out/a"], "quark: Unexpected OSError in quark/base/files.py\n", 1),
+        (-15, ["out/a"], "", 0),
+        (-15, ["out/a", "tmp3"], "", 1),
+    ):
+        assert len(unsaid(FORCE, code, left, known, said)) == wrong, (code, left, said)
+
+
+def test_a_disk_that_fills_is_named_and_leaves_what_was_there(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "disk")
+    disk.folder.mkdir()
+    disk.make(4096)
+
+    def write() -> None:
+        disk.limit(4096)
+        with atomic_file(disk.folder / "a") as file:
+            file.write_bytes(bytes(1 << 16))
+
+    try:
+        assert fork(write, disk.folder, Moment(), tmp_path / "log").code == REFUSED
+        assert not list(disk.folder.iterdir())
+    finally:
+        disk.clear()
+
+
 def test_children_are_killed_before_the_event_that_is_named(tmp_path: Path) -> None:
     """Of a folder made, a file written, renamed and removed; what is read, or lies elsewhere, is no event."""
     (tmp_path / "case").mkdir()
@@ -89,6 +123,8 @@ def test_every_event_has_its_turn() -> None:
     assert len(found) == 13 and found == list(moments(known, 13, 0)) != list(moments(known, 13, 1))
     assert sorted(m.event for name, m in found if name == "one" and m.event) == [1, 2, 3]
     assert all(m.seconds is None or 0 <= m.seconds <= 2.1 for _, m in found)
+    assert {m.signal.name for _, m in found if m.room is None} == {"SIGTERM", "SIGKILL", "SIGHUP", "SIGINT"}
+    assert sum(m.room is not None for _, m in found) == 2
 
 
 def test_events_around_a_rename_are_tried_whatever_the_count_is() -> None:
