@@ -79,7 +79,8 @@ def command(scheme: str, output: str, *options: str, model: str = "llama", data:
 
     def run(inputs: Path, folder: Path) -> None:
         more = ("--calib", inputs / data) if data else ()
-        words = ("--scheme", scheme, "-o", folder / output, "--force", "--no-verdict")
+        of_denoiser = model == "pipeline" and output != "out"  # whose file has none
+        words = ("--scheme", scheme, "-o", folder / output, "--force", *(() if of_denoiser else ("--no-verdict",)))
         done = quark("quantize", inputs / model, *words, *more, *options)
         if done.code:
             raise EndedError(done.code, done.log + done.err)
