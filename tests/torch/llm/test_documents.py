@@ -168,6 +168,7 @@ def test_a_text_that_is_not_packed_is_its_lines(tokenizer: Any, tmp_path: Path) 
         ('{"messages": [{"role": "user", "content": "a"}]}\n', "the tokenizer of the model has no chat template"),
         ('{"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]}\n', "of the type 'image'"),
         ('{"messages": [{"role": "user", "content": [{"image_url": {"url": "x"}}]}]}\n', "a folder of .npz files"),
+        ('{"text": "a \\ud800 b"}\n', r"'a \\ud800 b' has half of a pair"),
         ('{"messages": [{"from": [], "value": "a"}]}\n', "the tokenizer of the model has no chat template"),
         ('{"messages": [{"role": "user", "content": [{"type": {}, "url": "a"}]}]}\n', "has no chat template"),
         ('{"text": ' + "[" * 20000, "is not JSON"),

@@ -44,8 +44,17 @@ def token_windows(
 def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
     """The ids of a text, with these options of a transformers tokenizer.
 
-    Raises FormatError where its library gives up, as it does on a regular expression that tries too many ways.
+    Raises:
+        FormatError: Its library gives up, as it does on a regular expression that tries too many ways.
+        CalibrationError: The text has half of a surrogate pair, as JSON can write it.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CalibrationError(
+            f"The text {text[max(0, error.start - 20) : error.end + 20]!a} has half of a pair of characters, which no "
+            "UTF-8 has. Possible: data without it."
+        ) from None
     try:
         return list(tokenizer(text, verbose=False, **options)["input_ids"])
     except BaseException as error:
