@@ -516,3 +516,23 @@ def test_what_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
                 (new / "config.json" if write else new).write_text("[]")
             assert stat.S_IMODE(inner.stat().st_mode) == mode and inner.read_text() == "[]"
             assert stat.S_IMODE(place.stat().st_mode) == mode | 0o110 * write
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_a_signal_while_a_temporary_folder_is_removed_leaves_none(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = []
+
+    def interrupted(folder: Path, **options: Any) -> None:
+        removed.append(folder)
+        if late or len(removed) > 1:
+            real(folder, **options)
+        if len(removed) == 1:
+            raise KeyboardInterrupt
+
+    real = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt), files.atomic_file(tmp_path / "a") as file:
+        file.write_text("new")
+    assert not [path for path in tmp_path.iterdir() if files.is_temporary(path)] and len(removed) == 2

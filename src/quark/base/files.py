@@ -24,7 +24,7 @@ import shutil
 import stat
 import sys
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -180,9 +180,19 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        surely(lambda: shutil.rmtree(folder, ignore_errors=True))
         if lock is not None:
             os.close(lock)
+
+
+def surely(end: Callable[[], None]) -> None:
+    """Call what ends something; once more where a signal comes meanwhile, whose handler raises wherever it comes."""
+    try:
+        end()
+    except KeyboardInterrupt:
+        with suppress(FileNotFoundError):
+            end()
+        raise
 
 
 def flush(path: Path) -> None:
@@ -419,7 +429,7 @@ def _check_parents(target: Path, named: Path) -> None:
         raise OutputError(f"{named} cannot be written: {folder} is read-only, for this user or at all.")
     try:  # what a system lets root do everywhere else, it may not let anyone do in /proc
         trial, lock = _make(folder)
-        trial.rmdir()
+        surely(trial.rmdir)
     except OSError as error:
         raise OutputError(f"{named} cannot be written: {folder} takes no file ({error.strerror}).") from None
     if lock is not None:
@@ -437,13 +447,18 @@ def _make(parent: Path) -> tuple[Path, int | None]:
     """A new temporary folder, and its lock."""
     while True:
         folder = parent / f".quark-{uuid.uuid4().hex[:8]}.tmp"
-        folder.mkdir(mode=0o700)
-        # Until there is the lock, another run may take the folder for a dead one.
-        with suppress(FileNotFoundError, BlockingIOError):
-            lock = hold(folder)
-            if lock is None or folder.exists():
-                return folder, lock
-            os.close(lock)
+        try:
+            folder.mkdir(mode=0o700)
+            # Until there is the lock, another run may take the folder for a dead one.
+            with suppress(FileNotFoundError, BlockingIOError):
+                lock = hold(folder)
+                if lock is None or folder.exists():
+                    return folder, lock
+                os.close(lock)
+        except BaseException:  # a signal
+            with suppress(OSError):
+                folder.rmdir()
+            raise
 
 
 def remove_dead(parent: Path) -> None:

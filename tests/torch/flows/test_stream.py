@@ -210,6 +210,26 @@ def test_a_run_that_was_killed_right_after_its_last_block_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["float", "out"]
 
 
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_what_is_interrupted_leaves_nothing_or_says_what(
+    blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before its first block is finished; or behind the last one, when the rest of the folder is written."""
+    source = save_float(tmp_path / "float", torch.float32)
+
+    def interrupted(*args: Any) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        if blocks == 1:
+            killed_after(blocks, monkeypatch, before_manifest=True)
+        else:
+            monkeypatch.setattr("quark.torch.flows.from_disk.move_folder", interrupted)
+        stream(scheme("uint4_wo_32"), OpenedFolder(source), tmp_path / "out")
+    kept = "blocks are finished, and kept in" in caplog.text
+    assert ((tmp_path / "out.partial").exists(), kept) == ((False, False) if blocks == 1 else (True, True))
+
+
 def test_of_a_damaged_checkpoint_nothing_stays(tmp_path: Path) -> None:
     """The first block is finished, and a run that goes on would meet the same."""
     source = save_float(tmp_path / "float", torch.float32)

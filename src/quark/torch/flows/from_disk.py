@@ -125,11 +125,11 @@ def _write(
             made = manifest.folder / MODEL / output.name if target.is_file else manifest.folder / MODEL
             run = _Run(job, contents, layers, manifest, made, device)
             run.quantize(algorithms_of(config.algo_config or []), batches)
-        wait()
-        if rank() == 0:
-            contents.writer.write_rest(made)
-            (move_file if target.is_file else move_folder)(made, output)
-            manifest.remove()
+            wait()
+            if rank() == 0:
+                contents.writer.write_rest(made)
+                (move_file if target.is_file else move_folder)(made, output)
+                manifest.remove()
         wait()
 
 
@@ -149,7 +149,7 @@ def _kept_if_begun(manifest: Manifest, batches: list[Any] | None) -> Iterator[No
         raise
     except KeyboardInterrupt:
         if rank() == 0:
-            _say_kept(manifest)
+            _say_kept(manifest) if manifest.begun else manifest.remove()
         raise
 
 

@@ -16,13 +16,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quark.__version__ import __version__
-from quark.base.files import atomic_file, hold, is_temporary, remove_dead
+from quark.base.files import atomic_file, hold, is_temporary, remove_dead, surely
 from quark.base.json_objects import differences
 from quark.errors import ConfigError, FormatError, OutputError
 from quark.torch.algorithms.block_loop import LoopState
@@ -53,8 +54,9 @@ class Manifest:
 
     @property
     def begun(self) -> bool:
-        """True where there are finished blocks to go on from."""
-        return bool(self._blocks)
+        """True where there are finished blocks to go on from: not where the model has become the output."""
+        model = self.folder / MODEL
+        return bool(self._blocks) and model.is_dir() and any(model.iterdir())
 
     @property
     def finished(self) -> int:
@@ -94,10 +96,14 @@ class Manifest:
     def _begun(cls, folder: Path, settings: Mapping[str, Any]) -> Manifest:
         """The manifest of a run that begins in a folder without a model."""
         manifest = cls(folder, settings, [])
-        manifest._save()
-        for inputs in folder.glob("inputs-*.safetensors"):
-            inputs.unlink()
-        (folder / MODEL).mkdir(exist_ok=True)
+        try:
+            manifest._save()
+            for inputs in folder.glob("inputs-*.safetensors"):
+                inputs.unlink()
+            (folder / MODEL).mkdir(exist_ok=True)
+        except BaseException:
+            manifest.remove()
+            raise
         return manifest
 
     def state(self) -> LoopState:
@@ -146,10 +152,15 @@ class Manifest:
             shutil.rmtree(learned, ignore_errors=True)
         for inputs in self.folder.glob("inputs-*.safetensors"):
             inputs.unlink()
-        (self.folder / "manifest.json").unlink()
+        (self.folder / "manifest.json").unlink(missing_ok=True)
 
     def _inputs(self, block: int) -> Path:
         return self.folder / f"inputs-{block}-{rank()}.safetensors"
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 @contextmanager
@@ -169,8 +180,7 @@ def in_use(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):
-            folder.rmdir()
+        surely(partial(_remove_if_empty, folder))
         if lock is not None:
             os.close(lock)
 
