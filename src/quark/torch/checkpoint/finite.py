@@ -6,8 +6,6 @@ import math
 
 import torch
 
-from quark.core.array import row_chunks
-
 _LEAST_CODE = {
     torch.float8_e4m3fn: 0x7F,
     torch.float8_e5m2: 0x7C,
@@ -15,16 +13,14 @@ _LEAST_CODE = {
 """Type of a byte -> the least code, without its sign, that is no finite number."""
 _ONLY_CODE = {torch.float8_e8m0fnu: 0xFF, torch.float8_e4m3fnuz: 0x80, torch.float8_e5m2fnuz: 0x80}
 """Type of a byte -> the one code that is no number."""
-_PIECE = 1 << 20
-"""Bytes that are looked at together: they are in the cache of a core when they are copied."""
 
 
 def is_finite(x: torch.Tensor) -> bool:
     """Return True where no value is NaN or infinite; of integers, and of a tensor on the meta device, always.
 
     Args:
-        x: Of any shape and type. A sum is looked at, which costs a fifth of copying; the values themselves only where
-            it is not finite.
+        x: Of any shape and type. The least and the largest value are looked at, which NaN both become: in half types
+            that takes half as long as copying, and a sum in float32 ten times as long.
     """
     if x.is_meta or not x.numel() or not (x.is_floating_point() or x.is_complex()):
         return True
@@ -34,8 +30,8 @@ def is_finite(x: torch.Tensor) -> bool:
         return int((x.view(torch.uint8) & 0x7F).amax()) < _LEAST_CODE[x.dtype]
     if x.dtype in _ONLY_CODE:
         return not bool((x.view(torch.uint8) == _ONLY_CODE[x.dtype]).any())
-    total = x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32))
-    return math.isfinite(total) or all(bool(part.isfinite().all()) for part in _pieces(x))
+    least, largest = torch.aminmax(x.detach())
+    return math.isfinite(least) and math.isfinite(largest)
 
 
 def may_be_written(x: torch.Tensor) -> bool:
@@ -50,8 +46,3 @@ def may_be_written(x: torch.Tensor) -> bool:
     if x.is_complex() or bool(values.isnan().any()):
         return False
     return x.ndim == 0 or bool((values.isinf() | (values == 0) | (values == 1)).all())
-
-
-def _pieces(x: torch.Tensor) -> list[torch.Tensor]:
-    flat = x.reshape(-1)
-    return [flat[piece] for piece in row_chunks(len(flat), x.itemsize, _PIECE)]
