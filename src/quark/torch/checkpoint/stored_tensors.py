@@ -89,13 +89,7 @@ def stored_tensors(
         _check_tensor(name, joined, own[name], dtype)
     _refuse_missing(model, own, loaded, partial)
     _refuse_left(model, left, partial)
-    for name, layer in quantized_layers(model).items():
-        stored_as, said_shape = layer.quantizer("weight"), shapes.get(f"{name}.weight")
-        if isinstance(stored_as, StoredTensor) and said_shape not in (None, tuple(stored_as.shape)):
-            raise FormatError(
-                f"{name}.weight is said to have shape {said_shape} beside its codes; the model needs "
-                f"{tuple(stored_as.shape)}."
-            )
+    _refuse_other_shapes(model, shapes)
     for tensor, wrong in _flaws(model, loaded):
         raise FormatError(f"{tensor} cannot be read: its {wrong}.")
     return loaded
@@ -210,6 +204,17 @@ def _refuse_missing(
 def _place(x: torch.Tensor) -> tuple[str, int]:
     """Where the values of a tensor lie; a place of its own for one without values."""
     return ("memory", x.data_ptr()) if x.data_ptr() else ("object", id(x))
+
+
+def _refuse_other_shapes(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse codes beside which the file says another shape than the model's weight has."""
+    for name, layer in quantized_layers(model).items():
+        stored_as, said = layer.quantizer("weight"), shapes.get(f"{name}.weight")
+        if isinstance(stored_as, StoredTensor) and said not in (None, tuple(stored_as.shape)):
+            raise FormatError(
+                f"{name}.weight is said to have shape {said} beside its codes; the model needs "
+                f"{tuple(stored_as.shape)}."
+            )
 
 
 def _refuse_left(model: nn.Module, left: list[str], partial: bool) -> None:

@@ -100,7 +100,12 @@ def merged(folder: Path, output: Path) -> Iterator[Path]:
     """
     require_packages("An adapter", "peft", "peft")
     base = base_of(folder)
-    stored = _names_of(TensorFile(file_of(folder, WEIGHTS)))
+    file = TensorFile(file_of(folder, WEIGHTS))
+    for name in file.names:
+        dtype = file.meta(name).dtype
+        if not dtype.is_floating_point and "indices" not in name:  # PEFT would add them to the weights
+            raise FormatError(f"{file.path}: {name} has the type {dtype_name(dtype)}, and an adapter holds floats.")
+    stored = set(file.names)
     with temporary_folder(output.absolute()) as scratch:
         place = folder.resolve()
         # In huggingface's cache the name is a hash, and the model card looks for that of the hub above it.
@@ -115,15 +120,6 @@ def merged(folder: Path, output: Path) -> Iterator[Path]:
         _merged_model(folder, base, stored).save_pretrained(whole)
         logger.info("Merged the adapter %s into its base model %s.", folder, base.path)
         yield whole
-
-
-def _names_of(file: TensorFile) -> set[str]:
-    """The names of what an adapter holds. Raises FormatError for integers in the place of values."""
-    for name in file.names:
-        dtype = file.meta(name).dtype
-        if not dtype.is_floating_point and "indices" not in name:
-            raise FormatError(f"{file.path}: {name} has the type {dtype_name(dtype)}, and an adapter holds floats.")
-    return set(file.names)
 
 
 def _merged_model(folder: Path, base: OpenedFolder, stored: set[str]) -> Any:
