@@ -11,7 +11,6 @@ The first that says anything is taken. A form that cannot be carried out is an e
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import onnx
 import onnx_ir as ir
 
 from quark.base.data_files.images import FILTERS, Resizing
+from quark.base.json_objects import plain_json
 from quark.errors import FormatError
 from quark.onnx.calibration.data.preprocessing import Preprocessing
 from quark.onnx.graph.proto_file import read_ends
@@ -55,7 +55,7 @@ def said_by_model(model: Any, resized: bool) -> Preprocessing | None:
             if file.is_file():
                 try:
                     text = file.read_text("utf-8")
-                    content: Any = text if name.endswith(".yml") else json.loads(text)
+                    content: Any = text if name.endswith(".yml") else plain_json(text)
                     if not isinstance(content, (str, dict)):
                         raise TypeError("it is no JSON object")
                     found = read(content, str(file), resized)

@@ -8,7 +8,6 @@ sound is normalized: (x - mean(x)) / sqrt(var(x) + 1e-7).
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 
 from quark.base.data_files.sounds import read_sound
 from quark.base.files import require_regular
+from quark.base.json_objects import plain_json
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, FormatError
 from quark.onnx.calibration.data.inputs import Input
@@ -48,7 +48,7 @@ class Waveforms:
             file = folder / PREPROCESSOR
             if file.is_file():
                 try:
-                    said = json.loads(file.read_text("utf-8"))
+                    said = plain_json(file.read_text("utf-8"))
                     kind = str(said.get("feature_extractor_type", ""))
                     rate = said.get("sampling_rate")
                     raw = kind.startswith(_RAW) and bool(said.get("do_normalize", True))
