@@ -101,10 +101,10 @@ def merged(folder: Path, output: Path) -> Iterator[Path]:
     require_packages("An adapter", "peft", "peft")
     base = base_of(folder)
     file = TensorFile(file_of(folder, WEIGHTS))
-    for name in file.names:
-        dtype = file.meta(name).dtype
-        if not dtype.is_floating_point and "indices" not in name:  # PEFT would add them to the weights
-            raise FormatError(f"{file.path}: {name} has the type {dtype_name(dtype)}, and an adapter holds floats.")
+    for tensor in file.names:
+        dtype = file.meta(tensor).dtype
+        if not dtype.is_floating_point and "indices" not in tensor:  # PEFT would add them to the weights
+            raise FormatError(f"{file.path}: {tensor} has the type {dtype_name(dtype)}, and an adapter holds floats.")
     stored = set(file.names)
     with temporary_folder(output.absolute()) as scratch:
         place = folder.resolve()
