@@ -1,13 +1,15 @@
-"""`python -m benchmarks.choices`: what schemes lose, and what algorithms gain, on the example language model.
+"""`python -m benchmarks.choices`: what schemes lose, and what algorithms gain, on a language model.
 
     python -m benchmarks.choices                        the two tables of docs/choose
     python -m benchmarks.choices --picture FILE.svg     and the picture of loss against size
     python -m benchmarks.choices int3_wo_128 int3_wo_128+awq+gptq:refine_passes=3 q4_k_m+qronos
                                                         these rows: a scheme or a mix of GGUF, and the algorithms
                                                         that run, in this order
+    python -m benchmarks.choices --model FOLDER --length 512 --held-out 16 --picture FILE.svg int8_wo mxfp4+qronos
+                                                        and of another language model, with the texts of the package
 
 KL divergence is the mean over next tokens of that of the quantized model from the float one, in millinats; bits are
-those of a weight on the disk, with its scales. --calibration and --held-out count windows of 256 tokens.
+those of a weight on the disk, with its scales. --calibration and --held-out count windows of --length tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 import quark
 from benchmarks.tables import console
 from quark.gguf import MIXES
+from quark.goals.efforts import DEFAULT_TEXT, HELD_OUT_TEXT
 from quark.torch import export_safetensors
 from quark.torch.calibration.divergence import divergence
 from quark.torch.llm.text import token_windows
@@ -72,23 +75,27 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=FOLDER, metavar="FOLDER", help="another model than the example")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write the picture of loss against size")
     parser.add_argument("rows", nargs="*", metavar="SCHEME[+ALGORITHM...]", help="rows to measure; none: both tables")
     parser.add_argument("--calibration", type=int, default=CALIBRATION, metavar="N", help=f"windows ({CALIBRATION})")
     parser.add_argument("--held-out", type=int, default=HELD_OUT, metavar="N", help=f"windows ({HELD_OUT})")
-    parser.add_argument("--calib", type=Path, default=TEXT / "calibration.txt", metavar="FILE", help="another text")
+    parser.add_argument("--length", type=int, default=WINDOW, metavar="N", help=f"tokens of a window ({WINDOW})")
+    parser.add_argument("--calib", type=Path, metavar="FILE", help="another text")
     args = parser.parse_args()
     picture = args.picture
     logging.disable(logging.WARNING)
     disable_progress_bar()
-    measure = Measure(args.calib, args.calibration, args.held_out)
+    example = args.model == FOLDER
+    calibration, held_out = (
+        (TEXT / "calibration.txt", TEXT / "heldout.txt") if example else (DEFAULT_TEXT, HELD_OUT_TEXT)
+    )
+    measure = Measure(args.model, args.length, args.calib or calibration, args.calibration, held_out, args.held_out)
     if args.rows:
-        table = Table("scheme", "algorithms", "KL divergence", "perplexity", "CPU seconds", title=measure.float_row())
-        for scheme, _, algorithms in (row.partition("+") for row in args.rows):
-            found = measure(scheme, algorithms)
-            figures = f"{found.loss:.3g}", f"{found.perplexity:.2f}", f"{found.seconds:.1f}"
-            table.add_row(scheme, algorithms, *figures)
-        console().print(table)
+        found = [measure(*row.split("+", 1)) for row in args.rows]
+        console().print(table_of_rows(found, measure.float_row()))
+        if picture:
+            draw(found, picture)
         return
     nearest = [measure(scheme) for scheme in SCHEMES]
     solved = [measure(scheme, algorithm) for scheme in SOLVED for algorithm in ALGORITHMS]
@@ -101,22 +108,31 @@ def main() -> None:
 
 
 class Measure:
-    """Quantizes the example model, and compares it with the float one on held-out text."""
+    """Quantizes a model, and compares it with the float one on held-out text.
 
-    def __init__(self, text: Path, calibration: int, held_out: int) -> None:
+    Args:
+        folder: Of the model.
+        length: Tokens of a window.
+        text, calibration: For calibration, and how many windows.
+        judge, held_out: Held out, and how many windows.
+    """
+
+    def __init__(self, folder: Path, length: int, text: Path, calibration: int, judge: Path, held_out: int) -> None:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-        self.data = token_windows(tokenizer, text, WINDOW, calibration)
-        self.held_out = token_windows(tokenizer, TEXT / "heldout.txt", WINDOW, held_out)
-        self.expected = [_log_probabilities(load(), ids) for ids in self.held_out]
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.folder = folder
+        self.data = token_windows(tokenizer, text, length, calibration)
+        self.held_out = token_windows(tokenizer, judge, length, held_out)
+        model = load(folder)
+        self.expected = [_log_probabilities(model, ids) for ids in self.held_out]
         self.perplexity = _perplexity(self.expected, self.held_out)
 
     def __call__(self, scheme: str, algorithm: str = "") -> Measured:
         start = time.process_time()
         options: dict[str, Any] = {"algorithm": algorithm.split("+")} if algorithm else {"effort": "fast"}
         options |= {"goal": "llama.cpp"} if scheme in MIXES else {}
-        model = quark.quantize(load(), scheme, data=self.data, **options)
+        model = quark.quantize(load(self.folder), scheme, data=self.data, **options)
         seconds = time.process_time() - start
         bits = self.bits(scheme) if scheme in SCHEMES else math.nan
         return Measured(scheme, algorithm, *self.loss(model), bits, seconds)
@@ -136,7 +152,7 @@ class Measure:
     @cache  # noqa: B019  (one object a run)
     def bits(self, scheme: str) -> float:
         """Of a weight on the disk, where the model is in bfloat16, as models are published."""
-        return stored_bits(quark.quantize(load(torch.bfloat16), scheme, data=self.data[:1], effort="fast"))
+        return stored_bits(quark.quantize(load(self.folder, torch.bfloat16), scheme, data=self.data[:1], effort="fast"))
 
 
 def stored_bits(model: Any) -> float:
@@ -170,11 +186,11 @@ def _bits_in(folder: Path, model: Any) -> float:
     return 8 * stored / weights
 
 
-def load(dtype: torch.dtype = torch.float32) -> Any:
-    """The example language model."""
+def load(folder: Path = FOLDER, dtype: torch.dtype = torch.float32) -> Any:
+    """A language model."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def _log_probabilities(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -185,6 +201,15 @@ def _log_probabilities(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def _perplexity(scores: Sequence[torch.Tensor], windows: Sequence[torch.Tensor]) -> float:
     losses = [-float(s[:, :-1].gather(-1, ids[:, 1:, None]).mean()) for s, ids in zip(scores, windows, strict=True)]
     return math.exp(sum(losses) / len(losses))
+
+
+def table_of_rows(rows: Sequence[Measured], title: str) -> Table:
+    """Rows as they were asked for."""
+    table = Table("scheme", "algorithms", "bits", "KL divergence", "perplexity", "CPU seconds", title=title)
+    for row in rows:
+        figures = f"{row.bits:.2f}", f"{row.loss:.3g}", f"{row.perplexity:.2f}", f"{row.seconds:.1f}"
+        table.add_row(row.scheme, row.algorithm, *figures)
+    return table
 
 
 def table_of_schemes(rows: Sequence[Measured]) -> Table:
@@ -223,7 +248,7 @@ def draw(rows: Sequence[Measured], file: Path) -> None:
         for label, color in COLORS.items():
             points = [row for row in shown if (row.algorithm or "to nearest") == label]
             axes.scatter([p.bits for p in points], [p.loss for p in points], 18, color=color, label=label, zorder=3)
-        axes.set(yscale="log", ylim=(0.04, 600), xlim=(low, high), xlabel="bits of a weight on the disk")
+        axes.set(yscale="log", xlim=(low, high), xlabel="bits of a weight on the disk")
         axes.grid(alpha=0.3)
         _label(axes, sorted((row for row in shown if not row.algorithm), key=lambda row: row.loss))
     panels[0].set_ylabel("KL divergence from the float model, millinats")

@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.choices import CALIBRATION, HELD_OUT, TEXT, Measure, load
+from benchmarks.choices import CALIBRATION, FOLDER, HELD_OUT, TEXT, WINDOW, Measure, load
 from benchmarks.tables import console
 
 SCHEMES = ("nvfp4", "mxfp4", "int4_wa_64")
@@ -31,7 +31,7 @@ KINDS = {
 def main() -> None:
     logging.disable(logging.WARNING)
     disable_progress_bar()
-    measure = Measure(TEXT / "calibration.txt", CALIBRATION, HELD_OUT)
+    measure = Measure(FOLDER, WINDOW, TEXT / "calibration.txt", CALIBRATION, TEXT / "heldout.txt", HELD_OUT)
     table = Table("scheme", "both", "weights", "inputs", "removable", *KINDS, title=measure.float_row())
     for scheme in SCHEMES:
         both, weights, inputs = (loss(measure, scheme, *what) for what in ((True, True), (True, False), (False, True)))

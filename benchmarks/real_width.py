@@ -32,7 +32,7 @@ ALONE = ("--exclude", "*self_attn*", "--exclude", "*gate_proj", "--exclude", "*u
 
 JOBS = [
     "--scheme q8_0 --export-format gguf",
-    "--scheme iq4_xs --export-format gguf --calib",
+    "--scheme iq4_xs --export-format gguf --calib --exclude *embed_tokens --exclude lm_head",
     "--scheme int4_wo_128 --export-format gptq",
     "--scheme int4_wo_128 --export-format gptq --algorithm gptq --calib",
 ]

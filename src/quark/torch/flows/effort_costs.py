@@ -1,6 +1,7 @@
 """The costs of the steps of an effort on this machine, before they begin: counted memory, time by measured speed.
 
     seconds = (forwards * 2 * weights * tokens + columns * sum over layers of m n^2) / speed
+    scores      forwards of the tokens that are scored, and COUPLED * sum over layers of m n (m + n)
 
 `speed` is that of the linear layers of the first block, measured on random weights of their shapes and dtype, on the
 device that computes; `forwards` and `columns` are what each step was counted to do, FORWARDS and COLUMNS.
@@ -20,6 +21,7 @@ from torch import nn
 
 from quark.base.memory_and_disk import available_memory
 from quark.torch.algorithms.base import Algorithm
+from quark.torch.algorithms.rounding.output_scores import ByScores
 from quark.torch.flows.preflight import estimate
 from quark.torch.model.batches import hidden_width, text_config
 from quark.torch.model.blocks import find_blocks
@@ -31,9 +33,11 @@ FORWARDS = {TEXTS: 8.0, "equalize": 2.0, "gptq": 4.0, "gptaq": 6.5, "qronos": 7.
 """Step -> forwards of all tokens that it takes as long as, by linear layers alone; of distillation for each epoch.
 Measured on the example model in float32; of equalizing counted: each block runs to be looked at, and for the next."""
 FISHER = 13.0
-"""Those of the scores of outputs, and of the moments of layers."""
+"""Those of the scores of outputs, and of the moments of layers, for each token whose scores are found."""
 COLUMNS = {"gptq": 8.0, "gptaq": 10.0, "qronos": 20.0}
 """Solver -> operations for each weight and column of its layer; measured at the shape of a billion parameters."""
+COUPLED = 10.0
+"""Operations for each weight and each column and row of its layer, of a solution by Fisher information."""
 _BY_BLOCK = {*COLUMNS, "equalize"}
 """Steps that go block by block, and run no head."""
 COMPUTES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -75,15 +79,19 @@ def step_costs(model: nn.Module, algorithms: Sequence[Algorithm], tokens: int, w
         speed: Operations a second, of `measured_speed`.
     """
     whole, blocks = (2.0 * _weights_of_a_token(model, head) for head in (True, False))
-    columns = float(sum(m.weight.numel() * m.in_features for m in model.modules() if isinstance(m, nn.Linear)))
+    inner = [m for name in find_blocks(model) for m in model.get_submodule(name).modules() if isinstance(m, nn.Linear)]
+    columns = float(sum(m.weight.numel() * m.in_features for m in inner))
+    rows = float(sum(m.weight.numel() * m.out_features for m in inner))
     seconds = {TEXTS: FORWARDS[TEXTS] * whole * written / speed} if written else {}
     for algorithm in algorithms:
         name = getattr(algorithm.config, "name", "")
         if name not in FORWARDS:
             continue
         operations = FORWARDS[name] * getattr(algorithm.config, "epochs", 1) * (blocks if name in _BY_BLOCK else whole)
-        operations += FISHER * whole if getattr(algorithm.config, "fisher", False) else 0
         operations = operations * (tokens + written) + COLUMNS.get(name, 0.0) * columns
+        if isinstance(algorithm, ByScores) and algorithm.config.fisher:
+            scored = min(tokens + written, algorithm.scored_tokens(model))
+            operations += FISHER * whole * scored + COUPLED * (columns + rows)
         seconds[name] = operations / speed
     batch = torch.empty(1, tokens + written, dtype=torch.long, device="meta")
     return StepCosts(seconds, estimate(model, 0, algorithms, [batch], whole=True).memory)

@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -35,15 +34,13 @@ from quark.torch.calibration.experts import expert_of
 from quark.torch.layers import QuantLayer
 from quark.torch.layers.base import hook_input
 from quark.torch.layers.fake_quant import Mode
-from quark.torch.model.batches import hidden_width, to_device, tokens_in
+from quark.torch.model.batches import to_device
 from quark.torch.model.blocks import Call, JoinedCalls, Unchanged, takes_joined
 
 _REPORTED = 8
 """Batches, at most, whose error is reported."""
 TOGETHER = 4096
 """Tokens, at most, of batches that run in one call: more would only take memory."""
-_SCORED = 16
-"""Tokens for each channel whose scores make G: of four times as many, learned weights were no better."""
 _SQUARE_ERROR = "mean square error of the block"
 _FISHER_ERROR = "mean square error of the block, by Fisher information"
 
@@ -51,15 +48,10 @@ _FISHER_ERROR = "mean square error of the block, by Fisher information"
 class AutoRound(ByScores):
     """Learned rounding of a block's linear layers together; see `AutoRoundConfig`."""
 
+    tokens_per_channel = 16  # of four times as many, learned weights were no better
     needs_float = True
     rounds = True
     sums = False
-
-    def scored(self, model: nn.Module, data: Sequence[Any]) -> Sequence[Any]:
-        """The first batches, as many as the moments of so wide an output need."""
-        tokens = accumulate(tokens_in([batch]) for batch in data)
-        enough = _SCORED * hidden_width(model) or float("inf")
-        return data[: next((index for index, count in enumerate(tokens, 1) if count >= enough), len(data))]
 
     def enter(self, block: Block) -> None:
         names = sorted({leaf for group in block.groups for leaf in group})

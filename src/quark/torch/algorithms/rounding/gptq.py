@@ -60,6 +60,7 @@ ELEMENTS, LEAST_ROWS = 1 << 21, 256
 class GPTQ(ByScores):
     """GPTQ (Frantar et al. 2022) with act-order and static groups; see `GPTQConfig`."""
 
+    tokens_per_channel, fewest_tokens = 8, 8192
     batches_experts = True
     rounds = True
     solves_after_blocks = True

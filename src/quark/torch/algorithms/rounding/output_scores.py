@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -163,6 +164,10 @@ class ByScores(Algorithm):
         scores: None where it does not.
     """
 
+    tokens_per_channel: ClassVar[int]
+    """Tokens for each channel of a hidden state, whose scores are found: of more, G hardly becomes better."""
+    fewest_tokens: ClassVar[int] = 0
+    """So many tokens at least: narrow layers gain by more than others for each channel."""
     needs_compiled: ClassVar[bool] = False
     """True where scores are of use only where the rounding of an element type is compiled."""
 
@@ -197,8 +202,14 @@ class ByScores(Algorithm):
         return scores_bytes(model, blocks, self.scored(model, data)) if self.config.fisher is True else 0
 
     def scored(self, model: nn.Module, data: Sequence[Any]) -> Sequence[Any]:
-        """The batches whose scores it needs."""
-        return data
+        """The first batches, as many as the moments of so wide an output need."""
+        enough, counts = self.scored_tokens(model), accumulate(tokens_in([batch]) for batch in data)
+        return data[: next((index for index, count in enumerate(counts, 1) if count >= enough), len(data))]
+
+    def scored_tokens(self, model: nn.Module) -> float:
+        """How many tokens are enough; where the width of the model is not known, none are."""
+        width = hidden_width(model)
+        return max(self.tokens_per_channel * width, self.fewest_tokens) if width else float("inf")
 
     def learn(
         self,
