@@ -16,6 +16,8 @@ from quark.errors import NonFiniteError
 from quark.torch.algorithms.input_group import TILE, InputGroup
 from quark.torch.algorithms.rounding import column_problem
 from quark.torch.algorithms.rounding.column_problem import ColumnProblem, as_read
+from quark.torch.algorithms.rounding.gptq import Qronos
+from quark.torch.config.algo_configs import QronosConfig
 from quark.torch.layers.replace import replace_layer
 
 WIDTH = TILE + 40
@@ -110,3 +112,18 @@ def test_inputs_that_are_rounded_still_let_the_float_model_go_on() -> None:
         assert torch.equal(x, fake_quantize(y, None, dynamic))
     found.forget_float()
     assert went_on == [0]  # once, with the float inputs gone from the group that the batches share
+
+
+def test_one_direction_of_a_few_tokens_damps_the_other_channels_by_their_median_at_most() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(512, 32, generator=generator)
+    usual, sink = rows.T @ rows, torch.zeros(32)
+    sink[[3, 7]] = 1e3
+    massive = usual + torch.outer(sink, sink)
+    solver = Qronos(QronosConfig())
+    for gram, added in (
+        (usual, 1e-3 * gptq.largest_eigenvalue(usual)),
+        (massive, massive.diagonal().median()),
+        (torch.diag(sink), 1e-3 * sink.max()),
+    ):
+        torch.testing.assert_close((solver.damping(gram) * gram.diagonal().mean()).float(), added, rtol=1e-4, atol=0)

@@ -260,7 +260,8 @@ class QronosConfig(_ColumnOrder, AlgoConfig):
     `GPTQConfig` describes the other fields.
 
     Attributes:
-        alpha: The share of the largest eigenvalue of the second moments that is added to their diagonal.
+        alpha: The share of the largest eigenvalue of the second moments that is added to their diagonal; at most the
+            median of that diagonal is.
         beta: Accepted and without effect.
     """
 

@@ -204,8 +204,12 @@ class Qronos(GPTQ):
 
     def damping(self, hessian: torch.Tensor) -> torch.Tensor:
         # alpha counts in the largest eigenvalue; the solver, in the mean of the diagonal.
-        largest = cast(torch.Tensor, gptq.largest_eigenvalue(hessian)).double()
-        return float(self.config.alpha) * largest / hessian.diagonal().mean().clip(1e-30)
+        added = float(self.config.alpha) * cast(torch.Tensor, gptq.largest_eigenvalue(hessian)).double()
+        diagonal = hessian.diagonal()
+        # In language models one direction of a few tokens (attention sinks) has up to 1500 times the mean; with a share
+        # of that on the diagonal, all other channels would be rounded to nearest.
+        median = diagonal.median().double()
+        return torch.where(median > 0, added.minimum(median), added) / diagonal.mean().clip(1e-30)
 
     def _add_pulls(self, problem: ColumnProblem) -> None:
         problem.add_pulls()
