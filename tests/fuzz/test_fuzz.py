@@ -197,6 +197,7 @@ class Undamaged(np.random.Generator):
         return 0.0
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.slow
 def test_what_is_not_damaged_is_right(tmp_path: Path) -> None:
     """Of each kind: of a command that refuses all of its inputs, a campaign would say nothing."""
@@ -210,6 +211,7 @@ def test_what_is_not_damaged_is_right(tmp_path: Path) -> None:
             assert verdict(case, place, Limits(60.0), case.bound or (lambda: 0.0)) == Verdict("right"), name
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.slow
 def test_a_slice_keeps_every_promise() -> None:
     command = [sys.executable, "-m", "tests.fuzz", "--cases", "40", "--seed", "0"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,7 @@ def make_base(folder: Path, source: Path) -> None:
 
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    with warnings.catch_warnings():  # of transformers, about what PEFT reads of it
-        warnings.simplefilter("ignore", FutureWarning)
-        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(source), config)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(source), config)
     with torch.no_grad():
         for name, x in model.named_parameters():
             if "lora_" in name:

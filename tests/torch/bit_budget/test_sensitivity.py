@@ -295,10 +295,25 @@ def test_other_files_are_no_table(tmp_path: Path, text: str) -> None:
         SensitivityTable.load(tmp_path / "table.json")
 
 
-def test_a_loss_that_is_no_number_is_refused(table: SensitivityTable, tmp_path: Path) -> None:
+def test_a_table_that_lacks_a_group_is_refused_and_one_without_a_number_of_layers_is_read(
+    table: SensitivityTable, tmp_path: Path
+) -> None:
     table.save(tmp_path / "table.json")
     stored = json.loads((tmp_path / "table.json").read_text())
-    stored["groups"][0]["losses"]["int8_wo"] = -1.0
+    lacking = {**stored, "groups": stored["groups"][1:]}
+    (tmp_path / "table.json").write_text(json.dumps(lacking))
+    with pytest.raises(FormatError, match="no table of sensitivities: its groups have .* layers of"):
+        SensitivityTable.load(tmp_path / "table.json")
+    del stored["number_of_layers"]  # as quark 1.0 wrote it
+    (tmp_path / "table.json").write_text(json.dumps(stored))
+    assert SensitivityTable.load(tmp_path / "table.json") == table
+
+
+@pytest.mark.parametrize("loss", [-1.0, 1e308])
+def test_a_loss_that_is_no_number_is_refused(table: SensitivityTable, tmp_path: Path, loss: float) -> None:
+    table.save(tmp_path / "table.json")
+    stored = json.loads((tmp_path / "table.json").read_text())
+    stored["groups"][0]["losses"]["int8_wo"] = loss
     (tmp_path / "table.json").write_text(json.dumps(stored))
     with pytest.raises(FormatError, match="negative"):
         SensitivityTable.load(tmp_path / "table.json")

@@ -242,7 +242,8 @@ class SensitivityTable:
     def save(self, file: Path) -> None:
         """Write the table as JSON."""
         with atomic_file(file) as path:
-            path.write_text(json.dumps({"kind": KIND, "quark": __version__, **asdict(self)}, indent=1) + "\n")
+            head = {"kind": KIND, "quark": __version__, "number_of_layers": _layers_of(self.groups)}
+            path.write_text(json.dumps({**head, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
     def load(cls, file: Path) -> SensitivityTable:
@@ -253,6 +254,8 @@ class SensitivityTable:
             if stored["kind"] != KIND:
                 raise ValueError(f"its kind is {stored['kind']!r}")
             groups = tuple(_group(entry) for entry in stored["groups"])
+            if stored.get("number_of_layers", _layers_of(groups)) != _layers_of(groups):  # a table of 1.0 has no number
+                raise ValueError(f"its groups have {_layers_of(groups)} layers of {stored['number_of_layers']!r:.40}")
             candidates = tuple(str(name) for name in stored["candidates"])
             table = cls(str(stored["model"]), str(stored["data"]), candidates, groups, _count(stored["rest"], least=0))
         except OSError as error:
@@ -279,11 +282,15 @@ class SensitivityTable:
             )
 
 
+def _layers_of(groups: Sequence[LayerGroup]) -> int:
+    return sum(len(group.layers) for group in groups)
+
+
 def _group(entry: Mapping[str, Any]) -> LayerGroup:
     sizes = {str(name): _count(value) for name, value in entry["sizes"].items()}
     losses = {str(name): float(value) for name, value in entry["losses"].items()}
-    if not all(math.isfinite(value) and value >= 0 for value in losses.values()):
-        raise ValueError("a loss is negative, or no number")
+    if not all(0 <= value < 1 << 53 for value in losses.values()):  # their sums stay finite, and NaN is in no range
+        raise ValueError("a loss is negative, beyond what a model can lose, or no number")
     return LayerGroup(tuple(map(str, entry["layers"])), _count(entry["weights"]), sizes, losses)
 
 

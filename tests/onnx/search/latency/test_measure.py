@@ -28,6 +28,7 @@ from quark.onnx.search.latency.kernels import ProfiledModel, same_kernels, typic
 from quark.onnx.search.latency.measure import Measured, leave_slower_in_float, measure
 from quark.onnx.search.latency.node_groups import group_nodes, side_of
 from quark.onnx.search.latency.profile_file import (
+    KINDS,
     Line,
     Profile,
     default_path,
@@ -218,10 +219,19 @@ def test_a_profile_of_another_machine_is_used_but_not_completed(tmp_path: Path) 
         _measure(Clock(_slow_integers), MeasurePlacement=str(path), MeasureThreads=2)
 
 
+PROFILE = '{"format": "quark profile 1", "machine": {"threads": "1"}, "kernels": '
+
+
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"format": "quark profile 1"}', '{"format": "quark profile 1", "machine": {"threads": "1"}, '
-             '"kernels": {"Conv": -1}, "conversions": {}}'],
-)  # fmt: skip
+    "text",
+    [
+        "",
+        "[]",
+        '{"format": "quark profile 1"}',
+        f'{PROFILE}{{"Conv": -1}}, "conversions": {{}}}}',
+        f'{PROFILE}{{}}, "conversions": {{"QuantizeLinear": [0, 0]}}}}',
+    ],
+)
 def test_a_damaged_profile_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "profile.json").write_text(text)
     with pytest.raises(FormatError, match=r"profile\.json is"):
@@ -229,7 +239,7 @@ def test_a_damaged_profile_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def _profile(machine: dict[str, str], path: Path, kernels: dict[str, float]) -> Profile:
-    return Profile(path, machine, kernels, {"QuantizeLinear": Line(1e-6, 0.0)}, cache=True)
+    return Profile(path, machine, kernels, dict.fromkeys(KINDS.values(), Line(1e-6, 0.0)), cache=True)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"format": "quark profile 1", "machine": {"threads": "1"}}', "another"])

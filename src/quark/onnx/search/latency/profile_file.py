@@ -268,6 +268,8 @@ class Profile:
         valid = all(map(_is_time, kernels.values())) and all(map(_is_line, conversions.items()))
         if not (valid and all(isinstance(part, dict) for part in parts) and str(machine.get("threads")).isdecimal()):
             raise FormatError(f"{path} is damaged: its times are numbers of seconds, none of them below 0.")
+        if conversions and (lacking := sorted({*KINDS.values()} - conversions.keys())):
+            raise FormatError(f"{path} is damaged: of its conversions it lacks {', '.join(lacking)}.")
         return cls(path, machine, kernels, {kind: Line(*line) for kind, line in conversions.items()})
 
 
