@@ -23,7 +23,7 @@ from quark.errors import ConfigError, FormatError, NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.checkpoint.carried import CarriedLayers, carried_entries, carried_layers, plan_carried
 from quark.torch.checkpoint.opened import OpenedFolder
-from quark.torch.checkpoint.sources.decode import StoredCodes, decode
+from quark.torch.checkpoint.sources.decode import StoredCodes, Tile, _tile_of, decode
 from quark.torch.checkpoint.sources.methods import tile_of
 from quark.torch.checkpoint.sources.source import Source
 from quark.torch.config.config import QConfig, QLayerConfig
@@ -323,3 +323,8 @@ def test_carried_siblings_have_the_largest_of_their_second_scales(tmp_path: Path
     gate_alone, up_alone = (make() for _, make, _ in carried_entries(source, [*held], torch.float32, alone))
     second = "scale_2"
     assert gate[second] == up[second] == gate_alone[second] > up_alone[second]
+
+
+def test_more_scales_than_columns_do_not_fit() -> None:
+    with pytest.raises(FormatError, match="a scale of shape .* does not fit a weight"):
+        _tile_of("layer.weight_scale", Tile(1, 0), torch.ones(4, 128), (4, 64))

@@ -202,6 +202,14 @@ def test_values_that_are_no_numbers_reach_no_file(name: str, dtype: torch.dtype 
 # ComfyUI's side: comfy/ops.py `_load_quantized_module`, and the layouts of comfy-kitchen, in NumPy.
 
 
+def test_integers_in_place_of_a_bias_are_refused(tmp_path: Path) -> None:
+    tensors = flux(tmp_path / "flux.safetensors")
+    name = next(name for name in tensors if name.endswith(".bias"))
+    save_file(tensors | {name: tensors[name].view(torch.int16)}, tmp_path / "wrong.safetensors")
+    with pytest.raises(FormatError, match=r"bias is torch\.int16, and such tensors of a denoiser are floats"):
+        open_denoiser(tmp_path / "wrong.safetensors")
+
+
 def unswizzled(scales: np.ndarray[Any, Any], rows: int, columns: int) -> np.ndarray[Any, Any]:
     """cuBLAS: tiles of 128 x 4, and in a tile row r at 16 * (r % 32) + 4 * (r // 32)."""
     flat, tiles = scales.reshape(-1), -(-columns // 4)

@@ -219,7 +219,8 @@ def _tile_of(name: str, tile: Tile, scale: torch.Tensor, shape: tuple[int, ...])
         length if count == 1 else 1 if count == length else said or length // max(1, count)
         for length, count, said in sides
     )
-    if any(-(-length // size) != count for (length, count, _), size in zip(sides, (rows, columns), strict=True)):
+    sizes = zip(sides, (rows, columns), strict=True)
+    if any(size == 0 or -(-length // size) != count for (length, count, _), size in sizes):
         raise FormatError(f"{name}: a scale of shape {tuple(scale.shape)} does not fit a weight of {shape}.")
     return rows, columns
 

@@ -30,6 +30,8 @@ from quark.torch.writers.comfyui.names import (
 CONFIG = "config.json"
 DENOISERS = ("transformer", "unet")
 """Beginnings of the names of the folders of a pipeline that hold a denoiser."""
+VECTORS = (".weight", ".bias", ".scale")
+"""Ends of the names of tensors that are floats."""
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -114,6 +116,8 @@ def open_denoiser(path: Path) -> DenoiserSource:
                 f"{path}: {tensor.name} is {like.dtype}, so the model is quantized already. Possible: the float model, "
                 "or a file in FP8 with one scale for each tensor, or none."
             )
+        if like.ndim == 1 and tensor.name.endswith(VECTORS) and not like.dtype.is_floating_point:
+            raise FormatError(f"{path}: {tensor.name} is {like.dtype}, and such tensors of a denoiser are floats.")
     return source
 
 
