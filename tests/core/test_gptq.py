@@ -181,7 +181,7 @@ def test_gptaq_and_qronos_are_those_of_their_papers(rule: TensorSpec) -> None:
     found = np.empty_like(columns)
     for j in range(COLUMNS):
         moved[j] += of_paper[:j, j] @ found[:j]
-        found[j] = moved[j] + feedback[:j, j] @ (moved - expected)[:j]
+        found[j] = moved[j] + feedback[:j, j] @ (moved[:j] - expected[:j])
         expected[j] = rounder(j, found)
     residual = np.empty_like(columns)
     solved = gptq.solve(columns, feedback, rounder, drift, residual=residual)
