@@ -271,10 +271,7 @@ def test_a_rank_that_ends_is_named_by_the_others_and_nothing_stays(victim: int, 
     for rank in {0, 1, 2} - {victim}:
         words = said[rank].read_text()
         assert words.startswith(f"ProcessLostError: Rank {rank} cannot go on: rank {victim} (process ")
-        # Rank 0 holds what ranks tell each other: on a slow machine it may be gone before another one has read it.
-        reasons = ["No space left on device"] if how == "full" else []
-        reasons += ["died or can no longer be reached"] if how == "killed" or victim == 0 else []
-        assert any(reason in words for reason in reasons), words
+        assert ("No space left on device" if how == "full" else "died or can no longer be reached") in words
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         ["float", "victim", *(path.name for path in said.values() if path.exists())]
     )

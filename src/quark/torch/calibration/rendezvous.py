@@ -73,6 +73,7 @@ class Rendezvous:
     Attributes:
         store: What the processes of this group write and read.
         names: "process 17 on host" of each.
+        keeps: Whether the store is in this process, and ends with it.
 
     Raises:
         ProcessLostError: Processes did not come; names them.
@@ -85,10 +86,10 @@ class Rendezvous:
         self._waiting = LongWait(rank, time.monotonic())
         self._address, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # torchrun keeps the store itself; elsewhere the first process does, as PyTorch's own rendezvous has it.
-        keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-        if not keeps:
+        self.keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+        if not self.keeps:
             self._await_store()
-        self._server = self._connected(keeps)
+        self._server = self._connected(self.keeps)
         self.store = self._part(self._server)
         self.store.set(f"name-{rank}", f"process {os.getpid()} on {socket.gethostname()}")
         self.store.set(f"card-{rank}", own_card())
