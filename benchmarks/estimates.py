@@ -70,7 +70,7 @@ JOBS = [
     "mixture --scheme fp8 --calib --stream",
     "encoder --scheme int8_wo",
     "encoder --scheme int8 --calib --no-stream",
-    "encoder --scheme int8 --calib --stream",
+    "encoder --scheme int8 --calib --stream --exclude cls*",
     "wide --scheme int4_wo_128 --export-format awq",
     "wide --scheme int4_wo_128 --export-format gptq",
     "wide --scheme q4_k_m --export-format gguf",
@@ -138,8 +138,8 @@ def run(words: str, scratch: Path) -> Run:
     assert process.stdout is not None
     for line in process.stdout:
         lines.append(line)
-        found = re.search(r"blocks 1/.*about (?:(\d+) h )?(?:(\d+) min|([\d.]+) s) left", line)
-        if found:
+        found = re.search(r": blocks 1/.*about (?:(\d+) h )?(?:(\d+) min|([\d.]+) s) left", line)
+        if found and first is None:
             hours, minutes, seconds = (float(number or 0) for number in found.groups())
             first = 3600 * hours + 60 * minutes + seconds, time.monotonic()
     _, code, used = os.wait4(process.pid, 0)
