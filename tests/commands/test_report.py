@@ -23,6 +23,7 @@ from quark.core.metrics import kl, kl_by_row
 from quark.errors import ConfigError, visible
 from quark.jobs.folders.compared.replies import LONGEST, PROMPTS
 from quark.jobs.folders.models import load_model
+from quark.torch import channel_outliers
 from quark.torch.checkpoint.opened import OpenedFolder
 from quark.torch.flows.compared.layer_damage import input_range
 from quark.torch.layers.replace import quantized_layers
@@ -106,6 +107,11 @@ def test_the_page_of_two_folders_says_where_tokens_moved(places: dict[str, Path]
         ])  # fmt: skip
     assert f"Mean {float(rows.mean()):.4g} nats" in page and f">{float(rows.max()):.4g}</td>" in page
     assert "input int8" in page and "layers" in page
+    # The picture of the worst layer is of what it reads in the quantized model, over all windows.
+    worst = re.findall(r"Channels of the input of ([\w.]+)", page)
+    assert "Outliers by channel" in sections(page) and len(worst) == 6
+    read = channel_outliers(after, windows, worst)
+    assert all(each.caption in page for each in read.layers.values())
     # Both answer as each does alone, without the padding of a batch.
     tokenizer = AutoTokenizer.from_pretrained(places["llama"])
     ids = torch.tensor([Document(min(PROMPTS, key=len), "", question=True).prompt_ids(tokenizer)])

@@ -87,6 +87,7 @@ def figures(pair: tuple[PartedModel, PartedModel], batches: Sequence[Any]) -> di
         "divergence": torch.cat(list(found.divergence) or [torch.zeros(1)]).tolist(),
         "outputs": {name: (astuple(each.comparison), each.agreed) for name, each in found.outputs.items()},
         "damage": {name: [None if math.isnan(x) else x for x in pair] for name, pair in layers.damage.items()},
+        "channels": {name: each.values.tolist() for name, each in layers.channels.layers.items()},
         "drawn": [(each.title, each.counts.tolist(), each.clip) for each in layers.histograms],
     }
 
@@ -99,7 +100,7 @@ def test_block_by_block_gives_the_figures_of_models_in_memory(
     out = tmp_path / ("out.gguf" if words[1:] == ("gguf",) else "out")
     quantized(folder, out, *words)
     whole = figures(pair_of(folder, out, stream=False), batches)
-    assert whole["outputs"] and whole["damage"] and whole["drawn"]
+    assert whole["outputs"] and whole["damage"] and whole["drawn"] and whole["channels"]
     assert figures(pair_of(folder, out, stream=True), batches) == whole
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quark.report import figures
-from quark.report.figures import ClippedHistogram, DrawnNode
+from quark.report.figures import ChannelMaxima, ClippedHistogram, DrawnNode
 from tests.report.test_page import EVIL
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -22,6 +22,7 @@ DRAWN: dict[str, Callable[[str], str]] = {
     "scatter": lambda name: figures.scatter([(name, 2.0, 0.1), ("b", 1.0, 0.0)], "MB", "KL", log=True, line=[(1, 1)]),
     "path": lambda name: figures.search_path([(name, 1.0, 10.0, True), ("b", 2.0, math.nan, False)], "dB", 20.0),
     "tokens": lambda name: figures.token_divergence(VALUES**2),
+    "channels": lambda name: figures.channel_bars(ChannelMaxima(name, np.arange(200.0) ** 4)),
     "graph": lambda name: figures.graph([DrawnNode(name, 0, ()), DrawnNode("b", 1, (0,))], ("integer", "float")),
 }
 

@@ -18,6 +18,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from quark.core.array import NumpyArray
+from quark.errors import require_packages
 from quark.report.text_chart import drawable
 
 INK, FAINT, GRID, FIRST, SECOND, THIRD, BAD, SOFT, PAPER = (f"#0102{i:02x}" for i in range(9))
@@ -49,7 +50,13 @@ MOST_BARS = 400
 LONGEST_NAME = 60
 MARKED = 5
 """Cells of a heat map that have a frame."""
+NUMBERED = 3
+"""Outliers that are named."""
 BINS = 96
+MOST_CHANNELS = 64
+"""Bars of channels; of more, each bar is the largest of several."""
+OUTLIER = 6.0
+"""How many times the median an outlier is."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,91 @@ class ClippedHistogram:
         share = f"{self.beyond:.2%}" if self.beyond >= 1e-4 else "under 0.01%"
         rest = f"{share} of the values are beyond" if self.beyond else "no values are beyond"
         return f"Codes reach from {self.clip[0]:.4g} to {self.clip[1]:.4g}; {rest}."
+
+
+@dataclass(frozen=True)
+class ChannelMaxima:
+    """The largest magnitude of each channel of what a layer reads, m_c = max |x_c|.
+
+    A channel is an outlier if m_c > 6 median(m), where the median is that of the channels that are not always 0.
+
+    Attributes:
+        layer: Its name.
+        values: m, (channels,), NaN as inf.
+    """
+
+    layer: str
+    values: NumpyArray
+
+    @property
+    def median(self) -> float:
+        """Of the channels that are not always 0; 0 where all are."""
+        used = self.values[self.values > 0]
+        return float(np.median(used)) if used.size else 0.0
+
+    @property
+    def spread(self) -> float:
+        """The largest as a multiple of the median; 1 where all are 0, or most are infinite."""
+        median = self.median
+        return float(self.values.max()) / median if 0 < median < math.inf else 1.0
+
+    @property
+    def outliers(self) -> list[int]:
+        """Numbers of the channels that are outliers, the largest first."""
+        order = np.argsort(-self.values, kind="stable")
+        return [int(channel) for channel in order if self.values[channel] > OUTLIER * self.median]
+
+    @property
+    def outlier_share(self) -> float:
+        """The share of the largest magnitude that outliers alone reach: 1 - max of the others / max; 0 without any."""
+        found = self.outliers
+        if not found:
+            return 0.0
+        return 1.0 - float(np.delete(self.values, found).max()) / float(self.values[found[0]])
+
+    @property
+    def named(self) -> str:
+        """The largest outliers, each with its magnitude: "17 (812), 5 (44), 9 (31) and 4 more"."""
+        found = self.outliers
+        words = ", ".join(f"{channel} ({self.values[channel]:.3g})" for channel in found[:NUMBERED])
+        return f"{words} and {len(found) - NUMBERED} more" if len(found) > NUMBERED else words
+
+    @property
+    def caption(self) -> str:
+        """The outliers in words."""
+        count, found = len(self.values), len(self.outliers)
+        start = f"The median of {count} channels is {self.median:.3g}, the largest {float(self.values.max()):.3g}."
+        if not found:
+            return f"{start} None is more than {OUTLIER:g} times the median."
+        which = f"{found} outlier{'' if found == 1 else 's'}: channel {self.named}."
+        return f"{start} {which} {self.outlier_share:.0%} of the range is for outliers alone."
+
+
+def channel_bars(found: ChannelMaxima) -> str:
+    """The channels of a layer in their order, outliers in another colour and the largest with their numbers.
+
+    Of more than 64, a bar is the largest of several that are beside each other. A line is at the median.
+    """
+    finite = found.values[np.isfinite(found.values)]
+    highest = 1.08 * (float(finite.max(initial=0.0)) or 1.0)
+    heights, outliers = np.minimum(found.values, highest), found.outliers
+    groups = np.array_split(np.arange(len(heights)), min(len(heights), MOST_CHANNELS))
+    with _figure(WIDTH / 2, 2.3) as (figure, axes):
+        for group in groups:
+            own, height = {*group.tolist()}, float(heights[group].max())
+            color = FIRST if own.isdisjoint(outliers) else BAD
+            axes.bar(group[0], height, 0.86 * len(group), align="edge", color=color)
+            if numbers := [str(channel) for channel in outliers[:NUMBERED] if channel in own]:
+                left = 2 * group[0] > len(heights)
+                _label(axes, ", ".join(numbers), (group[0] if left else group[-1] + 1, height), 7, left=left)
+        axes.axhline(found.median, color=THIRD, linewidth=1.2, linestyle="--", label=f"median {found.median:.3g}")
+        axes.set_xlim(0, len(heights))
+        axes.set_title(_short(found.layer), fontsize=8, color=INK)
+        axes.set(xlabel="channel", ylabel="largest |x|", ylim=(0, 1.25 * highest))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(axis="x", visible=False)
+        axes.legend(loc="upper right", fontsize=8)
+        return _svg(figure, f"Channels of the input of {found.layer}")
 
 
 def bars(rows: Sequence[tuple[str, Sequence[float]]], series: Sequence[str], unit: str) -> str:
@@ -367,6 +459,7 @@ def _label(
 @contextmanager
 def _figure(width: float, height: float) -> Iterator[tuple[Any, Any]]:
     """A figure of some inches and its axes, in the style of the page until the end."""
+    require_packages("A picture", "report", "matplotlib")
     import matplotlib  # of an extra of its own, and slow
     from matplotlib.figure import Figure
 

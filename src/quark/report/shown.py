@@ -1,4 +1,4 @@
-"""Results that show themselves as tables: as text where they are printed, as HTML in a notebook."""
+"""Results that show themselves: tables as text where they are printed, pictures and tables as HTML in a notebook."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from quark.errors import visible
@@ -46,9 +47,14 @@ class Shown(ABC):
 
     __repr__ = __str__
 
+    def drawn(self) -> Sequence[str]:
+        """Pictures as SVG; a notebook shows them before the tables where matplotlib is installed."""
+        return ()
+
     def _repr_html_(self) -> str:
-        """The tables for a notebook. Names come from models, so all text is escaped."""
-        return "".join(map(_html, self.tables()))
+        """Pictures and tables for a notebook. Names come from models, so all text is escaped."""
+        pictures = self.drawn() if find_spec("matplotlib") else ()
+        return "".join((*pictures, *map(_html, self.tables())))
 
 
 def _html(table: PageTable) -> str:

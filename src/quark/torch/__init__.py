@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.torch.config.tensor.enums import *
     from quark.torch.config.tensor.observer_classes import *
     from quark.torch.config.tensor.tensor_config import *
+    from quark.torch.flows.compared.channel_outliers import channel_outliers as channel_outliers
     from quark.torch.flows.compared.denoiser_costs import compare_denoisers as compare_denoisers
     from quark.torch.flows.compared.layer_errors import layer_errors as layer_errors
     from quark.torch.flows.on_load.config import QuantizeOnLoad as QuantizeOnLoad
@@ -61,6 +62,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "quark.compat.torch_names.not_supported": (
         "ModelPruner", "export_llama_cpp_gguf", "list_llama_cpp_export_formats",
     ),
+    "quark.torch.flows.compared.channel_outliers": ("channel_outliers",),
     "quark.torch.flows.compared.denoiser_costs": ("compare_denoisers",),
     "quark.torch.flows.compared.layer_errors": ("layer_errors",),
     "quark.torch.flows.on_load.config": ("QuantizeOnLoad",),

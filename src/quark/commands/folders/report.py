@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -12,9 +13,10 @@ from quark.commands.results.tables import counted
 from quark.jobs.evaluate import MeasuredPipeline
 from quark.jobs.folders.compared.measure import IN_BLOCKS, WHY_SLOW, MeasuredFolders
 from quark.jobs.folders.compared.replies import replies_table
-from quark.report.figures import MOST_BARS, bars, heat_map, histogram, token_divergence
+from quark.report.figures import MOST_BARS, OUTLIER, bars, heat_map, histogram, token_divergence
 from quark.report.page import Figure, PageTable, Section
 from quark.torch.checkpoint.sources.methods import method_of
+from quark.torch.flows.compared.channel_outliers import ChannelOutliers
 from quark.torch.flows.compared.coded_layers import coded_layers
 from quark.torch.flows.compared.denoiser_costs import picture_section, range_section, timestep_section
 from quark.torch.flows.compared.layer_damage import worst_first
@@ -43,6 +45,7 @@ def folder_sections(measured: MeasuredFolders, words: str = "") -> list[Section]
         damage_section(measured.damage),
         *([Section("Costs of layers", tables=[measured.tables(MOST_BARS)[-1]])] if measured.costs else []),
         _ranges(measured),
+        *([] if measured.channels is None else [_channels(measured.channels)]),
     ]
 
 
@@ -153,4 +156,19 @@ def _ranges(measured: MeasuredFolders) -> Section:
         "Ranges of the worst layers",
         words,
         figures=[Figure(histogram(each), each.caption) for each in measured.histograms],
+    )
+
+
+def _channels(found: ChannelOutliers) -> Section:
+    """Pictures of what the layers read whose outputs lost most, by channel, and all layers as a table."""
+    words = (
+        "The largest magnitude of each channel that the quantized layers read, worst output first. An outlier is more "
+        f"than {OUTLIER:g} times the median of the channels that are not always 0. If inputs are quantized with one "
+        "scale for all channels, the others have few codes beside it. Possible: SmoothQuant, a rotation, or a scale "
+        "for each group."
+    )
+    table = replace(found, shown=len(found.layers)).tables()[0]
+    figures = [Figure(svg, each.caption) for svg, each in zip(found.drawn(), found.layers.values(), strict=False)]
+    return Section(
+        "Outliers by channel", words if figures else "", [replace(table, title="As a table", folded=True)], figures
     )

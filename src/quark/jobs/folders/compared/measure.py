@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quark.jobs.folders.model_inputs import ModelInputs, StepInputs
     from quark.report.figures import ClippedHistogram
     from quark.torch.calibration.timesteps import RangesByTimestep
+    from quark.torch.flows.compared.channel_outliers import ChannelOutliers
     from quark.torch.flows.compared.layer_damage import LayerDamage
     from quark.torch.flows.parted import PartedModel
 
@@ -97,6 +98,7 @@ class MeasuredFolders(Shown):
         damage: Layer -> SQNR in dB of its weight and of its output; see `LayerDamage`.
         costs: Layer -> what it costs the output by itself, see `ErrorOfLayer`; empty where that is not asked for.
         histograms: Of the worst layers, where a page is asked for; else empty.
+        channels: What the quantized layers read by channel, the worst output first, where a page is asked for.
         by_timestep: What layers of a denoiser read by timestep, where a page is asked for; else None.
         task: What both reach on a task, where the data or `metric` make one; else None.
         harness: What both reach on the tasks of lm-eval that were asked for; else None.
@@ -119,6 +121,7 @@ class MeasuredFolders(Shown):
     task: TaskScores | None = None
     harness: TaskScores | None = None
     replies: Sequence[Reply] = ()
+    channels: ChannelOutliers | None = None
 
     @property
     def accuracy(self) -> tuple[float, float] | None:
@@ -241,6 +244,7 @@ def measure_folders(
     return MeasuredFolders(
         model, quantized, before, after, inputs, batches, comparison, sizes, seconds, layers.damage, found,
         layers.histograms, ranges, replies=replies,
+        channels=layers.channels if page else None,
     )  # fmt: skip
 
 
@@ -379,7 +383,7 @@ def compare_outputs(
     Args:
         before, after: The float and the quantized model.
         batches: To run; of `AnsweredTexts` the answers count alone.
-        layers: Looks at layers on the first batch.
+        layers: Looks at layers on the first batch, and at what they read on all.
         ranges: Notes what layers read.
 
     Raises:
@@ -395,7 +399,11 @@ def compare_outputs(
     for part, index in progress(visits, "compare", total=(1 + len(blocks)) * len(batches)):
         if ranges is not None:
             ranges.call = index
-        with layers.watching(part.holds) if layers and index == 0 else nullcontext():
+        with ExitStack() as looks:
+            if layers:
+                looks.enter_context(layers.reading(part.holds))
+            if layers and index == 0:
+                looks.enter_context(layers.watching(part.holds))
             made = part.run(index, batches[index])
         if part.block is None:
             compared.update(batches[index], made, starts[index])

@@ -15,6 +15,7 @@ from quark.core.granularity import PerTensor
 from quark.core.metrics import Comparison, sqnr
 from quark.core.quantize import fake_quantize
 from quark.report.figures import ClippedHistogram
+from quark.torch.flows.compared.channel_outliers import ChannelOutliers, noting_channels, of_noted
 from quark.torch.flows.compared.coded_layers import coded_layers, rotated_input, unrotated_weight
 from quark.torch.flows.compared.moved_layers import LayerMove, Moves
 from quark.torch.layers import QuantLayer
@@ -35,7 +36,7 @@ class LayerDamage:
 
     Args:
         before, after: The float and the quantized model, with or without weights; parts of them run with weights.
-        draws: Whether histograms of the worst layers are kept.
+        draws: Whether what is drawn is kept: histograms of the worst layers, and what all read by channel.
 
     Attributes:
         damage: Layer -> both SQNR, of those that were seen.
@@ -50,6 +51,7 @@ class LayerDamage:
         self.moves: dict[str, LayerMove] = {}
         self._moves: Moves | None = None
         self._drawn: dict[str, list[ClippedHistogram]] = {}
+        self._channels: dict[str, torch.Tensor] = {}
 
     @property
     def names(self) -> list[str]:
@@ -65,6 +67,22 @@ class LayerDamage:
     def histograms(self) -> list[ClippedHistogram]:
         """Float inputs and weights of the layers whose outputs lost most, the worst first, with the ends of codes."""
         return [each for name in self._worst() if name in self._drawn for each in self._drawn[name]]
+
+    @property
+    def channels(self) -> ChannelOutliers:
+        """The channels that layers of the quantized model read, first the layers whose outputs lost most."""
+        return of_noted(self._channels, self._worst(len(self._weights)))
+
+    @contextmanager
+    def reading(self, holds: Callable[[str], bool]) -> Iterator[None]:
+        """Within: a part of the quantized model runs on any batch; where it draws, channels are noted.
+
+        Args:
+            holds: Whether a layer belongs to the part.
+        """
+        layers = {name: layer for name, layer in self.coded.items() if self.draws and holds(name)}
+        with noting_channels(layers, self._channels):
+            yield
 
     @contextmanager
     def watching(self, holds: Callable[[str], bool]) -> Iterator[None]:
@@ -123,9 +141,9 @@ class LayerDamage:
         found = self._outputs.get(name)
         return math.nan if found is None else found.sqnr
 
-    def _worst(self) -> list[str]:
+    def _worst(self, most: int = MOST_HISTOGRAMS) -> list[str]:
         """The layers of those seen whose outputs lost most."""
-        return sorted(self._weights, key=lambda name: worst_first(self._output(name)))[:MOST_HISTOGRAMS]
+        return sorted(self._weights, key=lambda name: worst_first(self._output(name)))[:most]
 
 
 def worst_first(value: float) -> float:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from quark.base.progress import progress
 from quark.core.metrics import Comparison, kl_by_row
-from quark.errors import CalibrationError, ConfigError, require_packages
+from quark.errors import CalibrationError, ConfigError
 from quark.report.page import PageTable
 from quark.report.shown import Shown
 from quark.torch.flows.compared.coded_layers import coded_layers
@@ -22,7 +21,7 @@ from quark.torch.flows.compared.layer_damage import LayerDamage, worst_first
 from quark.torch.flows.compared.moved_layers import LayerMove
 from quark.torch.layers.base import input_of
 from quark.torch.model.batches import calibration_step, evaluating, input_device, named_outputs
-from quark.torch.model.passes import prepare, undo
+from quark.torch.model.passes import while_prepared
 
 
 @dataclass(frozen=True)
@@ -74,16 +73,14 @@ class LayerErrors(Shown):
         """
         from quark.report.figures import heat_map  # of an extra of its own
 
-        require_packages("A heat map", "report", "matplotlib")
         alone = {name: each.alone for name, each in self.layers.items() if each.alone is not None}
         if alone:
             return heat_map(alone, "KL nats" if self.divergence else "error", low_is_worst=False)
         return heat_map({name: each.output for name, each in self.layers.items()}, "SQNR dB", low_is_worst=True)
 
-    def _repr_html_(self) -> str:
-        """The heat map, where matplotlib is installed, and the table."""
-        drawn = self.heat_map() if find_spec("matplotlib") else ""
-        return drawn + super()._repr_html_()
+    def drawn(self) -> Sequence[str]:
+        """The heat map."""
+        return [self.heat_map()]
 
     def tables(self) -> Sequence[PageTable]:
         """The layers that cost most."""
@@ -128,11 +125,8 @@ def layer_errors(
         raise ConfigError("layer_errors: the quantized model has no quantized layer. Possible: quantize_model first.")
     if not data:
         raise CalibrationError("layer_errors: there is no batch; at least one is needed.")
-    originals = prepare(float_model, coded.__contains__)  # the same layers, where the model has them in another form
-    try:
+    with while_prepared(float_model, coded.__contains__):  # the same layers, where the model has them in another form
         return _errors(float_model, quantized_model, coded, data, alone)
-    finally:
-        undo(float_model, originals)
 
 
 def _errors(

@@ -6,6 +6,9 @@ A pass changes no output, does nothing the second time, and returns what it repl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
 from quark.base.libraries.transformers import is_conv1d
@@ -66,4 +69,24 @@ def undo(model: nn.Module, originals: dict[str, nn.Module]) -> None:
         set_submodule(model, name, module)
 
 
-__all__ = ["PASSES", "Pass", "UnfusedExperts", "Wanted", "made_again", "prepare", "unconverted", "undo"]
+@contextmanager
+def while_prepared(model: nn.Module, wanted: Wanted) -> Iterator[None]:
+    """Within: every pass has run, as `prepare` says."""
+    originals = prepare(model, wanted)
+    try:
+        yield
+    finally:
+        undo(model, originals)
+
+
+__all__ = [
+    "PASSES",
+    "Pass",
+    "UnfusedExperts",
+    "Wanted",
+    "made_again",
+    "prepare",
+    "unconverted",
+    "undo",
+    "while_prepared",
+]

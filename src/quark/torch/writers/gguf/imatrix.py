@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from quark.gguf.imatrix import Sums
 from quark.gguf.names import expert_of
 from quark.torch.model.batches import run_batches
 from quark.torch.model.calibration_data import calibration_data
-from quark.torch.model.passes import prepare, undo
+from quark.torch.model.passes import while_prepared
 from quark.torch.writers.gguf.of_model import tensor_names
 
 
@@ -43,7 +43,7 @@ def collect_imatrix(model: nn.Module, data: Iterable[Any]) -> Sums:
         total, count = sums[tensor].get(expert, (0, 0))
         sums[tensor][expert] = (total + x.square().sum(0), count + len(x))
 
-    with _unfused(model), ExitStack() as hooks:
+    with while_prepared(model, lambda name: True), ExitStack() as hooks:  # each expert is linear layers of its own
         for name, module in model.named_modules():
             stored = name_of(f"{name}.weight") if isinstance(module, nn.Linear) else None
             if stored is not None and stored.startswith("blk."):
@@ -52,16 +52,6 @@ def collect_imatrix(model: nn.Module, data: Iterable[Any]) -> Sums:
         if run_batches(model, calibration_data(model, data) or ()) == 0:
             raise CalibrationError("The calibration data is empty: an importance matrix needs one batch at least.")
     return {tensor: _joined(tensor, sums[tensor]) for tensor in sorted(sums)}
-
-
-@contextmanager
-def _unfused(model: nn.Module) -> Iterator[None]:
-    """Within: each expert is linear layers of its own."""
-    originals = prepare(model, lambda name: True)
-    try:
-        yield
-    finally:
-        undo(model, originals)
 
 
 def _joined(tensor: str, experts: dict[int, tuple[torch.Tensor, int]]) -> tuple[NumpyArray, NumpyArray]:
