@@ -39,4 +39,4 @@ def test_each_convolution_has_its_time_in_float_and_in_the_file(tmp_path: Path) 
         "third": (5e-4, 1e-4),
     }
     assert found.float_seconds == pytest.approx(15e-4) and found.file_seconds == pytest.approx(9e-4)
-    assert found.conversions == 0.0
+    assert found.conversions == 0.0 and found.by_node["second"] == 7e-4

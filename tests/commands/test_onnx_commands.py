@@ -305,6 +305,8 @@ def test_inspect_counts_what_is_in_the_file_and_what_is_fused(places: dict[str, 
     assert rows["int8"][2] == str(counts["QuantizeLinear"]) and rows["int32"][2:] == ["", "7"]
     assert "ai.onnx 17, com.microsoft 1, IR 9, by quark.onnx" in out
     assert "5 of 12 quantized nodes in integers" in out and "stem_conv_node" in rows and "b_conv_node" not in rows
+    assert "Integer and float parts, in the order of the graph" in out
+    assert {row[1] for row in cells(out) if len(row) == 4} >= {"integer", "float, 1 quantized"}
     assert "12 of 12 quantized nodes" in succeed("inspect {x64}", places)
     assert "No node reads a DequantizeLinear" in succeed("inspect {cnn}", places)
 

@@ -23,7 +23,10 @@ DRAWN: dict[str, Callable[[str], str]] = {
     "path": lambda name: figures.search_path([(name, 1.0, 10.0, True), ("b", 2.0, math.nan, False)], "dB", 20.0),
     "tokens": lambda name: figures.token_divergence(VALUES**2),
     "channels": lambda name: figures.channel_bars(ChannelMaxima(name, np.arange(200.0) ** 4)),
-    "graph": lambda name: figures.graph([DrawnNode(name, 0, ()), DrawnNode("b", 1, (0,))], ("integer", "float")),
+    "regions": lambda name: figures.region_bars([(2, [(name, 0, 3.0), ("b", 1, 0.0)])], ("integer", "float"), "nodes"),
+    "graph": lambda name: figures.graph(
+        [DrawnNode(name, "", 0, ()), DrawnNode("b", "", 1, (0,))], ("integer", "float")
+    ),
 }
 
 
@@ -97,6 +100,11 @@ def test_labels_of_a_logarithmic_axis_are_numbers(span: float) -> None:
 
 
 def test_nodes_stand_below_all_that_they_read_and_apart() -> None:
-    nodes = [DrawnNode("", 0, ()), DrawnNode("", 0, (0,)), DrawnNode("", 0, (0,)), DrawnNode("", 0, (1, 2))]
+    nodes = [
+        DrawnNode("", "", 0, ()),
+        DrawnNode("", "", 0, (0,)),
+        DrawnNode("", "", 0, (0,)),
+        DrawnNode("", "", 0, (1, 2)),
+    ]
     place = figures._layers(nodes)
     assert [row for _, row in place] == [0, 1, 1, 2] and len(set(place)) == 4

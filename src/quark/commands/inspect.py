@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import onnx
 
     from quark.commands.folders.stored_layers import StoredFolder
+    from quark.commands.onnx_files.file_times import FileTimes
     from quark.onnx.evaluation.ort_fusion import Fusion
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
@@ -49,15 +50,21 @@ def inspect(
         raise ConfigError("--data is what --measure runs.")
     if model.suffix == ".gguf":
         _inspect_gguf(model)
-        return
-    if not is_onnx(model):
+    elif is_onnx(model):
+        _inspect_onnx(model, measure, data)
+    else:
         _inspect_folder(model)
-        return
+
+
+def _inspect_onnx(model: Path, measure: bool, data: Path | None) -> None:
+    """The operators and the types of an ONNX file, what runs in integers, and with `measure` the times."""
     # onnx is imported after the arguments are parsed, so that --help is instant.
     from quark.onnx.calibration.data.inputs import file_bytes
-    from quark.onnx.evaluation.ort_fusion import inspect_fusion
+    from quark.onnx.evaluation.graph_parts import GraphParts
+    from quark.onnx.evaluation.ort_fusion import inspect_fusion, kernel_graph
     from quark.onnx.evaluation.ort_fusion_nodes import quantized_graphs
     from quark.onnx.graph.proto_file import read_header
+    from quark.report.shown import text_table
 
     console, proto = results(), read_header(model)
     opsets = ", ".join(f"{entry.domain or 'ai.onnx'} {entry.version}" for entry in proto.opset_import)
@@ -71,17 +78,27 @@ def inspect(
         table.add_row(op_type, domain, str(count))
     console.print(table)
     console.print(_types(proto.graph))
-    _print_fusion(inspect_fusion(model), console)
-    if measure:
-        _print_times(model, data, console)
+    fates = inspect_fusion(model)
+    _print_fusion(fates, console)
+    times = _times(model, data) if measure else None
+    if fates:
+        nodes = kernel_graph(model, fates)
+        parts = GraphParts.of(nodes) if times is None else GraphParts.of(nodes, times.by_node, times.file_seconds)
+        for each in parts.tables():
+            console.print(text_table(each))
+    if times is not None:
+        _print_times(times, console)
 
 
-def _print_times(model: Path, data: Path | None, console: Results) -> None:
-    """The times of the quantized nodes, and what the file gains in all."""
+def _times(model: Path, data: Path | None) -> FileTimes:
     from quark.commands.onnx_files.file_times import file_times
     from quark.onnx.calibration.data.path_reader import PathDataReader
 
-    found = file_times(model, None if data is None else PathDataReader(model, data, batch_size=1))
+    return file_times(model, None if data is None else PathDataReader(model, data, batch_size=1))
+
+
+def _print_times(found: FileTimes, console: Results) -> None:
+    """The times of the quantized nodes, and what the file gains in all."""
     table = new_table("nodes", "ops", "float µs", "this file µs", "gain µs", title="Quantized nodes, least gain first")
     for row in found.nodes:
         spent = (row.float_seconds, row.file_seconds, row.float_seconds - row.file_seconds)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers: the homes below
     from quark.onnx.config.enums import *
     from quark.onnx.config.presets import *
     from quark.onnx.config.tensor_specs import *
+    from quark.onnx.evaluation.graph_parts import *
     from quark.onnx.evaluation.ort_fusion import *
     from quark.onnx.quantizer import *
     from quark.onnx_ops.encryption import *
@@ -48,6 +49,7 @@ HOMES = (
     "quark.onnx.quantizer",
     "quark.compat.onnx_names.quantize_static",
     "quark.onnx.evaluation.ort_fusion",
+    "quark.onnx.evaluation.graph_parts",
     "quark.compat.auto_search",
     "quark.compat.onnx_names.dump",
 )

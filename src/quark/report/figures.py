@@ -372,11 +372,25 @@ def token_divergence(values: NumpyArray) -> str:
 
 @dataclass(frozen=True)
 class DrawnNode:
-    """A node of a drawn graph: its label, the index into the kinds, and the indices of the nodes that it reads."""
+    """A node of a drawn graph.
 
-    label: str
+    Attributes:
+        op_type, name: Its label.
+        kind: Index into the kinds.
+        reads: Indices of the nodes that it reads.
+        of_sizes: Whether what it gives follows from the sizes of tensors and from constants alone.
+    """
+
+    op_type: str
+    name: str
     kind: int
     reads: tuple[int, ...]
+    of_sizes: bool = False
+
+    @property
+    def label(self) -> str:
+        """Both."""
+        return f"{self.op_type} {self.name}".rstrip()
 
 
 def graph(nodes: Sequence[DrawnNode], kinds: Sequence[str]) -> str:
@@ -404,6 +418,46 @@ def graph(nodes: Sequence[DrawnNode], kinds: Sequence[str]) -> str:
         axes.axis("off")
         figure.legend(loc="outside upper left", ncols=len(kinds))
         return _svg(figure, "The graph by kind of node")
+
+
+def region_bars(
+    stretches: Sequence[tuple[int, Sequence[tuple[str, int, float]]]], kinds: Sequence[str], unit: str
+) -> str:
+    """Regions of a graph from top to bottom, coloured by kind; what repeats stands once, with how often.
+
+    Args:
+        stretches: How often each repeats, and its regions: label, index into `kinds`, and the length of the bar.
+        kinds: What the colours say; the last is drawn faintly.
+        unit: Of the lengths.
+    """
+    rows = [row for _, regions in stretches for row in regions]
+    colors, longest = [*SERIES[: len(kinds) - 1], SOFT], max(size for _, _, size in rows) or 1.0
+    with _figure(WIDTH, 0.9 + 0.24 * len(rows)) as (figure, axes):
+        for kind, name in enumerate(kinds):
+            # One that is small beside the others is seen too.
+            own = [(row, max(size, 0.006 * longest)) for row, (_, its, size) in enumerate(rows) if its == kind]
+            if not own:
+                continue
+            axes.barh([row for row, _ in own], [size for _, size in own], 0.74, color=colors[kind], label=name)
+        _draw_brackets(axes, [(repeats, len(regions)) for repeats, regions in stretches], -0.012 * longest)
+        axes.set_yticks(range(len(rows)), [_short(label) for label, _, _ in rows], color=INK, fontsize=8)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(-0.09 * longest if max(repeats for repeats, _ in stretches) > 1 else 0, 1.04 * longest)
+        axes.set_xlabel(unit)
+        axes.grid(axis="y", visible=False)
+        figure.legend(loc="outside upper left", ncols=len(kinds))
+        return _svg(figure, f"{len(rows)} regions of the graph by kind")
+
+
+def _draw_brackets(axes: Any, stretches: Sequence[tuple[int, int]], x: float) -> None:
+    """A line beside the rows of each stretch that repeats, with how often; stretches are repetitions and rows."""
+    first = 0
+    for repeats, rows in stretches:
+        if repeats > 1:
+            ends = (first - 0.4, first + rows - 0.6)
+            axes.plot([x, x], ends, color=INK, linewidth=1.4)
+            _label(axes, f"x {repeats}", (x, sum(ends) / 2), 9, left=True)
+        first += rows
 
 
 def _layers(nodes: Sequence[DrawnNode]) -> list[tuple[int, int]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,14 @@ class FileTimes:
         conversions: Seconds of QuantizeLinear and DequantizeLinear.
         float_seconds: Kernels of the float model.
         file_seconds: Kernels of the file.
+        by_node: Name of a node -> its share of the seconds of the kernels of the file that compute it.
     """
 
     nodes: tuple[NodeTimes, ...]
     conversions: float
     float_seconds: float
     file_seconds: float
+    by_node: Mapping[str, float] = field(default_factory=dict)
 
 
 def file_times(path: Path, reader: Any = None, threads: int = 1, timer: Timer = timed) -> FileTimes:
@@ -98,7 +101,7 @@ def file_times(path: Path, reader: Any = None, threads: int = 1, timer: Timer = 
     ]
     rows.sort(key=lambda row: (row.float_seconds - row.file_seconds, row.nodes))
     conversions = sum(in_file.seconds[kernel.name] for kernel in in_file.kernels if kernel.op_type in QDQ)
-    return FileTimes(tuple(rows), conversions, in_float.total(), in_file.total())
+    return FileTimes(tuple(rows), conversions, in_float.total(), in_file.total(), dict(in_file.of_nodes()))
 
 
 def _by_name(model: ir.Model) -> dict[str, ir.Node]:

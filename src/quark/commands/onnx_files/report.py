@@ -14,6 +14,7 @@ from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.padding import without_padding
 from quark.onnx.calibration.data.readers import samples
 from quark.onnx.evaluation.compare_models import ComparedLayer
+from quark.onnx.evaluation.graph_parts import GraphParts
 from quark.onnx.evaluation.layer_weights import LayerWeights, value_ranges
 from quark.onnx.evaluation.ort_fusion import KINDS, Fusion, inspect_fusion, kernel_graph
 from quark.onnx.graph.proto_file import read_header
@@ -125,7 +126,12 @@ def _kernels(quantized: Path, fusion: Sequence[Fusion]) -> Section:
     words = f"What ONNX Runtime's CPU provider runs: {', '.join(f'{counts[kind]} {kind}' for kind in KINDS)}."
     if len(nodes) > MOST_NODES:
         words += f" A graph of {len(nodes)} nodes is not drawn."
-    figures = [Figure(graph(nodes, KINDS), tall=True)] if len(nodes) <= MOST_NODES else []
+    parts = GraphParts.of(nodes)
+    left_out = f" {counted(parts.of_sizes, 'node')} that compute sizes alone are left out." if parts.of_sizes else ""
+    folded = f"Parts in integers and in float, in the order of the graph; what repeats is drawn once.{left_out}"
+    figures = [Figure(svg, folded, tall=True) for svg in parts.drawn()]
+    if len(nodes) <= MOST_NODES:
+        figures.append(Figure(graph(nodes, KINDS), "All nodes, each below those that it reads.", tall=True))
     left = [(row.node, row.op_type, row.kernel, row.reason, row.advice) for row in fusion if not row.integer]
     headers = ("node", "op", "runs as", "why", "what to do")
     return Section(

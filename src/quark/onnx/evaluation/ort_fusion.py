@@ -43,6 +43,7 @@ _NO_EFFECT = frozenset({*CLAMPS, "Identity", "Dropout"}) | MOVES
 """Operators that the runtime removes where they change nothing; others that are gone became float kernels."""
 _FLOAT_DOMAIN = "com.microsoft.nchwc"
 LAYOUT = frozenset({"Reshape", "Transpose", "ReorderInput", "ReorderOutput"})
+SIZES = frozenset({"Shape", "Size"})
 TAG = r"(\d+)\|"
 """In front of the name of each node: its index in the file."""
 
@@ -217,6 +218,7 @@ def kernel_graph(path: Path, fusion: list[Fusion]) -> list[DrawnNode]:
     graph = read_header(path).graph
     integer = {row.node: row.integer for row in fusion}
     makers: dict[str, int] = {}  # tensor -> the drawn node that its values come from
+    sizes = _of_sizes(graph)
     drawn: list[DrawnNode] = []
     for index, node in enumerate(graph.node):
         sources = tuple(dict.fromkeys(makers[name] for name in _names_read(node) if name in makers))
@@ -228,8 +230,20 @@ def kernel_graph(path: Path, fusion: list[Fusion]) -> list[DrawnNode]:
         name = node.name or f"{node.op_type}_{index}"
         kind = 2 if name not in integer else 0 if integer[name] else 1
         makers.update(dict.fromkeys(filter(None, node.output), len(drawn)))
-        drawn.append(DrawnNode(f"{node.op_type} {node.name}".rstrip(), kind, sources))
+        drawn.append(DrawnNode(node.op_type, node.name, kind, sources, not sizes.isdisjoint(node.output)))
     return drawn
+
+
+def _of_sizes(graph: onnx.GraphProto) -> set[str]:
+    """The tensors whose values follow from the sizes of tensors and from constants alone."""
+    constants, found = {"", *(tensor.name for tensor in graph.initializer)}, set[str]()
+    for node in graph.node:
+        names = _names_read(node)
+        if node.op_type == "Constant":
+            constants.update(node.output)
+        elif node.op_type in SIZES or (not found.isdisjoint(names) and {*names} - found <= constants):
+            found.update(filter(None, node.output))
+    return found
 
 
 def _names_read(node: onnx.NodeProto) -> list[str]:
