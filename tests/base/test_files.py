@@ -101,6 +101,20 @@ def test_two_names_are_exchanged_in_one_step(tmp_path: Path) -> None:
     assert not files._exchange(tmp_path / "one", tmp_path / "absent")
 
 
+def test_a_folder_is_replaced_where_the_system_is_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There ctypes opens no library without a name, and before Python 3.12 no path says whether it is a mount."""
+
+    def refuse(*_: object) -> None:
+        raise TypeError("argument of type 'NoneType' is not iterable")
+
+    monkeypatch.setattr(files.sys, "platform", "win32")
+    monkeypatch.setattr(files.ctypes, "CDLL", refuse)
+    monkeypatch.setattr(Path, "is_mount", refuse)
+    with atomic_folder(write(tmp_path / "out", "old"), overwrite=True, anything=True) as folder:
+        write(folder, "new")
+    assert (tmp_path / "out" / "file").read_text() == "new" and names(tmp_path) == ["out"]
+
+
 def test_an_error_between_two_renames_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_exchange", lambda one, other: False)
     write(tmp_path / "out", "old")

@@ -365,7 +365,7 @@ def check_place(path: str | os.PathLike[str], overwrite: bool) -> Path:
     target = _absolute(path)
     if _is_folder(target):
         target = target.resolve()
-        if target.is_mount():
+        if os.path.ismount(target):  # Path.is_mount raises under Windows before Python 3.12
             raise OutputError(f"{path} is a mount point, which cannot be replaced. Possible: a folder inside it.")
         if Path.cwd().is_relative_to(target):
             raise OutputError(f"{path} is or holds the folder that this program runs in. Choose another output.")
@@ -538,11 +538,10 @@ def _exchange(one: Path, other: Path) -> bool:
     here, exchange = -100, 2  # AT_FDCWD of Linux; RENAME_EXCHANGE, and RENAME_SWAP of macOS
     paths = os.fsencode(one), os.fsencode(other)
     try:
-        library = ctypes.CDLL(None)
         if sys.platform == "linux":
-            return library.renameat2(here, paths[0], here, paths[1], exchange) == 0
+            return ctypes.CDLL(None).renameat2(here, paths[0], here, paths[1], exchange) == 0
         if sys.platform == "darwin":
-            return library.renamex_np(*paths, exchange) == 0
+            return ctypes.CDLL(None).renamex_np(*paths, exchange) == 0
     except (AttributeError, OSError):  # an older C library
         return False
     return False

@@ -76,7 +76,7 @@ class Header:
             writer, self.architecture, config, sum(block >= config.num_hidden_layers for block in blocks)
         )
         source = folder_of(self.config) or str(self.tokenizer.resolve())
-        name = source.rstrip("/").rpartition("/")[2]  # of the folder or of the repository that the model came from
+        name = Path(source).name  # of the folder or of the repository that the model came from
         write_tokenizer(writer, self.tokenizer, config.vocab_size, self.stops, name)
         _write_infos(writer, tensors)
 
