@@ -50,9 +50,11 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py
 
-# The site, in build/site; a dead link or a page that the menu does not list ends it. Needs no torch.
+# The site, in build/site; a dead link, a page that the menu does not list, or a search that leads elsewhere ends it. Needs
+# no torch; the searches are tried where node is installed.
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m tests.site_search build/site
 	@echo "Look at it: $(BIN)/python -m http.server --directory build/site, then http://localhost:8000"
 
 # Damaged inputs, made from a seed: each is refused in one line, or read as its own runtime reads it.

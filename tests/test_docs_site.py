@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -14,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks import pictures
 from quark import onnx as onnx_flow
-from tests import command_reference, rooms_picture
+from tests import command_reference, rooms_picture, site_search
 from tests.source_tree import FILES
 from tests.test_architecture import ARROWS
 
@@ -87,34 +87,21 @@ def test_the_picture_of_the_rooms_is_what_the_arrows_say() -> None:
     assert (DOCS / "rooms.svg").read_text(encoding="utf-8") == rooms_picture.picture() + "\n"
 
 
+def test_a_command_draws_each_picture_and_a_page_shows_it() -> None:
+    """`python -m benchmarks.pictures NAME` draws one anew."""
+    text = "".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
+    shown = set(re.findall(r"pictures/(\w+)\.svg", text))
+    drawn = {file.stem: file.stat().st_size for file in pictures.PLACE.iterdir()}
+    assert shown == pictures.PICTURES.keys() == drawn.keys()
+    assert max(drawn.values()) < 25_000
+
+
 def test_the_questions_quote_messages_that_there_are() -> None:
     quoted = re.findall(r"^### `([^-`][^`]*)`$", (DOCS / "faq.md").read_text(encoding="utf-8"), re.M)
     source = "".join(file.read_text(encoding="utf-8") for file in FILES)
     messages = re.sub(r'"\s*\n\s*f?"', "", source)  # the lines of a message in one
     assert len(quoted) > 20
     assert [message for message in quoted if message not in messages] == []
-
-
-LOOKED_FOR = {
-    "resume": "howto/long_jobs", "logging": "howto/long_jobs", "environment variables": "howto/long_jobs",
-    "lm-eval": "howto/tasks", "llama 70b": "choose/families", "whisper": "choose/families", "moe": "choose/families",
-    "out of memory": "guide/large_models", "multi gpu": "guide/large_models", "accuracy drop": "howto/lost_too_much",
-    "perplexity": "reference/verdict", "imatrix": "guide/export_gguf", "lora": "guide/loaded",
-    "training loop": "guide/loaded", "kv cache": "guide/kv_cache", "mixed precision": "guide/bit_budget",
-    "custom observer": "add/observer", "qat": "guide/qat", "bos": "guide/data", "preprocessing": "guide/data",
-    "vllm": "howto/vllm", "gguf": "howto/llama_cpp", "hugging face hub": "guide/report", "notebook": "guide/pytorch",
-}  # fmt: skip
-"""Words that people type -> the page that they look for."""
-
-
-def _first_found(words: list[str], index: list[dict[str, Any]]) -> str:
-    """The page that the search shows first: it weighs tags above titles, and these above the text."""
-
-    def weight(entry: dict[str, Any]) -> tuple[bool, bool, bool]:
-        fields = (" ".join(entry.get("tags", [])), entry["title"], entry["text"])
-        return tuple(all(word in field.lower() for word in words) for field in fields)  # type: ignore[return-value]
-
-    return str(max(index, key=weight)["location"]).partition(".html")[0]
 
 
 @pytest.mark.slow
@@ -125,5 +112,10 @@ def test_the_strict_build_passes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for page in (tmp_path / "site").rglob("*.html"):
         assert not re.search(r'(src|<link[^>]*href)="(https?:)?//', page.read_text(encoding="utf-8")), page
-    index = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
-    assert {words: _first_found(words.split(), index) for words in LOOKED_FOR} == LOOKED_FOR
+    if shutil.which("node") is not None:
+        assert site_search.first_pages(tmp_path / "site") == site_search.LOOKED_FOR
+
+
+def test_the_words_that_people_type_lead_to_pages() -> None:
+    assert set(site_search.LOOKED_FOR.values()) <= {page.removesuffix(".md") for page in pages(SITE["nav"])}
+    assert len(site_search.LOOKED_FOR) > 20
