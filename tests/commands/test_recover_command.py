@@ -143,7 +143,7 @@ def test_where_no_integers_are_faster_the_file_is_made_as_without_samples(
     def slower(*_: object) -> None:
         raise SlowerThanFloatError("No choice of integer kernels is faster than float on this processor.")
 
-    monkeypatch.setattr("quark.onnx.search.recovery.search.leave_slower_in_float", slower)
+    monkeypatch.setattr("quark.onnx.search.recovery.search.measured_placement", slower)
     if preset == "INT8_CPU_WEIGHTS":
         monkeypatch.setattr("quark.onnx.search.settle.leave_slower_in_float", slower)
     line = "quantize {0}/cnn.onnx --calib {0}/samples.npz --batch-size 4 -o {0}/out.onnx --force"

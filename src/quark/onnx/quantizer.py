@@ -220,10 +220,11 @@ class ModelQuantizer:
             allow_wider: Whether the model may have types of more bits than the config asks for (16 for 8, 8 for 4)
                 where nothing else reaches the target.
             weights_alone: Quantizer of weights, which is tried where the best model keeps so little that tasks suffer:
-                less than 25 dB, or 30 dB of scores. It gets half of the budget in addition.
+                less than 25 dB, or 30 dB where the largest of many scores decides. It gets half of the budget in
+                addition.
             without_samples: Quantizer that needs none: see `search/recovery/alternative.py`.
             prefer: "between", "speed", "accuracy" or "size": which of the two is written, the model made with samples
-                or without (`search/recovery/preference.py`).
+                or without (`search/recovery/preference.py`). With "accuracy" nodes stay in float whatever their time.
 
         Raises:
             CalibrationError: Fewer than four samples, or none.
@@ -256,7 +257,7 @@ class ModelQuantizer:
                 found, model = recover(
                     model, settings, data, measure, target, seconds, QUICK_STEPS if quick else STEPS,
                     quick=quick, allow_wider=allow_wider,
-                    alternative=alternative, weights=weights,
+                    alternative=alternative, weights=weights, prefer=prefer,
                 )  # fmt: skip
             note = saturating_layers(model, self.settings)
             found = replace(found, model=self._write_result(model, model_output, source))

@@ -15,6 +15,7 @@ from quark.core.metrics import Metric
 from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.settings import Settings
 from quark.onnx.search.evaluator import PartValues
+from quark.onnx.search.latency.choose_nodes import PlacementChoice
 from quark.onnx.search.noise.choices import Measured
 
 _NOISY = 2.0
@@ -52,6 +53,7 @@ class Situation:
         measure: Gives the values by which a part of an output is compared; None for the part itself.
         forward: Seconds of a forward of the float model.
         seconds: For what a change runs itself.
+        kernels: The kernels that were timed, to choose from; None where none were, or where time is no matter.
     """
 
     plain: Settings
@@ -63,6 +65,7 @@ class Situation:
     measure: PartValues | None = None
     forward: float = 0.0
     seconds: float = math.inf
+    kernels: PlacementChoice | None = None
 
     def skipped(self, forwards: int) -> str:
         """Why there is no time for forwards with noise, or ""."""

@@ -12,7 +12,7 @@ from quark.onnx import ModelQuantizer
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.graph.model_file import load
-from quark.onnx.search.evaluator import LOST, SCORES_LOST, SPARE, PartScorer
+from quark.onnx.search.evaluator import LOST, SCORES_LOST, SPARE, PartScorer, ScoredModel
 
 FEEDS = [{"x": np.eye(3, dtype=np.float32)[[i]]} for i in range(3)]
 
@@ -45,3 +45,25 @@ def test_of_other_outputs_the_noise_alone_tells() -> None:
     )
     _, part, _ = scorer.score(model)
     assert [scorer.is_plenty(score, part, model) for score in (LOST, LOST + SPARE)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("last", "preset", "strict", "bound"),
+    [
+        ("Softmax", "INT8_CPU", False, SCORES_LOST),  # the largest of many scores decides
+        ("Sigmoid", "INT8_CPU", False, LOST),
+        ("Sigmoid", "INT8_CPU", True, SCORES_LOST),
+        ("Sigmoid", "INT8_CPU_WEIGHTS", False, SCORES_LOST),  # wins no time
+        ("Identity", "INT8_CPU", True, LOST),
+    ],
+)
+def test_tasks_suffer_earlier_where_classes_decide_or_no_time_is_won(
+    last: str, preset: str, strict: bool, bound: float
+) -> None:
+    model, settings = load(scores(2.0, last)), ModelQuantizer(preset).settings
+    scorer = PartScorer(
+        model, Samples(FEEDS, model_inputs(model)), Metric("sqnr"), settings, by_scores=True, strict=strict
+    )
+    part = scorer.score(model).part
+    lost = [scorer.is_lost(ScoredModel(settings, model, score, part, 0.0)) for score in (bound - 0.1, bound)]
+    assert lost == [True, False]

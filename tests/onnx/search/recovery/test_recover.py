@@ -41,6 +41,7 @@ from quark.onnx.graph.model_file import load, to_proto
 from quark.onnx.search.change import Goal, Situation
 from quark.onnx.search.history import duration
 from quark.onnx.search.noise.choices import FloatNodes, TensorRanges
+from quark.onnx.search.recovery import search as search_module
 from quark.onnx.search.recovery.search import Recovery, recover
 from quark.onnx.search.recovery.steps import (
     STEPS,
@@ -545,3 +546,15 @@ def test_nodes_in_float_are_found_in_fewer_runs_or_left_out_where_time_is_short(
 def test_ranges_of_each_tensor_are_left_out_where_time_is_short() -> None:
     got = tensor_ranges(TensorRanges())(S8, Situation(S8, prepared=Prepared(load(mlp())), forward=1.0, seconds=100.0))
     assert got == "skipped: about 224 s, and 100 s left"
+
+
+@pytest.mark.parametrize(("longer", "kept"), [(1.5, False), (1.01, True)])
+def test_a_step_with_a_price_is_kept_where_its_gain_is_worth_the_time_of_its_file(
+    longer: float, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain file takes half of the time of the float model, so that one of 1.5 times its time costs 25 % more."""
+    ratios = iter([0.5, longer])
+    monkeypatch.setattr(search_module, "time_ratio", lambda *_: next(ratios))
+    plain, step = found(mlp(), vectors(8), replace(weights_of("int16"), price=1.0)).trials
+    assert plain.after is not None and step.after is not None and 0.5 < step.after - plain.after < 25
+    assert (step.result == "kept") == kept and ("25.0% of the time of the float model" in step.result) != kept

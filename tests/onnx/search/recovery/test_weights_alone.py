@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +63,13 @@ def test_they_are_tried_where_weights_alone_lose_as_much_or_there_is_a_target(
     assert tried == ["the config as it is", STEP, "weights alone in integers"]
 
 
+@dataclass(frozen=True)
+class Best:
+    """A model with what its score is compared by."""
+
+    score: float = 3.0
+
+
 @pytest.mark.parametrize(
     ("lost", "ahead", "needed"), [(True, REACH, True), (True, REACH + 1, False), (False, 1.0, False)]
 )
@@ -70,7 +77,7 @@ def test_steps_are_needed_where_they_may_reach_what_weights_alone_give(lost: boo
     """Of two that are lost both; one that is not makes all steps needless."""
     search: Any = SimpleNamespace(
         target=None, budget=TimeBudget(lambda: 0.0), fit=SimpleNamespace(clock=lambda: 0.0),
-        best=SimpleNamespace(score=3.0, output=None), scorer=SimpleNamespace(is_lost=lambda score, part: True),
+        best=Best(), scorer=SimpleNamespace(is_lost=lambda made: made.score == 3.0 + REACH),
     )  # fmt: skip
     other: Any = SimpleNamespace(lost=lost, score=3.0 + ahead)
     assert _Search.needs_steps(search, lambda: (other, None)) is needed

@@ -9,7 +9,7 @@ One rule of ONNX Runtime is no cut: a float convolution that reads decoded codes
 more, it computes in integers all the same. Where the cut has one, others follow (the convolution in integers; what
 comes before it in float; what comes after it in float), of which the cheapest goes on: branch and bound.
 
-What a placement leaves to choose, with the seconds of each group of nodes and each conversion, is a `_PlacementChoice`.
+What a placement leaves to choose, with the seconds of each group of nodes and each conversion, is a `PlacementChoice`.
 """
 
 from __future__ import annotations
@@ -196,18 +196,20 @@ float is the more exact."""
 
 
 @dataclass(frozen=True)
-class _PlacementChoice:
+class PlacementChoice:
     """The nodes of a placement as groups to choose from.
 
     Attributes:
         choice: The groups, by the node that stands for each.
         groups: Which nodes these are.
         candidates: Names of the nodes that may be computed in integers.
+        float_seconds: Of all kernels of the float model.
     """
 
     choice: KernelChoice
     groups: NodeGroups
     candidates: frozenset[str]
+    float_seconds: float
 
 
 def placement_choice(
@@ -217,7 +219,7 @@ def placement_choice(
     in_float: Side,
     in_integers: Side,
     lines: Mapping[str, Line],
-) -> _PlacementChoice:
+) -> PlacementChoice:
     """The choice between a float model and what a placement makes of it.
 
     Args:
@@ -246,7 +248,7 @@ def placement_choice(
     choice = KernelChoice(
         times[0], times[1], tuple(found.values()), needs, tuple(_absorbed(groups, placement, found)), GAIN
     )
-    return _PlacementChoice(choice, groups, frozenset(names))
+    return PlacementChoice(choice, groups, frozenset(names), in_float.total())
 
 
 def _needs(groups: NodeGroups, followers: Sequence[ir.Node]) -> Iterator[tuple[str, str]]:

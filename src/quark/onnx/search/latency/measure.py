@@ -31,7 +31,7 @@ from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.sessions import integer_kernels_are_exact
 from quark.onnx.operators.targets import TARGETS
 from quark.onnx.placement.place import place
-from quark.onnx.search.latency.choose_nodes import GAIN, choose_nodes, placement_choice
+from quark.onnx.search.latency.choose_nodes import GAIN, PlacementChoice, choose_nodes, placement_choice
 from quark.onnx.search.latency.kernels import ProfiledModel, Timer, timed
 from quark.onnx.search.latency.node_groups import Side, group_nodes, side_of
 from quark.onnx.search.latency.noise_sample import noise_sample
@@ -53,6 +53,7 @@ class Measured:
         chosen_seconds: The same of the model with the nodes that are kept.
         all_seconds: The same where the target's rule alone decides.
         node_seconds: (node, seconds in float): of the nodes of one kernel each an equal share.
+        placement: What there was to choose from.
     """
 
     stay_float: frozenset[str]
@@ -61,10 +62,21 @@ class Measured:
     chosen_seconds: float
     all_seconds: float
     node_seconds: tuple[tuple[str, float], ...]
+    placement: PlacementChoice
 
 
 def leave_slower_in_float(prepared: Prepared, settings: Settings, timer: Timer = timed) -> Settings:
-    """Settings that exclude the nodes that are faster in float, and leave nothing to be measured.
+    """Settings that exclude the nodes that are faster in float, and leave nothing to be measured; see below."""
+    return measured_placement(prepared, settings, timer)[0]
+
+
+def measured_placement(
+    prepared: Prepared, settings: Settings, timer: Timer = timed
+) -> tuple[Settings, PlacementChoice | None]:
+    """Settings that exclude the nodes that are faster in float, and what there was to choose from.
+
+    The settings leave nothing to be measured. There is no choice of kernels for weights alone, and for inputs that are
+    quantized as they come.
 
     Args:
         prepared: The float model, and its samples: the models run on the first. Needed for static integers.
@@ -80,7 +92,7 @@ def leave_slower_in_float(prepared: Prepared, settings: Settings, timer: Timer =
     settings = replace(settings, measurement=replace(settings.measurement, enabled=False))
     if settings.specs.weights_apart:
         _check(settings)
-        return _leave_slower_apart(model, settings, data, timer)
+        return _leave_slower_apart(model, settings, data, timer), None
     if settings.measurement.profile is None:
         settings = _with_exact_sums(settings)
     found = measure(model, settings, data, timer)
@@ -95,7 +107,7 @@ def leave_slower_in_float(prepared: Prepared, settings: Settings, timer: Timer =
         f"kernels take {found.chosen_seconds * 1e3:.3f} ms ({times})."
     )
     settings = replace(settings, measurement=replace(settings.measurement, node_seconds=found.node_seconds))
-    return _without(settings, found.stay_float)
+    return _without(settings, found.stay_float), found.placement
 
 
 def _with_exact_sums(settings: Settings) -> Settings:
@@ -148,7 +160,7 @@ def measure(model: ir.Model, settings: Settings, data: Samples | None, timer: Ti
     if totals[best] > (1 - _LEAST_GAIN) * totals[found.candidates]:
         best = found.candidates
     return Measured(
-        best, len(found.candidates - best), sides[0].total(), totals[best], sides[1].total(), sides[0].of_nodes()
+        best, len(found.candidates - best), sides[0].total(), totals[best], sides[1].total(), sides[0].of_nodes(), found
     )
 
 

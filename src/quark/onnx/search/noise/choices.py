@@ -70,6 +70,22 @@ def known_noise(settings: Settings, measured: Measured) -> tuple[OutputNoise, li
     return None
 
 
+def noise_under(
+    prepared: Prepared, config: FloatNodes, settings: Settings, measured: Measured, measure: PartValues | None
+) -> tuple[OutputNoise, list[str]]:
+    """The noise under some settings, measured where it is not known yet, and the nodes in float that it does not know.
+
+    The arguments are those of `leave_in_float`.
+    """
+    known = known_noise(settings, measured)
+    if known is None:
+        required(prepared.data, config)
+        noise = sensitivity(prepared, settings, runs=config.runs, measure=measure)
+        measured.append((settings, noise))
+        known = noise, []
+    return known
+
+
 def leave_in_float(
     prepared: Prepared,
     config: FloatNodes,
@@ -89,14 +105,7 @@ def leave_in_float(
     Raises:
         NothingQualifiesError: No node alone, or with few others, takes noise away.
     """
-    measured = [] if measured is None else measured
-    known = known_noise(settings, measured)
-    if known is None:
-        required(prepared.data, config)
-        noise = sensitivity(prepared, settings, runs=config.runs, measure=measure)
-        measured.append((settings, noise))
-        known = noise, []
-    found, before = known
+    found, before = noise_under(prepared, config, settings, [] if measured is None else measured, measure)
     quantized = found.of_nodes().keys() - set(before)
     # The seconds of a node over those of a usual one.
     seconds = {node: taken for node, taken in settings.measurement.node_seconds if node in found.of_nodes()}

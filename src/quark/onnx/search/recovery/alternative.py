@@ -95,12 +95,12 @@ class Alternative:
         without = "the file without samples is taken"
         more_exact = scorer.metric.better(scored.score, other.score)
         if at_last and scorer.silent and scorer.metric.better(scored.score, LEAST):
-            return True, f"by samples that hold no event: {without}"
-        if at_last and more_exact and scorer.is_lost(other.score, other.output):
+            return True, f"no sample holds an event, so that ranges may end below one: {without}"
+        if at_last and more_exact and scorer.is_lost(other):
             return True, f"with which tasks suffer: {without}"
         # Steps better the other one: until they have, it gives way where time would not make up for what it lost.
         rule = self._preference if at_last or self._preference == SPEED else BETWEEN
-        if not more_exact and at_last and scorer.is_lost(scored.score, scored.output):
+        if not more_exact and at_last and scorer.is_lost(scored):
             return False, "the file with samples is taken, as tasks suffer without them"
         if not more_exact and not (at_last and rule in (SPEED, SIZE)):
             return False, ""
@@ -112,8 +112,8 @@ class Alternative:
         """Time of the other over that of the alternative; bytes of the alternative over those of the other."""
         if self._compared is not None and self._compared[0] is other.model:
             return self._compared[1]  # no step has bettered it since
-        self._proto = self._proto or _file(scored)
-        proto = _file(other)
+        self._proto = self._proto or file_of(scored)
+        proto = file_of(other)
         # One look, or the median of a few near the bound.
         bound, threads = bound_of(self._preference), scored.settings.measurement.threads
         looks = [time_ratio(self._proto, proto, feed, threads, bound)]
@@ -140,10 +140,15 @@ class Alternative:
         return self._scored
 
 
-def _file(scored: ScoredModel) -> onnx.ModelProto:
-    """The message that would be written to a file."""
-    if weight_bytes(scored.model) >= PROTOBUF_LIMIT:
-        raise QuarkError("a model over 2 GB is not run from memory.")
+def file_of(scored: ScoredModel) -> onnx.ModelProto:
+    """The message that would be written to a file. Raises QuarkError for one over 2 GB."""
     model = scored.model.clone()
     finish(model, scored.settings)
+    return float_file(model)
+
+
+def float_file(model: ir.Model) -> onnx.ModelProto:
+    """The message of a model. Raises QuarkError for one over 2 GB."""
+    if weight_bytes(model) >= PROTOBUF_LIMIT:
+        raise QuarkError("a model over 2 GB is not run from memory.")
     return to_proto(model)

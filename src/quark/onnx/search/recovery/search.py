@@ -43,10 +43,13 @@ from quark.onnx.search.change import Goal, Situation
 from quark.onnx.search.equalize_if_better import equalize_if_better
 from quark.onnx.search.evaluator import Evaluator, PartScorer, ScoredModel
 from quark.onnx.search.history import TimeBudget, Trial
-from quark.onnx.search.latency.measure import leave_slower_in_float
+from quark.onnx.search.latency.choose_nodes import PlacementChoice
+from quark.onnx.search.latency.measure import measured_placement
+from quark.onnx.search.latency.whole_file import time_ratio
 from quark.onnx.search.noise.choices import Measured
-from quark.onnx.search.recovery.alternative import Alternative
+from quark.onnx.search.recovery.alternative import Alternative, file_of, float_file
 from quark.onnx.search.recovery.gain import is_sure
+from quark.onnx.search.recovery.preference import ACCURACY, BETWEEN
 from quark.onnx.search.recovery.steps import STEPS, WEIGHTS_STEPS, Step
 from quark.onnx.search.settle import check_algorithms, convert, start_as_chosen
 
@@ -134,6 +137,7 @@ def recover(
     allow_wider: bool = False,
     alternative: Alternative | None = None,
     weights: WeightsAlone | None = None,
+    prefer: str = BETWEEN,
 ) -> tuple[Recovery, ir.Model]:
     """Find the best model; see `ModelQuantizer.recover`.
 
@@ -150,6 +154,8 @@ def recover(
         allow_wider: Whether steps may give more bits than the config asks for.
         alternative: What is made without samples, which the result has to be better than.
         weights: What else is tried where the task suffers.
+        prefer: One of PREFERENCES. With ACCURACY tasks are taken to suffer earlier, and nodes in float are taken
+            whatever their time.
     """
     clock = own_time if quick else time.monotonic  # a result that nobody set a time for does not depend on the load
     time_left = TimeBudget.of(budget, clock)
@@ -160,11 +166,13 @@ def recover(
     data = repeatable(reader, model, settings)
     fit, held_out, last = split(data, all_of_few=quick)
     prepared = Prepared(model, fit)
-    settings = _settled(prepared, settings)
-    scorer = PartScorer(model, held_out, metric, settings, by_scores=quick and target is None)
+    settings, kernels = _settled(prepared, settings)
+    scorer = PartScorer(
+        model, held_out, metric, settings, by_scores=quick and target is None, strict=prefer == ACCURACY
+    )
     fit.clock = clock
     evaluator = Evaluator(replace(prepared, identity=fingerprint(model), statistics={}), scorer, convert)
-    search = _Search(evaluator, fit, scorer, target, time_left)
+    search = _Search(evaluator, fit, scorer, target, time_left, None if prefer == ACCURACY else kernels)
     search.start(settings)
 
     def apart() -> tuple[Recovery, ir.Model] | None:
@@ -195,15 +203,16 @@ def _check(settings: Settings, metric: Metric, target: float | None) -> None:
     check_algorithms(settings.algorithms)
 
 
-def _settled(prepared: Prepared, settings: Settings) -> Settings:
-    """Settings in which kernels and equalized layers are chosen once: no step changes them."""
+def _settled(prepared: Prepared, settings: Settings) -> tuple[Settings, PlacementChoice | None]:
+    """Settings in which kernels and equalized layers are chosen once, and the kernels; None where none were timed."""
     _, settings = leave_ends(prepared, settings)
+    kernels = None
     if settings.measurement.enabled:
-        settings = leave_slower_in_float(prepared, settings)
+        settings, kernels = measured_placement(prepared, settings)
         give_back_memory()
     if settings.equalize_if_better:
         settings, _ = equalize_if_better(prepared, settings, start_as_chosen)
-    return settings
+    return settings, kernels
 
 
 def split(data: Samples | None, all_of_few: bool = False) -> tuple[Samples, Samples, Samples | None]:
@@ -233,15 +242,22 @@ class _Search:
     """The best so far, and what leads to the next."""
 
     def __init__(
-        self, evaluator: Evaluator, fit: Samples, scorer: PartScorer, target: float | None, budget: TimeBudget
+        self,
+        evaluator: Evaluator,
+        fit: Samples,
+        scorer: PartScorer,
+        target: float | None,
+        budget: TimeBudget,
+        kernels: PlacementChoice | None,
     ) -> None:
-        self.evaluator, self.target, self.budget = evaluator, target, budget
+        self.evaluator, self.target, self.budget, self.kernels = evaluator, target, budget, kernels
         self.fit, self.scorer, self.trials = fit, scorer, list[Trial]()
         self._has_steps, self.last_looked = False, 0
         assert evaluator.prepared.statistics is not None
         self._statistics: dict[str, Statistics] = evaluator.prepared.statistics
         self._extra: dict[str, float] = {}
         self._noises: Measured = []
+        self._time: tuple[ir.Model, float] | None = None
 
     @property
     def done(self) -> bool:
@@ -256,7 +272,7 @@ class _Search:
     @property
     def lost(self) -> bool:
         """True where tasks suffer with the best model so far."""
-        return self.scorer.is_lost(self.best.score, self.best.output)
+        return self.scorer.is_lost(self.best)
 
     @property
     def _is_plenty(self) -> bool:
@@ -269,7 +285,7 @@ class _Search:
 
         It is far where steps bring no model to what tasks take; where there is a target, all is tried.
         """
-        if self.target is not None or not self.scorer.is_lost(self.best.score + REACH, self.best.output):
+        if self.target is not None or not self.scorer.is_lost(replace(self.best, score=self.best.score + REACH)):
             return True
         start = self.fit.clock()
         if (made := other()) is None:
@@ -397,6 +413,8 @@ class _Search:
             result, found = one_line(error).rstrip("."), None
         better = found is not None and self.scorer.metric.better(found.score, self.best.score)
         sure = better and found is not None and is_sure(self.scorer.metric, self.best.sums, found.sums)
+        dear = self._dear(step, found) if sure and found is not None else ""
+        sure = sure and not dear
         self._forget(present, sure)
         if found is None:
             return None, result
@@ -404,7 +422,24 @@ class _Search:
         self._extra[step.name] = (found.seconds - self._cheapest) / share
         if sure:
             self.best, self._has_steps = found, True
-        return found.score, "kept" if sure else _UNSURE if better else "no gain"
+        return found.score, "kept" if sure else dear or (_UNSURE if better else "no gain")
+
+    def _dear(self, step: Step, found: ScoredModel) -> str:
+        """Why the gain of a step is not worth the time that its file takes longer, or ""."""
+        if not step.price:
+            return ""
+        best, (feed, threads) = self.best, (self.fit[0], found.settings.measurement.threads)
+        try:
+            if self._time is None or self._time[0] is not best.model:
+                reference = float_file(self.evaluator.prepared.model)
+                self._time = best.model, time_ratio(reference, file_of(best), feed, threads)
+            longer = 100 * self._time[1] * (time_ratio(file_of(best), file_of(found), feed, threads) - 1)
+        except QuarkError as error:
+            return f"its time is not known: {one_line(error).rstrip('.')}"
+        gain = found.score - best.score
+        if gain >= step.price * longer:
+            return ""
+        return f"{gain:.2f} dB for {longer:.1f}% of the time of the float model, less than {step.price:g} dB for 1%"
 
     def _forget(self, present: set[str], better: bool) -> None:
         """Drop the statistics that the best model does not need: they are half a megabyte for each tensor."""
@@ -451,7 +486,7 @@ class _Search:
         forward, seconds = self.scorer.expected.forward_seconds, self.left(step) - self.best.seconds
         return Situation(
             self.plain.settings, share, goal, self.evaluator.prepared, self.lost, self._noises, self.scorer.values,
-            forward, seconds,
+            forward, seconds, self.kernels,
         )  # fmt: skip
 
 
