@@ -235,7 +235,10 @@ def table_of_algorithms(nearest: Sequence[Measured], solved: Sequence[Measured])
 
 
 def draw(rows: Sequence[Measured], file: Path) -> None:
-    """Loss against bits of a weight, below five bits and above: less is better. Needs matplotlib."""
+    """Loss against bits of a weight, below six bits and above: less is better. Needs matplotlib.
+
+    Of several algorithms the last gives the colour.
+    """
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -246,7 +249,7 @@ def draw(rows: Sequence[Measured], file: Path) -> None:
     for axes, (low, high) in zip(panels, PANELS, strict=True):
         shown = [row for row in rows if low <= row.bits < high]
         for label, color in COLORS.items():
-            points = [row for row in shown if (row.algorithm or "to nearest") == label]
+            points = [row for row in shown if (row.algorithm or "to nearest").rpartition("+")[2] == label]
             axes.scatter([p.bits for p in points], [p.loss for p in points], 18, color=color, label=label, zorder=3)
         axes.set(yscale="log", xlim=(low, high), xlabel="bits of a weight on the disk")
         axes.grid(alpha=0.3)
