@@ -62,7 +62,7 @@ PANELS = ((2.0, 5.8), (6.0, 9.6))
 class Measured:
     """A scheme and its algorithms, joined by + ("": to nearest): millinats, perplexity, bits of a weight, CPU seconds.
 
-    The bits are those of SCHEMES, else NaN.
+    The bits of a mix of GGUF are NaN.
     """
 
     scheme: str
@@ -134,7 +134,7 @@ class Measure:
         options |= {"goal": "llama.cpp"} if scheme in MIXES else {}
         model = quark.quantize(load(self.folder), scheme, data=self.data, **options)
         seconds = time.process_time() - start
-        bits = self.bits(scheme) if scheme in SCHEMES else math.nan
+        bits = math.nan if scheme in MIXES else self.bits(scheme)
         return Measured(scheme, algorithm, *self.loss(model), bits, seconds)
 
     def loss(self, model: Any) -> tuple[float, float]:
