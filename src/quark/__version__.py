@@ -1,3 +1,3 @@
 """The version, at the address that transformers' quark integration imports."""
 
-__version__ = "1.0.0"
+__version__ = "1.1.0"
