@@ -53,7 +53,8 @@ def job(folder: Path, words: str, output: Path, at_once: bool) -> None:
             setattr(owner, name, LONGER * part if compiled else max(part, AT_ONCE))
     options = words.split()
     if "--calib" in options:
-        options += [str(ROOT / "README.md"), "--samples", str(SAMPLES), "--stream"]
+        at = options.index("--calib") + 1
+        options[at:at] = [str(ROOT / "README.md"), "--samples", str(SAMPLES), "--stream"]
     log = output.with_suffix(".jsonl")
     log.unlink(missing_ok=True)
     began = time.process_time()
