@@ -9,7 +9,8 @@ runtime do, which compute them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -81,27 +82,31 @@ class SlicedRun:
             # The same for every sample: never kept for each.
             if all(_is_fixed(value) or value.producer() in self._static for value in values):
                 self._static.add(node)
+        self._readers: dict[ir.Value, list[ir.Node]] = defaultdict(list)
+        for node, values in self._reads.items():
+            for value in values:
+                self._readers[value].append(node)
         self._stored: set[ir.Value] = set()
         self._constants: dict[ir.Value, NumpyArray] = {}
-        self._todo = {node for goal in self.goals for node in self._slice(goal, set(self._reads))}
+        self._todo = set(self._slice(self.goals, self._reads))
 
     def reach(self, goal: ir.Value) -> None:
         """Compute a goal for every sample; it is kept until it is released."""
-        nodes = self._slice(goal, self._todo)
+        nodes = self._slice([goal], self._todo)
         if not nodes:
             return
-        later = self._todo - set(nodes)
-        kept, again = self._frontier(nodes, later)
+        self._todo.difference_update(nodes)
+        kept, again = self._frontier(nodes)
         for sample, arrays in enumerate(self._compute(nodes, kept)):
             for value, array in zip(kept, arrays, strict=True):
                 self.store[self, sample, value] = array
         self._stored.update(kept)
-        self._todo = later | again
+        self._todo |= again
         self._forget()
 
     def peek(self, goal: ir.Value) -> Iterator[NumpyArray]:
         """A tensor of each sample in turn, with the weights of now; nothing is kept of it."""
-        for (array,) in self._compute(self._slice(goal, set(self._reads)), [goal]):
+        for (array,) in self._compute(self._slice([goal], self._reads), [goal]):
             yield array
 
     def release(self, goal: ir.Value) -> None:
@@ -123,10 +128,10 @@ class SlicedRun:
         self._constants[value] = value.const_value.numpy()
         return self._constants[value]
 
-    def _slice(self, goal: ir.Value, among: set[ir.Node]) -> list[ir.Node]:
-        """The nodes, in order, that a tensor needs and that are not after a tensor that is stored."""
+    def _slice(self, goals: Iterable[ir.Value], among: Container[ir.Node]) -> list[ir.Node]:
+        """The nodes, in order, that tensors need and that are not before a tensor that is stored."""
         found: set[ir.Node] = set()
-        stack = [goal]
+        stack = [*goals]
         while stack:
             value = stack.pop()
             producer = value.producer()
@@ -136,11 +141,10 @@ class SlicedRun:
             stack += self._reads[producer]
         return sorted(found, key=self._order.__getitem__)
 
-    def _frontier(self, nodes: Sequence[ir.Node], later: set[ir.Node]) -> tuple[list[ir.Value], set[ir.Node]]:
+    def _frontier(self, nodes: Sequence[ir.Node]) -> tuple[list[ir.Value], set[ir.Node]]:
         """Return the tensors that are kept of a slice, and its nodes that run again, as their outputs are not."""
         inside, again = set(nodes), set[Any]()
-        needed = {value for node in later for value in self._reads[node]} | self.goals
-        stack = [value for node in nodes for value in node.outputs if value in needed]
+        stack = [value for node in nodes for value in node.outputs if self._is_needed(value)]
         kept: dict[ir.Value, None] = {}
         while stack:
             value = stack.pop()
@@ -166,11 +170,14 @@ class SlicedRun:
         return value.dtype is not None and value.dtype.name in KEPT
 
     def _forget(self) -> None:
-        needed = {value for node in self._todo for value in self._reads[node]} | self.goals
-        for value in self._stored - needed:
+        for value in [value for value in self._stored if not self._is_needed(value)]:
             for sample in range(self.count):
                 self.store.pop((self, sample, value))
-        self._stored &= needed
+            self._stored.discard(value)
+
+    def _is_needed(self, value: ir.Value) -> bool:
+        """Return True for a goal, and for what a node reads that is yet to run."""
+        return value in self.goals or any(node in self._todo for node in self._readers.get(value, ()))
 
     def _compute(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> Iterator[list[NumpyArray]]:
         """The outputs of a slice, sample by sample."""
