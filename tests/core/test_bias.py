@@ -36,5 +36,5 @@ def test_a_sure_mean_is_taken_whole_and_noise_not_at_all() -> None:
 
 
 def test_too_few_examples_are_refused() -> None:
-    with pytest.raises(CalibrationError, match="at least 16 examples .* got 15"):
-        certain_mean(np.ones((15, 2)))
+    with pytest.raises(CalibrationError, match="at least 8 examples .* got 7"):
+        certain_mean(np.ones((7, 2)))

@@ -128,17 +128,17 @@ def named(name: str, count: int, **options: Any) -> onnx.ModelProto:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["XINT8", "A8W8", "U8S8_AAWS"])
 def test_one_scale_a_weight_is_corrected_by_itself_where_there_are_samples_enough(name: str) -> None:
-    assert named(name, 16) == named(name, 16, BiasCorrection=True) != named(name, 16, BiasCorrection=False)
-    assert named(name, 15) == named(name, 15, BiasCorrection=False)
+    assert named(name, 8) == named(name, 8, BiasCorrection=True) != named(name, 8, BiasCorrection=False)
+    assert named(name, 7) == named(name, 7, BiasCorrection=False)
 
 
 @pytest.mark.slow
 def test_too_few_samples_are_refused_before_the_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quark.onnx.flow.flow.decide", None)
-    with pytest.raises(CalibrationError, match="at least 16 examples to tell errors from noise, got 15"):
-        named("A8W8", 15, BiasCorrection=True)
-    with pytest.raises(CalibrationError, match="got 12"):
-        quantized(cnn(), images(3), QConfig(LAYER), CORRECTION)
+    with pytest.raises(CalibrationError, match="at least 8 examples to tell errors from noise, got 7"):
+        named("A8W8", 7, BiasCorrection=True)
+    with pytest.raises(CalibrationError, match="got 4"):
+        quantized(cnn(), images(1), QConfig(LAYER), CORRECTION)
 
 
 def chain(bias: bool, beta: float = 1.0) -> onnx.ModelProto:
@@ -266,7 +266,7 @@ def test_too_little_data_is_refused() -> None:
     for config, data, message in (
         (alone, feeds(1)[:0], "no sample"),
         (alone, three, "at least 4 .*got 3"),
-        (QConfig(LAYER), feeds(1), "at least 16 .*got 8"),
+        (QConfig(LAYER), three, "at least 8 .*got 3"),
     ):
         with pytest.raises(CalibrationError, match=message):
             quantized(chain(True), data, config, CORRECTION)

@@ -298,7 +298,7 @@ _obeyed(
     "BiasCorrection",
     BOOL,
     None,
-    "BiasCorrectionConfig; on by itself in named configs of one scale a weight, from 16 samples on",
+    "BiasCorrectionConfig; on by itself in named configs of one scale a weight, from 8 samples on",
 )
 _obeyed("UseGPTQ", BOOL, False, "GPTQConfig")
 _obeyed("AllowNoop", BOOL, True, "an algorithm that finds nothing to do is a warning; else it is an error")
