@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +35,12 @@ from quark.onnx.graph.model_file import checked_proto, load
 from quark.onnx.graph.sessions import require_loads
 from quark.onnx.placement.kept_codes import refuse_finished
 from quark.onnx_ops.custom_libraries import custom_libraries
-from quark.onnx_ops.saving import PROTOBUF_LIMIT, files_read, model_files, save
+from quark.onnx_ops.saving import PROTOBUF_LIMIT, files_read, model_files, save, weight_bytes
 
 # The flow and its searches are imported by the functions that run them: they are half of what this takes to load.
 if TYPE_CHECKING:
     from quark.onnx.search.evaluator import OutputMetrics
+    from quark.onnx.search.latency.noise_sample import NoiseSample
     from quark.onnx.search.lost_outputs.damage import SpreadSamples
     from quark.onnx.search.lost_outputs.verdict import Damage
     from quark.onnx.search.recovery.search import Recovery
@@ -71,6 +73,13 @@ class _Source:
         if isinstance(self.given, onnx.ModelProto):
             return self.given.ByteSize()
         return sum(file.stat().st_size for file in (Path(self.given), *files_read(self.model)))
+
+    @cached_property
+    def noise(self) -> NoiseSample | None:
+        """A sample of noise on which the float model runs, with its session; None where it runs on none."""
+        from quark.onnx.search.latency.noise_sample import noise_sample
+
+        return noise_sample(self.model)
 
 
 class ModelQuantizer:
@@ -319,13 +328,14 @@ class ModelQuantizer:
             trials = Trials(source.given, self.settings, kept.feeds(), budget) if self.settings.tries_advice else None
             refuse_damage(self.damage, self.settings.least_sqnr, model, quantized, kept.feeds(), trials, budget)
         elif self.settings.least_sqnr is not None:
-            _refuse_lost_on_noise(model, quantized, self.settings)
+            _refuse_lost_on_noise(source, quantized, self.settings)
         if self.settings.measurement.whole_file:
             after = quantized.ByteSize() if isinstance(quantized, onnx.ModelProto) else file_bytes(quantized)
-            refuse_slower(model, quantized, feeds, self.settings, (source.bytes, after))
+            noise = None if feeds else source.noise
+            refuse_slower(model, quantized, feeds, self.settings, (source.bytes, after), noise)
 
 
-def _refuse_lost_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path, settings: Settings) -> None:
+def _refuse_lost_on_noise(source: _Source, quantized: onnx.ModelProto | Path, settings: Settings) -> None:
     """Say that little is left of outputs where only noise tells.
 
     Raises:
@@ -333,7 +343,8 @@ def _refuse_lost_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path, se
     """
     from quark.onnx.search.lost_outputs.on_noise import little_on_noise
 
-    left = little_on_noise(model, quantized)
+    sample = None if weight_bytes(source.model) >= PROTOBUF_LIMIT else source.noise
+    left = little_on_noise(source.model, quantized, sample)
     if left is not None and left.lost and not settings.tries_advice:
         raise DamageError(f"Without samples: {left.words}.")
     if left is not None:

@@ -124,7 +124,7 @@ def test_noise_has_the_first_size_that_a_model_runs_with() -> None:
     graph = helper.make_graph([node], "image", values[:1], values[1:], [shape])
     found = noise_sample(load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)))
     assert found is not None
-    feed, words = found
+    feed, words, _ = found
     assert feed["x"].shape == (1, 3, 48, 48) and words == "noise of x [1, 3, 48, 48]"
 
 

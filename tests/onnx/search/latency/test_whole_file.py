@@ -61,7 +61,7 @@ def test_a_file_is_slower_where_two_looks_say_so(ratios: tuple[float, ...], expe
 def test_a_file_that_is_better_in_nothing_is_refused(
     ratio: float, sizes: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "file_ratio", lambda *_: FileRatio(ratio, 1.0, 0.5))
+    monkeypatch.setattr(module, "file_ratio", lambda *_, **__: FileRatio(ratio, 1.0, 0.5))
     settings = ModelQuantizer("INT8_CPU_DYNAMIC").settings
     with pytest.raises(SlowerThanFloatError, match="neither faster .* nor smaller") if refused else nullcontext():
         refuse_slower(load(products(1)), products(1), [FEED], settings, sizes)

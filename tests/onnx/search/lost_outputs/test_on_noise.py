@@ -48,9 +48,9 @@ def test_noise_tells_what_sound_would() -> None:
     assert lost is not None and kept is not None
     x = {"x": sound()}
     assert sqnr(run(source, x), run(lost, x)) < 10 and sqnr(run(source, x), run(kept, x)) > 20
-    left = little_on_noise(read(source), lost)
+    left = little_on_noise(read(source), lost, noise_sample(read(source)))
     assert left is not None and left.lost and "brown noise" in left.words
-    assert little_on_noise(read(source), kept) is None
+    assert little_on_noise(read(source), kept, noise_sample(read(source))) is None
 
 
 def phases(end: str | None = None) -> onnx.ModelProto:
@@ -71,14 +71,15 @@ def test_what_is_in_doubt_is_said_and_written() -> None:
     source = phases()
     quantized = ModelQuantizer(QConfig.get_default_config("INT8_CPU_DYNAMIC")).quantize_model(source)
     assert quantized is not None
-    left = little_on_noise(read(source), quantized)
+    left = little_on_noise(read(source), quantized, noise_sample(read(source)))
     x = {"x": sound()}
     assert left is not None and not left.lost and "brown" in left.words
     assert 10 < sqnr(run(source, x), run(quantized, x)) < 20
     # Probabilities of noise say nothing of what a model is for.
     ended = phases("Softmax")
     bounded = ModelQuantizer(QConfig.get_default_config("INT8_CPU_DYNAMIC")).quantize_model(ended)
-    assert bounded is not None and little_on_noise(read(ended), bounded) is None
+    assert bounded is not None
+    assert little_on_noise(read(ended), bounded, noise_sample(read(ended))) is None
 
 
 @pytest.mark.slow

@@ -248,7 +248,7 @@ def _leave_slower_apart(model: ir.Model, settings: Settings, data: Samples | Non
     if data is not None and len(data):
         feed, words = data[0], "the first sample"
     elif (found := noise_sample(model)) is not None:
-        feed, words = found
+        feed, words = found.feed, found.words
     else:
         logger.info("Kernels are not timed: there are no samples, and the model does not run on noise.")
         return settings

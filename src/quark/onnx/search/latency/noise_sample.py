@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 
 from quark.errors import CalibrationError, ConfigError, NotSupportedError, QuarkError
 from quark.onnx.calibration.data.inputs import Feed, Input, model_inputs
@@ -25,8 +27,22 @@ _MOST_VALUES = 1 << 24
 """Values of an input that are still tried."""
 
 
-def noise_sample(model: ir.Model) -> tuple[Feed, str] | None:
-    """A sample of noise on which a model runs, and its shapes in words; None where it runs on none of them.
+class NoiseSample(NamedTuple):
+    """A sample of noise on which a model runs.
+
+    Attributes:
+        feed: The sample.
+        words: Its shapes.
+        session: That of the model, in which it ran, on one thread.
+    """
+
+    feed: Feed
+    words: str
+    session: onnxruntime.InferenceSession
+
+
+def noise_sample(model: ir.Model) -> NoiseSample | None:
+    """A sample of noise on which a model runs; None where it runs on none of the shapes that are tried.
 
     Args:
         model: Its weights are not copied.
@@ -50,7 +66,8 @@ def noise_sample(model: ir.Model) -> tuple[Feed, str] | None:
             run_sample(session, None, feed)
         except (CalibrationError, ConfigError):
             continue
-        return feed, f"noise of {', '.join(f'{name} {list(array.shape)}' for name, array in feed.items())}"
+        shown = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
+        return NoiseSample(feed, f"noise of {shown}", session)
     return None
 
 

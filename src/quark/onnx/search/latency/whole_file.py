@@ -23,12 +23,15 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import split_weights
 from quark.onnx.graph.sessions import open_session, run_sample
 from quark.onnx.search.latency.kernels import typical
-from quark.onnx.search.latency.noise_sample import noise_sample
+from quark.onnx.search.latency.noise_sample import NoiseSample
 
 FEWEST, MOST, SECONDS = 6, 300, 0.6
 """Runs of each, as many as these seconds have room for."""
 FAR, SOON = 0.2, 0.1
-"""A ratio that is this share away from the bound in question ends the runs after these seconds, if FEWEST are done."""
+"""A ratio that is this share away from the bound in question ends the runs after these seconds, if FEWEST are done.
+
+After twice and four times as long half and a quarter of it are enough, which is still over twice the TOLERANCE.
+"""
 TOLERANCE = 0.02
 """The spread of sessions of one file: 0.97 to 1.03 on a busy machine, under 1.01 in most of 32 looks."""
 _MOST_PAIRS = 0.75
@@ -68,6 +71,7 @@ def refuse_slower(
     feeds: Sequence[Feed],
     settings: Settings,
     sizes: tuple[int, int] = (1, 0),
+    noise: NoiseSample | None = None,
 ) -> None:
     """Log what a quantized model takes beside the float one.
 
@@ -77,16 +81,20 @@ def refuse_slower(
         feeds: Samples, of which the first is run; noise where there are none.
         settings: The number of threads.
         sizes: Bytes of the float model, and of the quantized one.
+        noise: What the float model runs on where there are no samples, if it does.
 
     Raises:
         SlowerThanFloatError: It is slower; or no faster, and no smaller.
     """
-    feed, words = (feeds[0], "the first sample") if feeds else noise_sample(model) or (None, "")
-    if feed is None:
+    if feeds:
+        feed, words, session = feeds[0], "the first sample", None
+    elif noise is not None:
+        feed, words, session = noise
+    else:
         logger.info("The time of the file is not known: there are no samples, and the model does not run on noise.")
         return
     try:
-        found = file_ratio(model, quantized, feed, settings.measurement.threads)
+        found = file_ratio(model, quantized, feed, settings.measurement.threads, session=session)
     except QuarkError as error:
         logger.info("The time of the file is not known: %s", error)
         return
@@ -110,6 +118,7 @@ def file_ratio(
     feed: Feed,
     threads: int = 1,
     clock: Callable[[], float] | None = None,
+    session: onnxruntime.InferenceSession | None = None,
 ) -> FileRatio:
     """Run both by turns on a sample.
 
@@ -120,6 +129,7 @@ def file_ratio(
         threads: Within an operator.
         clock: Gives seconds; None for that of this thread, which no other program lengthens, where it does all the
             work.
+        session: Of the float model on one thread, if there is one: the first look is taken with it.
 
     Raises:
         FormatError: ONNX Runtime does not load one of them.
@@ -128,15 +138,16 @@ def file_ratio(
     """
     clock = clock or _clock(threads)
 
-    def look() -> FileRatio:
-        proto, weights = split_weights(model)
-        before = open_session(proto, threads=threads, weights=weights)
+    def look(before: onnxruntime.InferenceSession | None) -> FileRatio:
+        if before is None:
+            proto, weights = split_weights(model)
+            before = open_session(proto, threads=threads, weights=weights)
         return _by_turns(before, open_session(quantized, threads=threads), feed, clock)
 
-    found = look()
+    found = look(session if threads == 1 else None)
     for _ in range(LOOKS - 1):
         if found.slower:
-            found = look()
+            found = look(None)
     return found
 
 
@@ -169,7 +180,7 @@ def _by_turns(
     spent, soon = 0.0, SOON
     while len(times[0]) < FEWEST or (len(times[0]) < MOST and spent < SECONDS):
         if spent >= soon and len(times[0]) >= FEWEST:
-            if abs(typical(times[1]) / typical(times[0]) / bound - 1) > FAR:
+            if abs(typical(times[1]) / typical(times[0]) / bound - 1) > FAR * SOON / soon:
                 break
             soon = 2 * spent
         # Each is the first as often as the other.

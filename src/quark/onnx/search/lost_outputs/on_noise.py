@@ -11,25 +11,24 @@ that no operator keeps from 0 to 1: what a classifier makes of noise says little
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 
 from quark.base.log import logger
 from quark.core.array import NumpyArray
 from quark.errors import CalibrationError, QuarkError
 from quark.onnx.calibration.data.inputs import Feed
-from quark.onnx.graph.model_file import split_weights
-from quark.onnx.graph.output_parts import compared_parts
+from quark.onnx.graph.output_parts import OutputPart, compared_parts
 from quark.onnx.graph.sessions import integer_kernels_are_exact, open_session, run_sample
 from quark.onnx.search.history import TimeBudget
-from quark.onnx.search.latency.noise_sample import noise_sample
+from quark.onnx.search.latency.noise_sample import NoiseSample
 from quark.onnx.search.lost_outputs.verdict import LEAST, Verdict, verdict_of
-from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
 
 _AMPLITUDES = (1.0, 1e-2, 1e2)
 _DOUBTFUL = 20.0
@@ -58,25 +57,29 @@ class _LeftOnNoise:
         return self.sqnr < LEAST
 
 
-def little_on_noise(model: ir.Model, quantized: onnx.ModelProto | Path) -> _LeftOnNoise | None:
+def little_on_noise(
+    model: ir.Model, quantized: onnx.ModelProto | Path, sample: NoiseSample | None
+) -> _LeftOnNoise | None:
     """Compare two models on noise.
 
     Args:
         model: The float model as it was loaded.
         quantized: What was made of it.
+        sample: What the float model runs on; None where that is not known.
 
     Returns:
         What is left, where that is little; None where it is not, or nobody can tell: no input of floats, no output to
         compare, a model that does not run on noise, or takes seconds for one sample.
     """
-    sample = None if weight_bytes(model) >= PROTOBUF_LIMIT else noise_sample(model)
-    if sample is None or all(array.dtype.kind != "f" for array in sample[0].values()):
+    if sample is None or all(array.dtype.kind != "f" for array in sample.feed.values()):
         return None
     doubtful = None
     try:
+        parts = compared_parts(model)
+        sessions = sample.session, open_session(quantized, in_float=not integer_kernels_are_exact())
         for colour in ("white", "brown"):
-            words = f"dB on {colour} noise of most loudnesses ({sample[1]})"
-            found = list(_left(model, quantized, sample[0], colour))
+            words = f"dB on {colour} noise of most loudnesses ({sample.words})"
+            found = list(_left(parts, sessions, sample.feed, colour))
             lost = _mostly_below(LEAST, found)
             if lost is not None:
                 return _LeftOnNoise(lost, f"SQNR {lost:.1f} {words}")
@@ -95,12 +98,11 @@ def _mostly_below(bound: float, found: Sequence[Sequence[Verdict]]) -> float | N
     return max(low) if 2 * len(low) > len(_AMPLITUDES) else None
 
 
-def _left(model: ir.Model, quantized: onnx.ModelProto | Path, sample: Feed, colour: str) -> Iterator[list[Verdict]]:
+def _left(
+    parts: Sequence[OutputPart], sessions: Iterable[onnxruntime.InferenceSession], sample: Feed, colour: str
+) -> Iterator[list[Verdict]]:
     """Yield the verdicts of the parts of the outputs that say something, for one loudness after another."""
-    proto, weights = split_weights(model)
-    after = open_session(quantized, in_float=not integer_kernels_are_exact())
-    sessions = open_session(proto, weights=weights), after
-    parts, budget = compared_parts(model), TimeBudget.of(SECONDS / 2)
+    budget = TimeBudget.of(SECONDS / 2)
     names = list(dict.fromkeys(part.tensor for part in parts))
     for amplitude in _AMPLITUDES:
         if not parts or budget.left() < 0:
