@@ -73,6 +73,26 @@ def test_slices_of_odd_models_give_the_bits_of_the_whole(
     assert_like_the_whole(proto, session, wanted, feed)
 
 
+@pytest.mark.parametrize(("kept", "expected"), [(None, True), (1, False)])
+def test_slices_keep_the_memory_of_a_run_where_that_is_little(
+    kept: int | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sliced_session, "SLICE_BYTES", 1)
+    monkeypatch.setattr(sliced_session, "MOST_SLICES", 1 << 20)
+    if kept is not None:
+        monkeypatch.setattr(sliced_session, "_KEPT_BYTES", kept)
+    model, arenas = load(cnn()), list[bool]()
+    infer_shapes(model)
+
+    def open_session(part: onnx.ModelProto, weights: dict[str, Any], arena: bool) -> onnxruntime.InferenceSession:
+        arenas.append(arena)
+        return session_over(part, weights, onnxruntime.SessionOptions())
+
+    wanted = [name for name in _all_tensors(model) if name not in model_inputs(model)]
+    SlicedSession(model, wanted, images()[0], open_session)
+    assert len(arenas) > 2 and set(arenas) == {expected}
+
+
 def test_a_small_model_is_one_slice() -> None:
     session, wanted = sliced(cnn(), images()[0])
     assert [part.gives for part in session.slices] == [wanted]

@@ -171,6 +171,7 @@ class PartScorer(Scorer):
             reference, names, data, lambda model: model_session(model, [], settings), given=given
         )
         self._centers: dict[OutputPart, float] = {}
+        self._decided: tuple[ir.Model, float] | None = None
 
     def on(self, reference: ir.Model, data: Samples, settings: Settings) -> PartScorer:
         """A scorer by the same measure, of other samples."""
@@ -211,7 +212,12 @@ class PartScorer(Scorer):
         return score >= SCORES_LOST + SPARE or (score >= SCORES_LOST and self._decisions_kept(model) >= KEPT)
 
     def _decisions_kept(self, model: ir.Model) -> float:
-        """The least share, over the parts that are compared by scores, of classes or of sides of a half as in float."""
+        """The least share, over the parts that are compared by scores, of classes or of sides of a half as in float.
+
+        Asked of one model again and again, until a step gives a better one: it runs once.
+        """
+        if self._decided is not None and self._decided[0] is model:
+            return self._decided[1]
         same, count = Counter[OutputPart](), Counter[OutputPart]()
         for pairs in self.expected.beside(model):
             for parts, (expected, array) in zip(self._parts, pairs, strict=True):
@@ -220,7 +226,8 @@ class PartScorer(Scorer):
                     decided = [each.argmax(-1) if is_distribution(x) else each > DECIDED for each in (x, y)]
                     same[part] += int((decided[0] == decided[1]).sum())
                     count[part] += decided[0].size
-        return min((same[part] / count[part] for part in count), default=1.0)
+        self._decided = model, min((same[part] / count[part] for part in count), default=1.0)
+        return self._decided[1]
 
     @cached_property
     def silent(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -36,6 +37,24 @@ def test_scores_of_30_db_are_enough_where_all_decisions_are_kept(last: str) -> N
     kept, other = load(scores(1.1, last)), load(scores(-1.0, last))
     assert scorer.is_plenty(SCORES_LOST, part, kept) and not scorer.is_plenty(SCORES_LOST, part, other)
     assert scorer.is_plenty(SCORES_LOST + SPARE, part, other) and not scorer.is_plenty(SCORES_LOST - 1, part, kept)
+
+
+def test_decisions_of_one_model_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(scores(1.0, "Softmax"))
+    scorer = PartScorer(
+        model, Samples(FEEDS, model_inputs(model)), Metric("sqnr"), ModelQuantizer("A8W8").settings, by_scores=True
+    )
+    _, part, _ = scorer.score(model)
+    runs, beside = list[ir.Model](), scorer.expected.beside
+    monkeypatch.setattr(scorer.expected, "beside", lambda each: runs.append(each) or beside(each))
+    kept, other = load(scores(1.1, "Softmax")), load(scores(-1.0, "Softmax"))
+    assert [scorer.is_plenty(SCORES_LOST, part, each) for each in (kept, kept, other, kept)] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+    assert runs == [kept, other, kept]
 
 
 def test_of_other_outputs_the_noise_alone_tells() -> None:
