@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from onnx import TensorProto, helper, numpy_helper
 from quark.core.metrics import sqnr
 from quark.errors import ConfigError, NothingToQuantizeError
 from quark.onnx import Config, ModelQuantizer, get_default_config
+from quark.onnx.calibration.prepared import Prepared
+from quark.onnx.flow.prepare import prepare
+from quark.onnx.graph.model_file import load, to_proto
+from quark.onnx.search.settle import convert
 from tests.models.onnx_bodies import BODIES, identity_if, in_branches, rows, sums
 from tests.models.onnx_zoo import Array, Builder, Reader, branches, cnn, images, mlp, run, vectors
 
@@ -206,6 +211,15 @@ def test_nodes_of_bodies_are_chosen_and_left_out_by_name() -> None:
     assert only["else_branch"] and not only[""] and not only["then_branch"]
     with pytest.raises(ConfigError, match="then_branch_matmul"):
         found(nodes_to_exclude=["then_branch_matmull"])
+
+
+def test_names_that_a_search_adds_for_the_graph_around_are_none_of_a_body() -> None:
+    feeds = [{"x": np.full((1, 8), value, np.float32)} for value in (1, -2)]
+    settings = prepare(model := load(branches()), ModelQuantizer("A8W8").settings)
+    around = tuple(node.name for node in model.graph if node.op_type != "If")
+    settings = replace(settings, specs=replace(settings.specs, bodies=True, exclude=around))
+    found = counts(to_proto(convert(Prepared(model, feeds), settings)))
+    assert not found[""] and found["chosen_node.then_branch"]
 
 
 def test_inner_tensors_have_overrides_too() -> None:

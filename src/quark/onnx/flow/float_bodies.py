@@ -131,7 +131,10 @@ def _settings(settings: Settings, body: Body) -> Settings:
         statistics=_file_of_body(settings.calibration.statistics, body),
         range_file=_file_of_body(settings.calibration.range_file, body),
     )
-    specs = replace(settings.specs, bodies=True, is_body=True)
+    # Names that a search adds are of nodes around the body; what a user names is resolved to nodes by now.
+    inside = {node.name for node in body.graph.all_nodes()}
+    exclude = tuple(scope for scope in settings.specs.exclude if not isinstance(scope, str) or scope in inside)
+    specs = replace(settings.specs, exclude=exclude, bodies=True, is_body=True)
     # Presets and scripts name algorithms for all: not each body has something for them.
     return replace(settings, specs=specs, calibration=calibration, allow_noop=True)
 
