@@ -206,6 +206,12 @@ class Metric:
             return value
         return -value if UNITS[self.name] else 1 - value
 
+    def at(self, distance: float) -> float:
+        """The value at a distance."""
+        if self.falls:
+            return distance
+        return -distance if UNITS[self.name] else 1 - distance
+
     def noise(self, value: float, samples: int) -> float:
         """Return a value as noise, of which less is better: its share of the signal, or the square for a sample."""
         if self.falls:

@@ -44,11 +44,14 @@ def _recovery(recovery: Recovery) -> Section:
          f"{trial.seconds:.1f}", trial.result)
         for trial in recovery.trials
     ]  # fmt: skip
+    where = f"On {recovery.last_looked} others" if recovery.last_looked else "On the same"
+    if recovery.by_turns:
+        where = f"On all {recovery.by_turns}, each with a file that was not calibrated with it,"
+    plain, score, least = map(recovery.metric.text, (recovery.plain, recovery.score, recovery.least))
     words = (
         f"Steps were tried one on top of the other, and kept where {recovery.metric.name} gained by them on "
-        f"{recovery.held_out} samples that calibration did not see. On "
-        f"{f'{recovery.last_looked} others' if recovery.last_looked else 'the same'} "
-        f"{recovery.metric.text(recovery.plain)} became {recovery.metric.text(recovery.score)}."
+        f"{recovery.held_out} samples that calibration did not see. {where} {plain} became {score}; new data most "
+        f"often show {least} or more."
     )
     table = PageTable(("step", "before", "after", "seconds", "result"), rows)
     return Section("Recovery", words, [table], [Figure(search_path(steps, recovery.metric.name, recovery.target))])

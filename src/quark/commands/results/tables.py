@@ -160,17 +160,24 @@ def recovery_table(recovery: Recovery) -> Table:
 
 def recovery_line(recovery: Recovery) -> str:
     """Before, after, and whether the target is reached."""
-    from quark.onnx.search.recovery.search import measure_text  # imports onnx: the flow has run
+    from quark.onnx.search.recovery.search import measure_text, reaches  # imports onnx: the flow has run
 
     measure = measure_text(recovery.metric, recovery.by_scores)
     text = f"{measure}: {recovery.metric.text(recovery.plain)} -> {recovery.metric.text(recovery.score)}"
     if recovery.target is not None:
-        text += (
-            f"; the target of {recovery.metric.text(recovery.target)} is {'' if recovery.reached else 'not '}reached"
-        )
-    where = (
-        f"{counted(recovery.last_looked, 'sample')} that nothing was calibrated or chosen by"
-        if recovery.last_looked
-        else f"{counted(recovery.held_out, 'sample')} that steps were chosen by: new data may show less"
+        here = reaches(recovery.score, recovery.target, recovery.metric)
+        how = "reached" if recovery.reached else "reached on these samples alone" if here else "not reached"
+        text += f"; the target of {recovery.metric.text(recovery.target)} is {how}"
+    return f"{text} (worst output, {_where_measured(recovery)})"
+
+
+def _where_measured(recovery: Recovery) -> str:
+    """Say on which samples the last figure of a search was measured, and what others may show."""
+    least = (
+        "" if math.isnan(recovery.least) else f"; new data most often: {recovery.metric.text(recovery.least)} or more"
     )
-    return f"{text} (worst output, {where})"
+    if recovery.by_turns:
+        return f"{counted(recovery.by_turns, 'sample')}, each with a file that was not calibrated with it{least}"
+    if recovery.last_looked:
+        return f"{counted(recovery.last_looked, 'sample')} that nothing was calibrated or chosen by{least}"
+    return f"{counted(recovery.held_out, 'sample')} that steps were chosen by: new data may show less"

@@ -137,7 +137,7 @@ class _FileScorer(Scorer):
     def __init__(self, evaluator: FileEvaluator, baseline: float, path: Path) -> None:
         self._evaluator, self._baseline, self._path = evaluator, baseline, path
 
-    def score(self, model: ir.Model, count: int | None = None) -> Score:
+    def score(self, model: ir.Model, samples: range | None = None) -> Score:
         """The score of the file."""
         return Score(self._baseline - float(self._evaluator(str(self._path))), None)
 

@@ -57,7 +57,7 @@ class FloatOutputs:
         self._count = len(data) if count is None else min(count, len(data))
         self._store, self._padding = Store(folder=folder) if given is None else given, Padding.of(model)
         self.forward_seconds, start = math.inf, own_time()
-        for sample, arrays in enumerate(() if given is not None else self._run(model)):
+        for sample, arrays in enumerate(() if given is not None else self._run(model, range(self._count))):
             self.forward_seconds = min(self.forward_seconds, own_time() - start)
             for name, array in zip(names, arrays, strict=True):
                 self._store[sample, name] = array
@@ -73,13 +73,16 @@ class FloatOutputs:
             array = self._store[sample, name]
             yield _where_finite(array, array)[0]
 
-    def beside(self, model: ir.Model, count: int | None = None) -> Iterator[list[tuple[NumpyArray, NumpyArray]]]:
-        """Of each sample, or of the first ones, for each output, the float one and that of another model."""
-        yield from self.paired(self._run(model, count))
+    def beside(self, model: ir.Model, samples: range | None = None) -> Iterator[list[tuple[NumpyArray, NumpyArray]]]:
+        """Of each sample, or of some, for each output, the float one and that of another model."""
+        samples = range(self._count) if samples is None else samples
+        yield from self.paired(self._run(model, samples), samples.start)
 
-    def paired(self, outputs: Iterable[Sequence[NumpyArray]]) -> Iterator[list[tuple[NumpyArray, NumpyArray]]]:
-        """Of each sample and output the float array and that of `outputs`, which are of the first samples, in order."""
-        for sample, arrays in enumerate(outputs):
+    def paired(
+        self, outputs: Iterable[Sequence[NumpyArray]], first: int = 0
+    ) -> Iterator[list[tuple[NumpyArray, NumpyArray]]]:
+        """Of each sample and output the float array and that of `outputs`, which are of samples from `first` on."""
+        for sample, arrays in enumerate(outputs, first):
             pairs = [(self._store[sample, name], array) for name, array in zip(self.names, arrays, strict=True)]
             if self._padding.masks:
                 feed = self._data[sample]
@@ -89,7 +92,7 @@ class FloatOutputs:
                 ]
             yield [_where_finite(*pair) for pair in pairs]
 
-    def _run(self, model: ir.Model, count: int | None = None) -> Iterator[list[NumpyArray]]:
+    def _run(self, model: ir.Model, samples: range) -> Iterator[list[NumpyArray]]:
         with self._open_session(model) as session:
-            for sample in range(self._count if count is None else min(count, self._count)):
+            for sample in samples[: self._count]:
                 yield run_sample(session, self.names, self._data[sample])

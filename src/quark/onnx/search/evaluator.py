@@ -42,6 +42,7 @@ from quark.onnx.calibration.float_outputs import FloatOutputs
 from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.config.settings import Settings
 from quark.onnx.graph.output_parts import SILENT, OutputPart, output_parts
+from quark.onnx.search.sums import Decided, Sums, kept_decisions, share_kept, spread, total, worst_part
 
 FLOATS = ("FLOAT", "FLOAT16", "DOUBLE")
 LOST, SCORES_LOST = 25.0, 30.0
@@ -55,6 +56,8 @@ SPARE = 5.0
 """dB above these: what is lost is then seldom felt."""
 DECIDED, KEPT = 0.5, 0.999
 """The probability above which it is a yes; and the share of decisions as in float with which nothing is felt."""
+FEW_KEPT = 0.95
+"""Share of the decisions of a distribution below which its task suffers, whatever its dB."""
 
 
 PartValues = Callable[[OutputPart, NumpyArray, NumpyArray], tuple[NumpyArray, NumpyArray]]
@@ -84,8 +87,6 @@ _Samplewise = Iterable[Sequence[tuple[NumpyArray, NumpyArray]]]
 """Of each sample, for each output: what the float model gave, and another."""
 Measure = Callable[[_Samplewise], float]
 """The outputs of all samples -> the score of the model that gave the others; for searches, less is better."""
-Sums = Sequence[Mapping[OutputPart, Comparison]]
-"""Of each sample, the sums of each part of an output."""
 
 
 class Score(NamedTuple):
@@ -95,11 +96,13 @@ class Score(NamedTuple):
         value: It.
         part: The part of an output that it is of; None where it is of them all.
         sums: What it follows from; empty where it follows from something else.
+        decided: The decisions of each sample.
     """
 
     value: float
     part: OutputPart | None
     sums: Sums = ()
+    decided: Decided = ()
 
 
 class Scorer:
@@ -113,29 +116,13 @@ class Scorer:
     def __init__(self, expected: FloatOutputs, measure: Measure) -> None:
         self.expected, self._measure = expected, measure
 
-    def score(self, model: ir.Model, count: int | None = None) -> Score:
-        """The score of a model on the first samples, None for all."""
-        return self.of(self.expected.beside(model, count))
+    def score(self, model: ir.Model, samples: range | None = None) -> Score:
+        """The score of a model on some samples, None for all."""
+        return self.of(self.expected.beside(model, samples))
 
     def of(self, outputs: _Samplewise) -> Score:
         """The score of the outputs of a model."""
         return Score(self._measure(outputs), None)
-
-
-def total(sums: Sums) -> dict[OutputPart, Comparison]:
-    """The sums of each part over all samples."""
-    found: dict[OutputPart, Comparison] = {}
-    for each in sums:
-        for part, comparison in each.items():
-            found.setdefault(part, Comparison()).add(comparison)
-    return found
-
-
-def worst_part(metric: Metric, sums: Mapping[OutputPart, Comparison]) -> tuple[float, OutputPart]:
-    """The metric of the worst part, and that part."""
-    values = {part: metric.of(comparison) for part, comparison in sums.items()}
-    worst = metric.worst_of(values)
-    return values[worst], worst
 
 
 class PartScorer(Scorer):
@@ -183,33 +170,57 @@ class PartScorer(Scorer):
         Raises:
             NotSupportedError: The shape of an output follows from values.
         """
-        sums = []
+        sums: list[dict[OutputPart, Comparison]] = []
+        decided: list[dict[OutputPart, tuple[float, int]]] = []
         for pairs in outputs:
             sums.append({part: Comparison() for parts in self._parts for part in parts})
+            decided.append({})
             for parts, (expected, array) in zip(self._parts, pairs, strict=True):
                 _same_shape(parts[0].tensor, expected, array)
                 for part in parts:
                     with np.errstate(invalid="ignore", over="ignore"):
-                        sums[-1][part].update(*self.values(part, part.of(expected), part.of(array)))
+                        x, y = self.values(part, part.of(expected), part.of(array))
+                        sums[-1][part].update(x, y)
+                    if part in self._distributions and np.isfinite(y).all():
+                        decided[-1][part] = kept_decisions(x, y)
+        return self.over(sums, decided)
+
+    def over(self, sums: Sums, decided: Decided) -> Score:
+        """The metric and the worst part of an output, of what is known of each sample."""
         value, worst = worst_part(self.metric, total(sums))
-        return Score(value, worst, sums)
+        return Score(value, worst, sums, decided)
 
     def is_lost(self, made: ScoredModel) -> bool:
-        """True for a model with which tasks suffer: an SQNR in dB below the bound; no other metric has one.
+        """True for a model with which tasks may suffer: an SQNR in dB below the bound; no other metric has one.
 
-        The stricter bound holds for all scores where a model wins no time, as its weights alone are integers.
+        The stricter bound holds for all scores where a model wins no time, as its weights alone are integers. What few
+        samples tell badly counts as if it were as bad as it may be, and so do decisions of which little is left.
         """
+        if self.metric.name != "sqnr":
+            return False
         strict = self._strict or made.settings.specs.weights_apart
         bound = SCORES_LOST if made.output in (self.scored if strict else self._distributions) else LOST
-        return self.metric.name == "sqnr" and made.score < bound
+        return self.least(made) < bound or share_kept(made.decided) < FEW_KEPT
 
-    def is_plenty(self, score: float, part: OutputPart | None, model: ir.Model) -> bool:
+    def least(self, made: ScoredModel, new: bool = False) -> float:
+        """The value that the metric has at least, as far as the samples tell (`sums.LEVEL`).
+
+        Args:
+            made: The model.
+            new: Of as many other samples, whose figure has an error too; else of all that there are.
+        """
+        errors = math.sqrt(2) if new else 1.0
+        return self.metric.at(self.metric.distance(made.score) + errors * spread(self.metric, made.sums))
+
+    def is_plenty(self, made: ScoredModel) -> bool:
         """True where the loss of a model is seldom felt: by its SQNR, or by the decisions of scores that are kept."""
         if self.metric.name != "sqnr":
             return False
-        if part not in self.scored:
-            return score >= LOST + SPARE
-        return score >= SCORES_LOST + SPARE or (score >= SCORES_LOST and self._decisions_kept(model) >= KEPT)
+        least = self.least(made)
+        if made.output not in self.scored:
+            return least >= LOST + SPARE
+        kept = least >= SCORES_LOST and share_kept(made.decided) >= KEPT
+        return least >= SCORES_LOST + SPARE or (kept and self._decisions_kept(made.model) >= KEPT)
 
     def _decisions_kept(self, model: ir.Model) -> float:
         """The least share, over the parts that are compared by scores, of classes or of sides of a half as in float.
@@ -289,7 +300,7 @@ class ScoredModel:
         score: Of its outputs.
         output: The part of an output that it is of; None where it is of them all.
         seconds: What quantizing and measuring took.
-        sums: What the score follows from, of each sample; see `Score`.
+        sums, decided: What the score follows from, of each sample; see `Score`.
     """
 
     settings: Settings
@@ -298,11 +309,15 @@ class ScoredModel:
     output: OutputPart | None
     seconds: float
     sums: Sums = ()
+    decided: Decided = ()
 
     def scored_by(self, scorer: Scorer) -> ScoredModel:
         """This model with the score on other samples."""
-        found = scorer.score(self.model)
-        return replace(self, score=found.value, output=found.part, sums=found.sums)
+        return self.with_score(scorer.score(self.model))
+
+    def with_score(self, found: Score) -> ScoredModel:
+        """This model with another score."""
+        return replace(self, score=found.value, output=found.part, sums=found.sums, decided=found.decided)
 
 
 _Shortcut = Callable[[Settings, int], Iterable[Sequence[NumpyArray]] | None]
@@ -326,6 +341,11 @@ class Evaluator:
     convert: Callable[[Prepared, Settings], ir.Model]
     shortcut: _Shortcut | None = None
 
+    def made(self, settings: Settings, told: bool = False) -> ir.Model:
+        """Quantize; the arguments and errors are those of `evaluate`."""
+        with severity(None if told else 2):
+            return self.convert(self.prepared.copy(), settings)
+
     def evaluate(self, settings: Settings, told: bool = False) -> ScoredModel:
         """Quantize and score.
 
@@ -339,10 +359,9 @@ class Evaluator:
         """
         clock = time.monotonic if self.prepared.data is None else self.prepared.data.clock
         start = clock()
-        with severity(None if told else 2):
-            model = self.convert(self.prepared.copy(), settings)
+        model = self.made(settings, told)
         found = self.scorer.score(model)
-        return ScoredModel(settings, model, found.value, found.part, clock() - start, found.sums)
+        return ScoredModel(settings, model, found.value, found.part, clock() - start, found.sums, found.decided)
 
     def score(self, settings: Settings, count: int | None = None) -> float:
         """The score alone, on the first samples; None for all."""
@@ -350,7 +369,8 @@ class Evaluator:
         count = len(expected) if count is None else min(count, len(expected))
         outputs = None if self.shortcut is None else self.shortcut(settings, count)
         if outputs is None:
-            return self.scorer.score(self.convert(self.prepared.copy(), settings), count)[0]
+            samples = None if count is None else range(count)
+            return self.scorer.score(self.convert(self.prepared.copy(), settings), samples)[0]
         return self.scorer.of(expected.paired(outputs))[0]
 
 

@@ -36,7 +36,7 @@ def made_with_samples(lost: bool = False) -> tuple[ScoredModel, PartScorer, Samp
     data = Samples(images(6), model_inputs(model))
     scorer = PartScorer(model, data, Metric("sqnr"), settings)
     made = convert(Prepared(model.clone(), data), settings)
-    score, part, _ = scorer.score(made)
+    score, part = scorer.score(made)[:2]
     return ScoredModel(settings, made, LOST - 1 if lost else max(score, LOST + 1), part, 0.0), scorer, data
 
 

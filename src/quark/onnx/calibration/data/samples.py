@@ -131,6 +131,12 @@ class Samples:
         chosen._entries = [self._entries[position] for position in positions]
         return chosen
 
+    def followed_by(self, other: Samples) -> Samples:
+        """These samples, then those of another part of the same whole."""
+        chosen = copy.copy(self)
+        chosen._entries = [*self._entries, *other._entries]
+        return chosen
+
     def check_time(self) -> None:
         """Raise TimeUpError after `until`."""
         if self.clock() > self.until:

@@ -133,7 +133,8 @@ class Alternative:
                     settings = leave_slower_in_float(prepared, settings)
                 model = convert(prepared, settings)
             found = scorer.score(model)
-            self._scored = ScoredModel(settings, model, found.value, found.part, own_time() - start, found.sums)
+            made = ScoredModel(settings, model, found.value, found.part, own_time() - start)
+            self._scored = made.with_score(found)
             self._scorer = scorer
         if self._scorer is not scorer:
             self._scored, self._scorer = self._scored.scored_by(scorer), scorer

@@ -5,7 +5,9 @@ they differ in it (`gain.py`). Whatever is tried is quantized from the float mod
 one pass over the data; the same settings give the same model again.
 
 From `ENOUGH` samples on, others are set aside that no step is chosen by. They say at the end which of the models that
-were made is written, and what it keeps: the plain config comes back where it is the better one on them.
+were made is written, and what it keeps: the plain config comes back where it is the better one on them. A quick search
+of few samples spares none of them for that: half of them are calibrated with, by the others steps are chosen, and at
+the end both change places (`turns.py`), so that each sample counts, and none for a file that was calibrated with it.
 
 Where a model of integers lost so much that its task suffers, weights alone are tried (`WeightsAlone`): at last, or
 first, if the plain config is further from what tasks take than steps bring a model.
@@ -16,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
@@ -51,6 +53,7 @@ from quark.onnx.search.recovery.alternative import Alternative, file_of, float_f
 from quark.onnx.search.recovery.gain import is_sure
 from quark.onnx.search.recovery.preference import ACCURACY, BETWEEN
 from quark.onnx.search.recovery.steps import STEPS, WEIGHTS_STEPS, Step
+from quark.onnx.search.recovery.turns import CONVERSIONS, FEW, Turns
 from quark.onnx.search.settle import check_algorithms, convert, start_as_chosen
 
 EVERY = 4
@@ -90,6 +93,9 @@ class Recovery:
         fitted, held_out: How many samples were calibrated with, and measured on to choose steps.
         last_looked: On how many samples, by which no step was chosen, `plain` and `score` were measured; 0: there were
             too few samples, and both are of those that steps were chosen by.
+        by_turns: On how many samples both were measured, each by a file that was not calibrated with it; 0: they were
+            not.
+        least: The metric that as many new samples show at least, as far as these tell.
         by_scores: Whether a part of an output that is a distribution, or of probabilities, was compared by its scores.
         lost: Whether the task suffers with the best model.
         types: What the model holds: (element type, "activations" or "weights") -> how many.
@@ -105,14 +111,16 @@ class Recovery:
     fitted: int
     held_out: int
     last_looked: int = 0
+    by_turns: int = 0
+    least: float = math.nan
     by_scores: bool = False
     lost: bool = False
     types: dict[tuple[str, str], int] = field(default_factory=dict)
 
     @property
     def reached(self) -> bool:
-        """True where there was a target, and it was reached."""
-        return reaches(self.score, self.target, self.metric)
+        """True where there was a target, and it was reached: on new data too, as far as the samples tell."""
+        return reaches(self.score if math.isnan(self.least) else self.least, self.target, self.metric)
 
 
 def reaches(score: float, target: float | None, metric: Metric) -> bool:
@@ -164,7 +172,7 @@ def recover(
     if alternative is not None:
         alternative.begin_with(model, asked, settings)
     data = repeatable(reader, model, settings)
-    fit, held_out, last = split(data, all_of_few=quick)
+    fit, held_out, last = split(data, quick)
     prepared = Prepared(model, fit)
     settings, kernels = _settled(prepared, settings)
     scorer = PartScorer(
@@ -184,11 +192,12 @@ def recover(
             search.run(steps, allow_wider, quick)
     else:
         alternative = None  # it is the best
-    search.look_at_last(None if last is None else scorer.on(model, last, settings), alternative)
+    fitted = search.end(last, held_out if quick and held_out is not fit else None, alternative)
     best = search.best
     found = Recovery(
-        None, best.settings, metric, target, search.plain.score, best.score, search.trials, len(fit), len(held_out),
-        search.last_looked, bool(search.scorer.scored), search.lost, element_types(best.model),
+        None, best.settings, metric, target, search.plain.score, best.score, search.trials, fitted, len(held_out),
+        search.last_looked, search.by_turns, search.scorer.least(best, new=True), bool(search.scorer.scored),
+        search.lost, element_types(best.model),
     )  # fmt: skip
     other = apart() if found.lost else None
     return (found, best.model) if other is None else _better((found, best.model), other)
@@ -215,27 +224,34 @@ def _settled(prepared: Prepared, settings: Settings) -> tuple[Settings, Placemen
     return settings, kernels
 
 
-def split(data: Samples | None, all_of_few: bool = False) -> tuple[Samples, Samples, Samples | None]:
+def split(data: Samples | None, quick: bool = False) -> tuple[Samples, Samples, Samples | None]:
     """The samples to calibrate with, every fourth, which steps are chosen by, and some that nothing is chosen by.
 
     Args:
         data: All samples.
-        all_of_few: Whether too few to set some aside are all calibrated with, and chosen by.
+        quick: Whether steps are chosen by every other one, until these are `FEW`, and all are measured at last. Too few
+            to set some aside are all calibrated with, and chosen by.
 
     Returns:
         None for the last where there are too few. Raises CalibrationError for fewer still.
     """
     count = 0 if data is None else len(data)
-    if all_of_few and data is not None and 0 < count < EVERY:
+    if quick and data is not None and 0 < count < EVERY:
         return data, data, None
     if data is None or count < EVERY:
         raise CalibrationError(
             f"Recovery measures on every {EVERY}th calibration sample, which it sets aside: at least {EVERY} samples "
             f"are needed, and there {'is 1' if count == 1 else f'are {count}'}."
         )
+    if quick and count < EVERY * FEW:
+        chosen = [(2 * i + 1) * count // (2 * min(count // 2, FEW)) for i in range(min(count // 2, FEW))]
+        return _all_but(data, chosen), data.part(chosen), None
     held_out, last = range(EVERY - 1, count, EVERY), range(1, count if count >= ENOUGH else 0, LAST)
-    fit = data.part([i for i in range(count) if i not in held_out and i not in last])
-    return fit, data.part(held_out), data.part(last) if last else None
+    return _all_but(data, {*held_out, *last}), data.part(held_out), data.part(last) if last else None
+
+
+def _all_but(data: Samples, positions: Collection[int]) -> Samples:
+    return data.part([i for i in range(len(data)) if i not in positions])
 
 
 class _Search:
@@ -252,7 +268,7 @@ class _Search:
     ) -> None:
         self.evaluator, self.target, self.budget, self.kernels = evaluator, target, budget, kernels
         self.fit, self.scorer, self.trials = fit, scorer, list[Trial]()
-        self._has_steps, self.last_looked = False, 0
+        self._has_steps, self.last_looked, self.by_turns = False, 0, 0
         assert evaluator.prepared.statistics is not None
         self._statistics: dict[str, Statistics] = evaluator.prepared.statistics
         self._extra: dict[str, float] = {}
@@ -262,7 +278,9 @@ class _Search:
     @property
     def done(self) -> bool:
         """True where the best model reaches the target."""
-        return reaches(self.best.score, self.target, self.scorer.metric)
+        return self.target is not None and reaches(
+            self.scorer.least(self.best, new=True), self.target, self.scorer.metric
+        )
 
     @property
     def measure(self) -> str:
@@ -278,7 +296,7 @@ class _Search:
     def _is_plenty(self) -> bool:
         """True where there is no target, and the loss of the best model is seldom felt."""
         best = self.best
-        return self.target is None and self.scorer.is_plenty(best.score, best.output, best.model)
+        return self.target is None and self.scorer.is_plenty(best)
 
     def needs_steps(self, other: Callable[[], tuple[Recovery, ir.Model] | None]) -> bool:
         """True where steps may make the best as good as another model, which is made where the best is far from a task.
@@ -346,15 +364,44 @@ class _Search:
             self._tell(Trial(_ALTERNATIVE, before.score, other.score, self.fit.clock() - start, "kept"))
         return other is not None
 
-    def look_at_last(self, scorer: PartScorer | None, alternative: Alternative | None = None) -> None:
+    def end(self, last: Samples | None, held_out: Samples | None, alternative: Alternative | None) -> int:
+        """Measure what was made, take the best, and calibrate it with all samples where these were measured by turns.
+
+        Args:
+            last: Samples that are set aside for that; None where there are too few.
+            held_out: Those that steps were chosen by, which may calibrate in turn; None where they may not.
+            alternative: What was made without samples.
+
+        Returns:
+            How many samples the best was calibrated with.
+        """
+        turns, in_time = None, self.budget.left() >= CONVERSIONS * self.best.seconds
+        if last is None and held_out is not None and in_time:
+            turns = Turns(self.evaluator, held_out, self._scorer_of, self.budget.left)
+        self.look_at_last(None if last is None else self._scorer_of(last), alternative, turns)
+        if turns is None or not self.by_turns:
+            return len(self.fit)
+        self.best, fitted = turns.with_all(self.best, self.scorer)
+        return fitted
+
+    def _scorer_of(self, samples: Samples) -> PartScorer:
+        return self.scorer.on(self.evaluator.prepared.model, samples, self.plain.settings)
+
+    def look_at_last(
+        self, scorer: PartScorer | None, alternative: Alternative | None = None, turns: Turns | None = None
+    ) -> None:
         """Compare what was made on samples that no step was chosen by, and take what is worse by nothing.
 
         No step makes a model smaller or faster: where the plain config is the more exact one, it is better.
 
         Args:
-            scorer: Of these samples; None where there are none, so that those of the steps have to do.
+            scorer: Of these samples; None where there are none.
             alternative: What was made without samples, too.
+            turns: What measures on all samples, where none are set aside; None: those of the steps have to do.
         """
+        if turns is not None and (looked := turns.scored(self.plain, self.best)) is not None:
+            self.scorer, (self.plain, self.best) = looked
+            self.by_turns = len(self.scorer.expected)
         if scorer is not None:
             is_plain, self.scorer, self.last_looked = self.best is self.plain, scorer, len(scorer.expected)
             self.plain = self.plain.scored_by(scorer)
