@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,6 +21,7 @@ from quark.torch.formats import FORMATS
 from tests.commands.program import quark
 from tests.models.architectures import SETTINGS
 from tests.models.families import family
+from tests.models.model_folders import model_folder
 from tests.models.torch_zoo import LANGUAGE_MODEL, TEXT, tiny_llama, tiny_opt
 
 
@@ -184,6 +186,26 @@ def test_an_onnx_file_computes_sequences_of_any_length(folder: Path, tmp_path: P
     (found,) = session.run(["logits"], {"input_ids": ids.numpy()})
     with torch.no_grad():
         assert torch.allclose(torch.from_numpy(found), model(ids).logits, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_an_onnx_file_of_an_encoder_takes_padded_samples(tmp_path: Path) -> None:
+    """A model that attends both ways needs the mask: without it, what a sample gives depends on its neighbours."""
+    import onnxruntime
+
+    model_folder("sentence_encoder", tmp_path / "encoder")
+    done = quark("quantize", tmp_path / "encoder", "--for", "onnxruntime", "-o", tmp_path / "x.onnx")
+    assert done.code == 0 and "int8_wo:" in done.out, done.err
+    session = onnxruntime.InferenceSession(str(tmp_path / "x.onnx"))
+    assert [each.name for each in session.get_inputs()] == ["input_ids", "attention_mask", "token_type_ids"]
+    ids = np.arange(5, 5 + 12)[None]
+
+    def hidden(padding: int) -> Any:
+        fed = {name: np.pad(x, ((0, 0), (0, padding))) for name, x in (("input_ids", ids), ("attention_mask", ids > 0))}
+        fed = {name: x.astype(np.int64) for name, x in fed.items()}
+        return session.run(["last_hidden_state"], {**fed, "token_type_ids": 0 * fed["input_ids"]})[0][:, : ids.size]
+
+    assert np.allclose(hidden(0), hidden(7), atol=1e-4)
 
 
 @pytest.mark.slow

@@ -118,6 +118,11 @@ def test_a_sentence_encoder_loads_with_its_own_package(layout: str, tmp_path: Pa
         assert np.array_equal(package.SentenceTransformer(str(tmp_path / "saved")).encode(sentences), found)
     done = quark("plan", folder, "--scheme", "int8_wo")
     assert done.code == 0 and "SentenceTransformer" not in done.out
+    tables = quark(
+        "quantize", folder, "--for", "transformers", "--layer", "*embeddings=int8_wo", "-o", tmp_path / "all"
+    )
+    assert tables.code == 0 and "int8_wo" in tables.out and "s.SentenceTransformer(sys.argv[1])" in tables.out
+    assert package.SentenceTransformer(str(tmp_path / "all")).encode(sentences).shape == wanted.shape
     done = quark("quantize", folder, "--scheme", "int8_wo", "--format", "compressed-tensors", "-o", tmp_path / "packed")
     assert done.code == 0 and "SentenceTransformer (6.2.0) loads such a folder, and its encode fails" in done.log
     with pytest.raises(AttributeError):  # where this passes, the line above is no longer true

@@ -297,3 +297,26 @@ def test_no_goal_chooses_a_scheme_that_is_weak_for_encoders(name: str) -> None:
     form, mixed = defaults.mixed or ("", ())
     candidates = mixed or (RULES[form]().candidates if form else ())
     assert not [scheme for scheme in (*(each.scheme for each in chosen), *candidates) if weak_for_encoders(scheme)]
+
+
+@pytest.mark.parametrize(("asked", "form", "scheme"), [
+    ({"goal": "transformers"}, "quark", "int8_wo"),
+    ({"goal": "vllm", "has_data": True}, "quark", "int8_dynamic"),
+    ({"goal": "onnxruntime"}, "onnx", "int8_wo"),
+    ({"goal": "transformers", "scheme": "int4"}, "quark", "uint4_wo_128"),  # what is named stays
+    ({"goal": "transformers", "bits": 4}, "quark", "uint4_wo_128"),
+    ({"goal": "transformers", "algorithms": ("gptq",)}, "quark", "uint4_wo_128"),
+    ({"goal": "vllm", "form": "awq"}, "awq", "uint4_wo_128"),  # which holds no 8 bits
+    ({"goal": "ryzen-ai"}, "quark", "uint4_wo_128"),
+])  # fmt: skip
+def test_a_model_that_writes_no_text_gets_8_bits(asked: dict[str, Any], form: str, scheme: str) -> None:
+    choice = chosen(**asked).of_other_model("BertModel", sentences=False)
+    assert (choice.form, choice.scheme) == (form, scheme)
+    assert ("a model that does not go on writing a text" in str(choice)) == (scheme in ("int8_wo", "int8_dynamic"))
+
+
+def test_the_command_of_an_encoder_loads_its_class() -> None:
+    plain, listed = (chosen("transformers").of_other_model("BertModel", sentences) for sentences in (False, True))
+    command = plain.command("out", tokenizer=False)
+    assert "t.BertModel.from_pretrained" in command and "TOKENIZER" not in command
+    assert "s.SentenceTransformer(sys.argv[1])" in listed.command("out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from quark.core.names.scheme_families import family_of, named_in, suggestion
@@ -16,6 +17,12 @@ from quark.goals.goal import GOALS, GoalDefaults, RuntimeGoal
 MIX = "mix"
 """In place of a scheme, where layers differ."""
 
+WIDE = 8
+"""Bits of a weight of models that do not go on writing a text, where nothing is asked for."""
+_WHY_WIDE = (
+    "8 bits for a model that does not go on writing a text: of a MiniLM, a sentence encoder, 4 bits change one of six "
+    "nearest sentences, and 8 bits one of fifty"
+)
 _ONNX_EFFORTS = {
     "fast": "ranges alone: no algorithms",
     "balanced": "the quick steps of recovery, for at most a minute",
@@ -147,6 +154,22 @@ class GoalChoice:
             return self
         why = f"{self.reasons['scheme']}; in smaller groups, as those of {self.scheme} do not divide this model"
         return replace(self, scheme=smaller, reasons={**self.reasons, "scheme": why, "format": str(known[smaller])})
+
+    def of_other_model(self, model_class: str, sentences: bool) -> GoalChoice:
+        """The choice for a model that does not go on writing a text: 8 bits where nothing is asked for.
+
+        Such a model is not calibrated unless it is asked for, and 4 bits to nearest change what it finds.
+
+        Args:
+            model_class, sentences: As for `GoalDefaults.of_other_model`.
+        """
+        asked, choice = self.asked, self
+        said = asked.scheme is not None or asked.bits is not None or asked.algorithms is not None
+        if not (said or asked.budget or asked.cache) and WIDE in self.defaults.bits:
+            with suppress(NotSupportedError):  # the form that is asked for has no such scheme
+                wide = choose(replace(asked, bits=float(WIDE)))
+                choice = replace(wide, asked=asked, reasons={**wide.reasons, "scheme": _WHY_WIDE})
+        return replace(choice, defaults=choice.defaults.of_other_model(model_class, sentences))
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return rows of a table: setting, choice, reason."""

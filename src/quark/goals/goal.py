@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quark.core.names.registry import Registry
 from quark.goals.facts import ONNX_FILE, Answer, Fact, facts_of
@@ -23,6 +23,9 @@ class GoalDefaults:
         why: The reason for the default, a clause.
         serve: The command that runs the result; `{out}` is its path.
         serve_pipeline: The command that runs a pipeline of several models, where it is another.
+        serve_class: The command that runs a model that does not go on writing a text, where it is another;
+            `{model_class}` is the name of its class.
+        serve_sentences: The command that runs a folder of sentence-transformers, where it is another.
         without_data: The same as `default` where there are no calibration data; None: the same.
         mixed: Form and schemes of a budget, in which layers differ; no schemes: what the form chooses from by itself.
             None: the program takes one scheme for all layers, or no other was tried.
@@ -41,12 +44,28 @@ class GoalDefaults:
     serve: str
     target: str | None = None
     serve_pipeline: str = ""
+    serve_class: str = ""
+    serve_sentences: str = ""
     targets: tuple[str, ...] = ()
     without_data: tuple[str, str] | None = None
     mixed: tuple[str, tuple[str, ...]] | None = None
     cached: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     serve_cache: str = ""
     serve_tokenizer: str = ""
+
+    def of_other_model(self, model_class: str, sentences: bool) -> GoalDefaults:
+        """The defaults with the command for a model that does not go on writing a text.
+
+        Args:
+            model_class: The name of its class.
+            sentences: Whether its folder is one of sentence-transformers.
+        """
+        if sentences and self.serve_sentences:
+            return replace(self, serve=self.serve_sentences, serve_tokenizer="")
+        if not self.serve_class:
+            return self
+        # The class loads without a tokenizer, and {out} is replaced later.
+        return replace(self, serve=self.serve_class.replace("{model_class}", model_class), serve_tokenizer="")
 
     def command(self, output: str, cache: bool = False, tokenizer: bool = True) -> str:
         """The command that runs a result: what is printed, and what the model card has.

@@ -61,6 +61,11 @@ GOALS.register("transformers", RuntimeGoal(
         "4 bits in groups of 128 lose least for their size among schemes that need no data",
         "python -c \"import sys, transformers as t; "
         "print(t.pipeline('text-generation', sys.argv[1], tokenizer=sys.argv[-1])('Once'))\" {out}",
+        serve_class="python -c \"import sys, transformers as t; "
+        "print(t.{model_class}.from_pretrained(sys.argv[1]))\" {out}",
+        # quark is imported, as sentence-transformers reads folders of other packages without their loaders.
+        serve_sentences="python -c \"import sys, quark, sentence_transformers as s; "
+        "print(s.SentenceTransformer(sys.argv[1]).encode('Once').shape)\" {out}",
         serve_tokenizer=" TOKENIZER",
         mixed=("quark", ()),
     ),

@@ -16,7 +16,7 @@ from quark.errors import ConfigError, NotSupportedError, QuarkError, ShapeError
 from quark.goals import GoalChoice
 from quark.goals.choice import fusing_programs
 from quark.goals.goal import GOALS
-from quark.jobs.choose import fitted_choice
+from quark.jobs.choose import choice_for_kind, fitted_choice
 from quark.jobs.folders.best_effort import calibrated_choice, completed_choice
 from quark.jobs.folders.bit_budget import Budget, asked_budget
 from quark.jobs.folders.calibration import Calibration
@@ -44,7 +44,8 @@ def configure(job: FolderJob) -> FolderJob:
     network = _check_library(job)
     if job.choice is not None:
         if not network:
-            job = replace(job, choice=calibrated_choice(job.choice, job.request, job.folder))
+            choice = calibrated_choice(choice_for_kind(job.choice, job.folder), job.request, job.folder)
+            job = replace(job, choice=choice, form=choice.form)
         logger.info("%s", job.choice)
     try:
         job = _laid_out(job)

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModel
 
+import quark
 from quark.errors import NotSupportedError
 from quark.torch import LLMTemplate, ModelQuantizer, dequantize, export_safetensors
 from tests.models.denoisers import denoiser
 from tests.models.loaded import DTYPE, Case, held, quantized_folder, stored
+from tests.models.model_folders import model_folder
 
 WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "in place": lambda w: w.mul_(2),
@@ -143,3 +146,18 @@ def test_a_control_network_is_made_of_a_float_copy(name: str, tmp_path: Path) ->
     assert len(layers) > 10
     for name, layer in layers.items():
         assert torch.equal(control.get_submodule(name).weight.to(DTYPE), layer.quantized_weight())
+
+
+def test_the_first_parameter_is_in_float_where_a_table_is_quantized(tmp_path: Path) -> None:
+    """sentence-transformers and others ask it for the dtype of the model. Codes keep their name in the file."""
+    encoder = model_folder("sentence_encoder", tmp_path / "encoder")
+    quark.quantize(encoder, "int8_wo", layer=["*embeddings=int8_wo"], output=tmp_path / "out", verdict=False)
+    model = AutoModel.from_pretrained(tmp_path / "out")
+    assert next(model.parameters()).dtype == torch.float32
+    table, float_model = model.get_input_embeddings(), AutoModel.from_pretrained(encoder)
+    assert table.weight.dtype == torch.float32 and table.state_dict()["weight"].dtype == torch.int8
+    assert model.num_parameters() == float_model.num_parameters()
+    model.save_pretrained(tmp_path / "saved")
+    again, ids = AutoModel.from_pretrained(tmp_path / "saved"), torch.arange(1, 9)[None]
+    with torch.no_grad():
+        assert torch.equal(again(ids).last_hidden_state, model(ids).last_hidden_state)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
+from safetensors.torch import load_file, save_file
 
 from quark import convert
 from quark.errors import ConfigError, FormatError
@@ -19,6 +20,7 @@ from quark.torch.formats import FORMATS
 from quark.torch.model.folder_files import has_tokenizer
 from quark.torch.writers.model_card import Figures, add_figures, base_model
 from tests.commands.program import quark
+from tests.models.model_folders import model_folder
 from tests.models.torch_zoo import tiny_llama, token_batches
 
 SOURCE = (
@@ -187,6 +189,28 @@ def pairs(name: str) -> set[tuple[str, str]]:
     return {(fact.form, fact.scheme) for fact in GOALS[name].loaded(False)}
 
 
+def test_the_card_of_an_encoder_loads_it_with_its_own_package(tmp_path: Path) -> None:
+    """And a plan says nothing of the ids of positions that older folders hold, which are no layers."""
+    encoder = model_folder("sentence_encoder", tmp_path / "encoder")
+    weights = load_file(encoder / "model.safetensors")
+    save_file(
+        {**weights, "embeddings.position_ids": torch.arange(8)[None]}, encoder / "model.safetensors", {"format": "pt"}
+    )
+    for listed, library in ((False, "transformers"), (True, "sentence-transformers")):
+        if listed:
+            (encoder / "modules.json").write_text('[{"path": "", "type": "Transformer"}]')
+        out = tmp_path / library
+        done = quark("quantize", encoder, "--for", "transformers", "--no-verdict", "-o", out)
+        assert done.code == 0 and metadata_load(out / "README.md")["library_name"] == library
+        (command,) = commands(out)
+        assert f"run it: {command}".replace("FOLDER", str(out)) in done.out.splitlines()
+        assert ("SentenceTransformer" in command) == listed and ("t.BertModel.from_pretrained" in command) != listed
+        assert ('SentenceTransformer("FOLDER")' in (out / "README.md").read_text()) == listed
+    planned = quark("plan", encoder, "--for", "transformers")
+    assert planned.code == 0 and "lie beside" not in planned.out
+
+
+@pytest.mark.slow
 def test_a_command_names_a_tokenizer_where_the_folder_has_none(tmp_path: Path) -> None:
     choice = choose(GoalRequest(goal="vllm"))
     assert choice.command("a b", tokenizer=False) == "vllm serve 'a b' --tokenizer TOKENIZER"

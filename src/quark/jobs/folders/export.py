@@ -158,9 +158,9 @@ class Export:
 
         from quark.torch import export_onnx
         from quark.torch.model.batches import named_outputs
-        from quark.torch.model.outside_reads import example
+        from quark.torch.model.outside_reads import OF_TOKENS, example, masked
 
-        one = example(model)
+        one = masked(model, example(model))
         if one is None:
             raise NotSupportedError(
                 f"--export-format onnx: what {type(model).__name__} takes is not known. Possible: "
@@ -169,8 +169,8 @@ class Export:
         batch = {name: x.repeat(2, *([1] * (x.ndim - 1))) for name, x in one.items()}
         with torch.no_grad():
             outputs = [name.replace(".", "_") for name, _ in named_outputs(model(**batch))]
-        tokens = len(batch) == 1  # of several inputs, one may bound the length of another
-        axes = {name: {0: "batch", 1: "sequence"} if name == "input_ids" and tokens else {0: "batch"} for name in batch}
+        of_tokens = {*batch} <= {*OF_TOKENS}  # of other inputs, one may bound the length of another
+        axes = {name: {0: "batch", 1: "sequence"} if of_tokens else {0: "batch"} for name in batch}
         file = export_onnx(
             model,
             self.output,

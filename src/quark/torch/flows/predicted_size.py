@@ -134,7 +134,7 @@ def carried_said(plan: FolderPlan) -> str | None:
     """A line about what lies beside a model; None where nothing does."""
     meta, made, form = plan.meta, plan.layers, plan.form
     size, layers = _carried_bytes(meta, plan.folder), len(carried_beside(meta, plan.folder))
-    if not size:
+    if not layers:  # such as ids of positions, which older versions of transformers wrote
         return None
     lost = form == "onnx" or (form == "gguf" and not _further(meta, made).count)
     becomes = f"the {form} file does not hold them" if lost else f"{len(made.beside)} of them quantized"

@@ -19,6 +19,8 @@ from quark.errors import FormatError, one_line
 from quark.torch.diffusion.component import STEM
 
 INDEX, PIPELINE = "model.safetensors.index.json", "model_index.json"
+MODULES = "modules.json"
+"""The file in which a sentence encoder lists its parts."""
 _SHARD = re.compile(r"-\d+-of-\d+")
 _SIDE_FILES = re.compile(
     r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|preprocessor|processor_config|\.model$|\.py$"
@@ -153,7 +155,7 @@ def side_files(folder: Path) -> list[Path]:
     """The files that travel along with a checkpoint, relative to its folder. Raises FormatError as `file_of` does."""
     found = sorted(path.name for path in folder.iterdir() if _travels(path))
     found += sorted(f"{_TEMPLATES}/{path.name}" for path in folder.glob(f"{_TEMPLATES}/*") if not path.is_dir())
-    if "modules.json" in found:
+    if MODULES in found:
         # A sentence encoder: what stands after the model (pooling, a dense layer) lies in folders of the same folder.
         inner = [path for path in folder.glob("*/*") if re.match(r"\d+_\w+$", path.parent.name) and not path.is_dir()]
         found += sorted(path.relative_to(folder).as_posix() for path in inner)
@@ -163,6 +165,11 @@ def side_files(folder: Path) -> list[Path]:
 def travels_by_name(name: str) -> bool:
     """Return True for files of tokenizers and processors, and lists of modules: they belong to a model by name."""
     return _SIDE_FILES.search(name) is not None
+
+
+def lists_modules(*folders: Path) -> bool:
+    """Look for a list of modules of sentence-transformers in one of some folders."""
+    return any((folder / MODULES).is_file() for folder in folders)
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -169,6 +169,26 @@ def example(model: Any, data: Iterable[Any] | None = None) -> Any:
     return batch or None
 
 
+OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids")
+"""The inputs of an encoder of text, of one shape (samples, tokens)."""
+
+
+def masked(model: Any, batch: Any) -> Any:
+    """The batch, and of an encoder of text the further inputs that a tokenizer gives, with which samples are padded.
+
+    Args:
+        model: Of transformers.
+        batch: Of `example`.
+    """
+    if not batch or {*batch} != {"input_ids"} or model.can_generate():
+        return batch
+    taken, ids = inspect.signature(type(model).forward).parameters, batch["input_ids"]
+    further = {"attention_mask": torch.ones_like(ids)}
+    if (getattr(model.config, "type_vocab_size", None) or 0) > 1:
+        further["token_type_ids"] = torch.zeros_like(ids)
+    return {**batch, **{name: x for name, x in further.items() if name in taken}}
+
+
 def _device(model: nn.Module) -> torch.device:
     """Of the first parameter, the meta device too."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -27,7 +27,7 @@ from quark.torch.formats import FORMATS, Folder, FolderFormat
 from quark.torch.formats.layout import Layout, Tensors
 from quark.torch.formats.quark.layout import PACK_METHODS
 from quark.torch.formats.readers import READERS, TRANSFORMERS, check_readers, read_forms
-from quark.torch.model.folder_files import side_files
+from quark.torch.model.folder_files import lists_modules, side_files
 from quark.torch.plan import Plan
 from quark.torch.writers.carried import carried_beside_model
 from quark.torch.writers.config_files import CONFIG, write_config, write_generation_config
@@ -152,8 +152,7 @@ class FolderWriter(Writer):
         """Return a sentence about modules of an encoder that sentence-transformers would not run; None: it runs all."""
         source = self.quantized.source
         places = () if source is None else (source.path, source.path.parent)
-        listed = any((place / "modules.json").is_file() for place in places)
-        if not listed or self.form.name != "compressed-tensors" or self.target.reader != TRANSFORMERS:
+        if not lists_modules(*places) or self.form.name != "compressed-tensors" or self.target.reader != TRANSFORMERS:
             return None
         return (
             "SentenceTransformer (6.2.0) loads such a folder, and its encode fails: it calls forward past the hook by "

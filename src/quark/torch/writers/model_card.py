@@ -24,12 +24,13 @@ from quark.core.spec import LayerSpec
 from quark.errors import FormatError
 from quark.goals import GOALS, RuntimeGoal
 from quark.goals.goal import WITHOUT_TOKENIZER
+from quark.torch.calibration.synthetic_data import writes_text
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import cache_spec
 from quark.torch.config.selectors import output_head
 from quark.torch.formats.readers import TRANSFORMERS
 from quark.torch.layers.base import ROLES
-from quark.torch.model.folder_files import PIPELINE, file_of, has_tokenizer
+from quark.torch.model.folder_files import MODULES, PIPELINE, file_of, has_tokenizer, lists_modules
 
 CARD, BASE_CARD = "README.md", "README_base.md"
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets", "thumbnail")
@@ -37,8 +38,6 @@ _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag
 FIGURES = "## Measured on held-out data"
 """Begins what `add_figures` writes."""
 COLUMNS = "| data | | |\n| --- | --- | --- |\n"
-MODULES = "modules.json"
-"""The file in which a sentence encoder lists its parts."""
 CACHE = re.compile(r"models--([\w.-]+)--([\w.-]+)")
 """A folder of huggingface's cache, which says the name on the hub."""
 NAME = re.compile(r"[\w][\w.-]{0,95}")
@@ -86,16 +85,19 @@ def write_card(
     form, float_card = str(stored["quant_method"]), _front_matter(source)
     base, carried = _base_of_card(float_card) or base_model(source), _carried(float_card)
     model_type = str(getattr(model.config, "model_type", ""))
+    # What is listed in the folder itself: of the model inside a larger one, the card is of transformers.
+    sentences = form == "quark" and lists_modules(folder)
+    library = "sentence-transformers" if sentences else "transformers"
     named = dict.fromkeys((*carried.pop("tags"), "quark", "quantized", form, model_type))
     data = ModelCardData(
         **carried,
-        library_name="diffusers" if is_network(model) else "transformers",
+        library_name="diffusers" if is_network(model) else library,
         base_model=base,
         base_model_relation="quantized" if base else None,
         tags=[each for each in named if each],
     )
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    text = _body(type(model).__name__, _loading(model, form), layers, form, base, size)
+    text = _body(type(model).__name__, _loading(model, form, sentences), layers, form, base, size)
     text += _running(model, layers, config, stored, folder, goal)
     text = f"---\n{data.to_yaml().rstrip()}\n---\n\n{text}"
     # Of a folder that quark made, the description of its own source has come along already.
@@ -215,13 +217,18 @@ def _carried(card: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "tags": [tags] if isinstance(tags, str) else tags}
 
 
-def _loading(model: Any, form: str) -> str:
+def _loading(model: Any, form: str, sentences: bool) -> str:
     """The lines that load the folder."""
     kind = type(model).__name__
     if is_network(model):
         # Not from its module: the top of diffusers names all networks.
         lines = f"import quark  # pip install 'openquark[torch,diffusers]'\nfrom diffusers import {kind}\n\n"
         return f'{lines}model = {kind}.from_pretrained("FOLDER")'
+    if sentences:
+        lines = (
+            "import quark  # pip install 'openquark[torch]'\nfrom sentence_transformers import SentenceTransformer\n\n"
+        )
+        return f'{lines}model = SentenceTransformer("FOLDER")'
     auto = "AutoModelForCausalLM" if kind.endswith("ForCausalLM") else kind
     needs = "  # needs: pip install 'openquark[torch]'" if form == "quark" else ""
     return f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER").eval(){needs}'
@@ -242,13 +249,15 @@ def _running(
         real = stored.get("export", {}).get("weight_format", "real_quantized") == "real_quantized"
         programs += [server for server in _servers(model, layers, str(stored["quant_method"])) if real]
     cache, tokenizer = bool(config.kv_cache_quant_config), has_tokenizer(folder)
-    commands = {
-        each.program: each.folder.command("FOLDER", cache, tokenizer) for each in programs if each.folder is not None
-    }
+    rows = {each.program: each.folder for each in programs if each.folder is not None}
+    if not is_network(model) and not writes_text(model):
+        kind, sentences = type(model).__name__, lists_modules(folder)
+        rows = {program: row.of_other_model(kind, sentences) for program, row in rows.items()}
+    commands = {program: row.command("FOLDER", cache, tokenizer) for program, row in rows.items()}
     if not commands:
         return ""
     lines = "".join(f"\nWith {program}:\n\n```sh\n{command}\n```\n" for program, command in commands.items())
-    unnamed = any(each.folder is not None and each.folder.serve_tokenizer for each in programs) and not tokenizer
+    unnamed = any(row.serve_tokenizer for row in rows.values()) and not tokenizer
     note = "" if not unnamed else f"\n{WITHOUT_TOKENIZER.format(out='FOLDER')}\n"
     return f"\n## Run\n{lines}{note}"
 

@@ -56,7 +56,7 @@ class StoredLayer(QuantLayer):
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype that the layer computes in. PEFT makes adapters in it."""
-        decoder = self._decoder("weight") or self._decoder("bias")
+        decoder = self.decoder("weight") or self.decoder("bias")
         if decoder is not None:
             return decoder.float_like.dtype
         return self.codes("weight").dtype
@@ -78,11 +78,11 @@ class StoredLayer(QuantLayer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a float tensor in the place of codes is quantized, as what is written into them."""
-        present = self.codes_if_any(name) if name in ROLES and self._decoder(name) is not None else None
+        present = self.codes_if_any(name) if name in ROLES and self.decoder(name) is not None else None
         if present is not None and not present.is_meta and self._is_float(name, value, present.dtype):
             self.write(name, value)
         else:
-            if isinstance(value, nn.Parameter) and name in ROLES and self._decoder(name) is not None:
+            if isinstance(value, nn.Parameter) and name in ROLES and self.decoder(name) is not None:
                 value.requires_grad_(False)  # transformers takes FP8 codes for floats to be trained
             super().__setattr__(name, value)
 
@@ -97,7 +97,7 @@ class StoredLayer(QuantLayer):
         table = self._buffers if role in self._buffers else self._parameters
         if role in table and table[role] is None:
             return None
-        codes, decoder = self.codes(role), self._decoder(role)
+        codes, decoder = self.codes(role), self.decoder(role)
         # While a loader waits for values, it asks what shape and dtype they will have in the file.
         return codes if decoder is None or codes.is_meta else StoredWeight(decoder.float_like, self, role)
 
@@ -129,7 +129,7 @@ class StoredLayer(QuantLayer):
 
         Raises NotSupportedError for codes that are to be trained: those in FP8 torch takes for floats.
         """
-        decoder = self._decoder(role)
+        decoder = self.decoder(role)
         if decoder is not None and self._is_put_in(x, decoder):
             return x
         if decoder is not None and x.requires_grad and x.dtype.itemsize == 1:
@@ -149,7 +149,7 @@ class StoredLayer(QuantLayer):
 
     def float_numel(self, role: str) -> int:
         """How many values a weight or bias stands for; 0 where there is none."""
-        if (decoder := self._decoder(role)) is not None:
+        if (decoder := self.decoder(role)) is not None:
             return decoder.float_like.numel()
         coded = getattr(self, role, None)
         return 0 if coded is None else int(coded.numel())
@@ -173,7 +173,7 @@ class StoredLayer(QuantLayer):
         Raises:
             NotSupportedError: The weight is stored rotated, or the values are of another shape.
         """
-        decoder = self._decoder(role)
+        decoder = self.decoder(role)
         if decoder is None or tuple(values.shape) != tuple(decoder.float_like.shape) or BUFFER in self._buffers:
             why = "the weight is stored rotated" if BUFFER in self._buffers else f"the values are {tuple(values.shape)}"
             raise NotSupportedError(
@@ -199,13 +199,14 @@ class StoredLayer(QuantLayer):
             raise NotSupportedError(NOT_TRAINED)
         return super().requires_grad_(False)
 
-    def _decoder(self, role: str) -> Decoder | None:
+    def decoder(self, role: str) -> Decoder | None:
+        """The quantizer that decodes a weight or bias; None where it is stored as it is."""
         decoder = self._modules.get(f"{role}_quantizer")
         return decoder if hasattr(decoder, "float_like") else None  # type: ignore[return-value]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save codes, also where what moves tensors one by one has put a StoredWeight in their place."""
-        decoders: dict[str, Any] = {role: decoder for role in ROLES if (decoder := self._decoder(role)) is not None}
+        decoders: dict[str, Any] = {role: decoder for role in ROLES if (decoder := self.decoder(role)) is not None}
         for role in decoders:
             self.codes_if_any(role)
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -224,7 +225,7 @@ class StoredLayer(QuantLayer):
         """Refuse floats where codes are: torch would cut their fractions off where the shape is that of the codes."""
         state_dict = {name: x.coded if isinstance(x, CopiedCodes) else x for name, x in state_dict.items()}
         for role in ROLES:
-            new, decoder = state_dict.get(f"{prefix}{role}"), self._decoder(role)
+            new, decoder = state_dict.get(f"{prefix}{role}"), self.decoder(role)
             codes = None if decoder is None else self.codes_if_any(role)
             if new is not None and codes is not None and new.dtype != codes.dtype:
                 errors.append(
@@ -244,7 +245,7 @@ class StoredLayer(QuantLayer):
         probe = torch.zeros(1, dtype=before, device=weight.device)
         after = fn(probe).dtype
         casts = after != before
-        decoders = [decoder for decoder in map(self._decoder, ROLES) if decoder is not None]
+        decoders = [decoder for decoder in map(self.decoder, ROLES) if decoder is not None]
         if casts and after.is_floating_point and after.itemsize > 1:
             for decoder in decoders:
                 decoder.compute_in(after)
@@ -260,7 +261,7 @@ class StoredLayer(QuantLayer):
     def _floats(self) -> set[int]:
         """Ids of the tensors that are added or multiplied as they are: a float bias, and those of a branch."""
         branch = branch_of(self)
-        own = [self._parameters.get(role) for role in ROLES if self._decoder(role) is None]
+        own = [self._parameters.get(role) for role in ROLES if self.decoder(role) is None]
         return {id(x) for x in (*own, *(() if branch is None else branch.parameters()))}
 
 

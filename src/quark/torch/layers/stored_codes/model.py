@@ -3,6 +3,7 @@
 model.to(dtype), .half(), .float()   the dtype of computing; transformers and diffusers refuse all casts
 model.requires_grad_()               a sentence; codes have no gradient
 model.num_parameters()               of the float model; codes are packed, or no parameters
+next(model.parameters()).dtype       of a parameter in float, where there is one behind tables of embeddings
 DistributedDataParallel(model)       sends no codes around, which each process has read; gloo knows no FP8
 """
 
@@ -25,10 +26,33 @@ PEFT_PREFIX = "base_model.model."
 
 def answer_as_float(model: Any) -> None:
     """Put these answers on a model. Each is a partial of it: one that is copied or pickled with it is of the copy."""
+    _begin_in_float(model)
     setattr(model, DDP_IGNORES, TensorsOfFolder(model))
     if hasattr(model, "num_parameters"):  # of transformers or diffusers
         for name, answer in _ANSWERS.items():
             setattr(model, name, partial(answer, model))
+
+
+def _begin_in_float(model: nn.Module) -> None:
+    """Let a parameter in float be the first, as many libraries ask the first one for the dtype of a model.
+
+    Tables of embeddings, with which most models begin, hold their codes as buffers then. A model whose next parameter
+    is codes, too, stays as it is.
+    """
+    tables: list[tuple[nn.Module, str]] = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if not isinstance(module, StoredLayer) or module.decoder(name) is None:
+                for table, role in tables:
+                    coded = table._parameters.pop(role)
+                    assert coded is not None
+                    table._buffers[role] = coded.data
+                return
+            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                return
+            tables.append((module, name))
 
 
 def forget_answers(model: nn.Module) -> None:
