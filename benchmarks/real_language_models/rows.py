@@ -8,6 +8,8 @@ from dataclasses import dataclass
 QUARK = "quark"
 IMATRIX = "IMATRIX"
 """Stands for the file of the importance matrix of the calibration text."""
+ONNX = "ONNX"
+"""The first word of a row that quantizes the ONNX file of the float model."""
 INTEGERS = ("uint4_wo_64", "uint4_wo_32", "int4_wo_64", "int4_wo_32", "int3_wo_64", "int3_wo_32", "int2_wo_64")
 FLOATS = ("mxfp4_weight_only", "nvfp4_weight_only", "mxfp4", "nvfp4", "mxfp4_fp8", "mxfp4_mxfp6_e2m3", "mxfp6_e2m3")
 WIDE = ("int8_wo", "int8_dynamic", "ptpc_fp8", "fp8", "mxfp8_e4m3")

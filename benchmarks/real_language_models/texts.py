@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -27,3 +29,17 @@ def texts(place: Path) -> dict[str, Path]:
         if not file.exists():
             file.write_text(contents[name], "utf-8")
     return files
+
+
+def sentences(text: str, count: int) -> Sequence[str]:
+    """Sentences of 30 to 300 characters of a text, none of them twice, in an order of chance that is always the same.
+
+    Args:
+        text: Prose whose paragraphs are set apart by empty lines.
+        count: How many.
+    """
+    paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+    found = dict.fromkeys(one for paragraph in paragraphs for one in re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph))
+    chosen = [one for one in found if 30 <= len(one) <= 300 and one.endswith((".", "!", "?"))]
+    random.Random(0).shuffle(chosen)
+    return chosen[:count]
