@@ -44,8 +44,8 @@ def configure(job: FolderJob) -> FolderJob:
     network = _check_library(job)
     if job.choice is not None:
         if not network:
-            choice = calibrated_choice(choice_for_kind(job.choice, job.folder), job.request, job.folder)
-            job = replace(job, choice=choice, form=choice.form)
+            known = calibrated_choice(choice_for_kind(job.choice, job.folder), job.request, job.folder)
+            job = replace(job, choice=known, form=known.form)
         logger.info("%s", job.choice)
     try:
         job = _laid_out(job)
