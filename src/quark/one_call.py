@@ -367,7 +367,6 @@ def _module(
     from quark.jobs.configure_folder import check_module, for_goal
     from quark.jobs.words import torch_algorithms
     from quark.torch import LLMTemplate, ModelQuantizer, export_gguf, export_safetensors, gguf_config
-    from quark.torch.calibration.synthetic_data import writes_text
     from quark.torch.config.llm_template import default_exclusions
     from quark.torch.model.meta_model import meta_copy
     from quark.torch.plan import divides
@@ -380,8 +379,7 @@ def _module(
     chosen = choose(GoalRequest(
         goal=goal or IN_MEMORY, scheme=scheme, bits=bits, effort=effort, algorithms=words, has_data=has_data
     ))  # fmt: skip
-    if is_transformers_model(model) and not writes_text(model):
-        chosen = chosen.of_other_model(type(model).__name__, sentences=False)
+    chosen = _of_kind(chosen, model)
     folder = getattr(model, "name_or_path", "")
     _check_kind(chosen, output, folder)
     if output is not None:
@@ -411,6 +409,16 @@ def _module(
         export_safetensors(made, path, chosen.form, overwrite=overwrite, reader=reader, goal=name)
     say_upload(path)
     return made
+
+
+def _of_kind(chosen: Any, model: Any) -> Any:
+    """Return the choice for the kind of a module in memory; see `GoalChoice.of_other_model`."""
+    from quark.base.libraries.transformers import is_transformers_model
+    from quark.torch.calibration.synthetic_data import writes_text
+
+    if not is_transformers_model(model) or writes_text(model):
+        return chosen
+    return chosen.of_other_model(type(model).__name__, sentences=False)
 
 
 def _completed(chosen: Any, model: Any, data: Any) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ from quark.core.schemes import SCHEMES
 from quark.core.spec import LayerSpec
 from quark.errors import FormatError
 from quark.goals import GOALS, RuntimeGoal
-from quark.goals.goal import WITHOUT_TOKENIZER
+from quark.goals.goal import WITHOUT_TOKENIZER, GoalDefaults
 from quark.torch.calibration.synthetic_data import writes_text
 from quark.torch.config.config import QConfig
 from quark.torch.config.llm_template import cache_spec
@@ -249,10 +249,7 @@ def _running(
         real = stored.get("export", {}).get("weight_format", "real_quantized") == "real_quantized"
         programs += [server for server in _servers(model, layers, str(stored["quant_method"])) if real]
     cache, tokenizer = bool(config.kv_cache_quant_config), has_tokenizer(folder)
-    rows = {each.program: each.folder for each in programs if each.folder is not None}
-    if not is_network(model) and not writes_text(model):
-        kind, sentences = type(model).__name__, lists_modules(folder)
-        rows = {program: row.of_other_model(kind, sentences) for program, row in rows.items()}
+    rows = {each.program: _defaults(model, each.folder, folder) for each in programs if each.folder is not None}
     commands = {program: row.command("FOLDER", cache, tokenizer) for program, row in rows.items()}
     if not commands:
         return ""
@@ -260,6 +257,13 @@ def _running(
     unnamed = any(row.serve_tokenizer for row in rows.values()) and not tokenizer
     note = "" if not unnamed else f"\n{WITHOUT_TOKENIZER.format(out='FOLDER')}\n"
     return f"\n## Run\n{lines}{note}"
+
+
+def _defaults(model: Any, defaults: GoalDefaults, folder: Path) -> GoalDefaults:
+    """The defaults of a program, whose command is that for the kind of model."""
+    if is_network(model) or writes_text(model):
+        return defaults
+    return defaults.of_other_model(type(model).__name__, lists_modules(folder))
 
 
 def _servers(model: Any, layers: Mapping[str, LayerSpec], form: str) -> Iterator[RuntimeGoal]:

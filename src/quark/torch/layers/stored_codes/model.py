@@ -3,7 +3,7 @@
 model.to(dtype), .half(), .float()   the dtype of computing; transformers and diffusers refuse all casts
 model.requires_grad_()               a sentence; codes have no gradient
 model.num_parameters()               of the float model; codes are packed, or no parameters
-next(model.parameters()).dtype       of a parameter in float, where there is one behind tables of embeddings
+next(model.parameters()).dtype       of a parameter in float, where one follows tables of embeddings
 DistributedDataParallel(model)       sends no codes around, which each process has read; gloo knows no FP8
 """
 
