@@ -102,6 +102,16 @@ def test_numpy_and_torch_solve_alike() -> None:
     assert np.array_equal(solved, again.numpy())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_damping_has_a_share_of_the_mean_and_one_of_each_columns_own_moment(dtype: str) -> None:
+    _, x, _ = problem()
+    hessian = (x @ x.T).astype(dtype)
+    expected = hessian + np.diag(0.01 * np.diag(hessian).mean() + 0.2 * np.diag(hessian))
+    assert np.allclose(gptq.damped(hessian, 0.01, own=0.2), expected, rtol=1e-6)
+    feedback, importance, _ = gptq.factor(hessian, 0.01, own=0.2)
+    assert np.allclose(feedback * importance @ feedback.T, expected, rtol=1e-4)
+
+
 def test_gptaq_and_qronos_make_up_for_the_drift_of_the_inputs() -> None:
     weight, x, real = problem()
     rounder = grid_of(weight, RULES[1])

@@ -30,7 +30,7 @@ from quark.torch.algorithms import ALGORITHMS
 from quark.torch.bit_budget.measure import RULES
 from quark.torch.config.algo_configs import GPTQConfig
 from quark.torch.config.llm_template import CACHE_SCHEMES, cache_spec
-from quark.torch.config.named_algorithms import ALGO_CONFIGS
+from quark.torch.config.named_algorithms import ALGO_CONFIGS, algo_config_by_name
 from quark.torch.formats import FORMATS
 from quark.torch.writers.gguf.format import GgufFormat
 
@@ -191,6 +191,11 @@ def test_the_best_is_what_the_table_calls_best() -> None:
 
 def test_parameters_of_algorithms_are_typed() -> None:
     assert torch_algorithms(["gptq"]) == ["gptq"]
+    by_name = algo_config_by_name("qronos")
+    assert [by_name.desc_act, by_name.static_groups, by_name.group_aware_order] == [False, False, True]  # type: ignore
+    assert torch_algorithms(["qronos:alpha=0.001"]) == [by_name]
+    [said] = torch_algorithms(["qronos:desc_act=true"])
+    assert [said.desc_act, said.static_groups, said.group_aware_order] == [True, True, False]
     assert each_algorithm(["rotation, gptq", "awq:alpha=1,x=2"]) == ["rotation", "gptq", "awq:alpha=1,x=2"]
     assert torch_algorithms(["gptq:refine_passes=3,desc_act=false"]) == [GPTQConfig(refine_passes=3, desc_act=False)]
     assert onnx_algorithms(["cle:cle_steps=2"])[0].cle_steps == 2

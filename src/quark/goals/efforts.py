@@ -49,8 +49,6 @@ HELD_OUT_TEXT = Path(__file__).with_name("held_out_text.txt")
 
 QRONOS = "qronos:fisher=auto"
 """Qronos by Fisher information of outputs, where the model has logits and there is room for their scores."""
-_ON_THE_WAY = f"{QRONOS},desc_act=false,static_groups=false,group_aware_order=true"
-"""Qronos that finds the scales of a group when its columns are reached: for integers in groups."""
 EQUALIZE = "equalize"
 ROTATION = "rotation:online_r1_rotation=true,r2=true,r4=true,rotation_size=32,where_possible=true"
 """In blocks of the scales of OCP MX, in each forward where they cannot be folded."""
@@ -117,7 +115,6 @@ def steps_for(scheme: str, effort: str) -> Steps:
 _BALANCED_SOLVER = Steps(("qronos",), "Qronos: loses less than GPTQ, in less than twice its time")
 SMOOTH = Steps(("smooth",), "SmoothQuant: outliers of inputs move to weights where that helps")
 FISHER = Steps((QRONOS,), _WHY_FISHER, distills=True)
-_FISHER_IN_GROUPS = Steps((_ON_THE_WAY,), _WHY_FISHER, distills=True)
 FISHER_WITH_INPUTS = Steps((QRONOS,), "Qronos by Fisher information: 43.3 millinats of MXFP4, GPTQ 47.8", distills=True)
 EQUALIZED_ALONE = Steps((EQUALIZE,), "equalizing halves what rounded inputs lose")
 """Where there is no time for a solver."""
@@ -156,8 +153,7 @@ def _of_few_bits(scheme: str, layer: LayerSpec) -> tuple[Steps, Steps]:
     weight = layer.weight
     assert weight is not None
     if layer.input is None:
-        in_groups = not weight.dtype.is_float and "per_channel" not in scheme
-        return _BALANCED_SOLVER, _FISHER_IN_GROUPS if in_groups else FISHER
+        return _BALANCED_SOLVER, FISHER
     if weight.dtype.is_float and layer.input.dtype.bits <= 4:
         balanced, best = _EQUALIZED
         return balanced, replace(best, rotates=weight.scale_type is ScaleType.float8_e8m0fnu)

@@ -77,13 +77,13 @@ def scheme_names() -> list[str]:
 
 def torch_algorithms(words: Sequence[str] | None) -> list[Any]:
     """The configs of --algorithm for a model folder; a name alone stays one, which a template may know better."""
-    from quark.torch.config.named_algorithms import ALGO_CONFIGS
+    from quark.torch.config.named_algorithms import ALGO_CONFIGS, fields_of_words
 
     configs: list[Any] = []
     for word in words or []:
         name, parameters = split_algorithm(word)
         kind = ALGO_CONFIGS[name]
-        configs.append(_algorithm_config(kind, name, {"keep_better": True, **parameters}) if parameters else name)
+        configs.append(_algorithm_config(kind, name, fields_of_words(name, parameters)) if parameters else name)
     return configs
 
 

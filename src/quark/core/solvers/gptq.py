@@ -1,7 +1,7 @@
 """GPTQ, GPTAQ and Qronos: rounding with the error spread over the columns that follow.
 
     objective   || W X - Q X~ ||^2     X (columns, n): what the float model feeds the layer, X~: what it really gets
-    H = X~ X~^T + damp * mean(diag) I = F diag(d) F^T, F upper triangular, F_jj = 1
+    H = X~ X~^T + damp * mean(diag) I + own * diag = F diag(d) F^T, F upper triangular, F_jj = 1
 
     GPTQ        q_j = quantize(v_j),  v_j = w_j + sum_{i < j} (w_i - q_i) F_ij                        (X = X~)
     GPTAQ       v_j += sum_{i < j} v_i P_ij,  P = alpha * D F^-T d^-1,  D = (X - X~) X~^T
@@ -94,23 +94,36 @@ PROBES, SLIGHT = 8, 0.01
 of a problem whose damping is that much another one."""
 
 
-def damped(hessian: Array, damp: _Damping, dtype: str = "float64", order: Array | None = None) -> Array:
-    """A copy of H with `damp` times the mean of its diagonal added; a channel that was always 0 counts as 1.
+def damped(
+    hessian: Array, damp: _Damping, dtype: str = "float64", order: Array | None = None, own: float = 0.0
+) -> Array:
+    """A copy of H with `added_to` its diagonal.
 
     Args:
         hessian: Shape (..., columns, columns).
         damp: One number, or one for each matrix.
         dtype: Of the result.
         order: Of the rows and columns of the result, (columns,); None: as they are.
+        own: Share of its own diagonal that each column gets, too.
     """
-    xp = namespace(hessian)
     if order is not None:
         hessian = _ordered(hessian, order, dtype)
     else:
         hessian = astype(hessian, dtype) if dtype_name(hessian) != dtype else hessian * 1.0
     diagonal = _diagonal(hessian)
-    diagonal += xp.where(diagonal == 0, 1.0, _times_mean(damp, diagonal))
+    diagonal += added_to(diagonal, damp, own)
     return hessian
+
+
+def added_to(diagonal: Array, damp: _Damping, own: float = 0.0) -> Array:
+    """The damping of each column: `damp` times the mean, and a share of its own; a channel that was always 0 gets 1.
+
+    Args:
+        diagonal: Of H, (..., columns).
+        damp: One number, or one for each matrix.
+        own: Share of its own diagonal that each column gets.
+    """
+    return namespace(diagonal).where(diagonal == 0, 1.0, _times_mean(damp, diagonal) + own * diagonal)
 
 
 def _least_damping(diagonal: Array, tokens: int) -> Array:
@@ -169,7 +182,7 @@ def _ordered(matrix: Array, order: Array, dtype: str) -> Array:
 
 
 def factor(
-    hessian: Array, damp: _Damping, order: Array | None = None, share: Share = fill_alone
+    hessian: Array, damp: _Damping, order: Array | None = None, share: Share = fill_alone, own: float = 0.0
 ) -> tuple[Array, Array, _Damping]:
     """F, d and the damping that it took: H + damping = F diag(d) F^T, F upper triangular with ones on its diagonal.
 
@@ -183,6 +196,7 @@ def factor(
         damp: Share of the mean of the diagonal that is added to it; one number, or one for each matrix.
         order: Of the columns, in which they are factored, (columns,), for one matrix; None: as they are.
         share: Who finds which rows.
+        own: As `damped` takes it.
 
     Raises:
         CalibrationError: H holds NaN or Inf, or is not positive definite even with 100 times the damping. Of several
@@ -191,8 +205,8 @@ def factor(
     xp = namespace(hessian)
     if dtype_name(hessian) == "float32":
         with np.errstate(invalid="ignore", over="ignore"):
-            single = _factor_in(hessian, damp, "float32", order, share)
-            exact = bool(read(_is_exact(single, hessian, damp, order))[0])  # the one wait, where float32 is enough
+            single = _factor_in(hessian, damp, "float32", order, share, own)
+            exact = bool(read(_is_exact(single, hessian, damp, order, own))[0])  # the one wait, where float32 is enough
         if exact:  # which nothing is that holds NaN or Inf
             return *_pivots_apart(single), damp
         del single
@@ -203,7 +217,7 @@ def factor(
     ladder = _LADDER if hessian.ndim == 2 else _LADDER[:1]
     for times in ladder:
         tried = damp if times == 1 else times * _largest(damp)
-        found = _factor_in(hessian, tried, "float64", order, share)
+        found = _factor_in(hessian, tried, "float64", order, share, own)
         if bool(xp.isfinite(_diagonal(found)).all()):
             return *_pivots_apart(found), tried
     raise CalibrationError(
@@ -216,9 +230,9 @@ def _largest(damp: _Damping) -> float:
     return float(like(damp, np.empty(0)).max()) if isinstance(damp, (float, Sequence)) else float(damp.max())
 
 
-def _factor_in(hessian: Array, damp: _Damping, dtype: str, order: Array | None, share: Share) -> Array:
+def _factor_in(hessian: Array, damp: _Damping, dtype: str, order: Array | None, share: Share, own: float) -> Array:
     """R; NaN on its diagonal where the damped matrix is not positive definite in that precision."""
-    matrix = damped(hessian, damp, dtype, order)
+    matrix = damped(hessian, damp, dtype, order, own)
     _factor_in_place(matrix, share)
     return matrix
 
@@ -264,16 +278,15 @@ def _factor_in_place(matrix: Array, share: Share) -> None:
     _factor_in_place(matrix[..., first, first], share)
 
 
-def _is_exact(factor: Array, hessian: Array, damp: _Damping, order: Array | None) -> Array:
+def _is_exact(factor: Array, hessian: Array, damp: _Damping, order: Array | None, own: float) -> Array:
     """Return True where R R^T differs from H + damping by less than SLIGHT of the damping, on vectors of random
     signs; one bool where the arrays are.
     """
-    xp, columns = namespace(hessian), hessian.shape[-1]
+    columns = hessian.shape[-1]
     probes = copied_once(
         ("signs", columns), lambda: np.random.default_rng(0).choice([-1.0, 1.0], (columns, PROBES)), hessian
     )
-    diagonal = _diagonal(hessian)
-    added = xp.where(diagonal == 0, 1.0, _times_mean(damp, diagonal))[..., None]
+    added = added_to(_diagonal(hessian), damp, own)[..., None]
     wanted = hessian @ probes + added * probes
     if order is not None:
         probes, wanted = probes[order], wanted[order]

@@ -56,14 +56,28 @@ for _class in (
 ALGO_CONFIGS.register("smoothquant", SmoothQuantConfig)
 
 
+WITH_OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "qronos": {"desc_act": False, "static_groups": False, "group_aware_order": True},
+}
+"""Fields of algorithms that are asked for by a word, unless it says one of them: better than the defaults of a config,
+which are the documented ones. Scales of groups that are found when their columns are reached take a tenth off what
+weights of 2 and 3 bits lose."""
+
 BY_NAME: dict[str, Callable[..., AlgoConfig]] = {
     "smooth": AutoSmoothQuantConfig,
     "smoothquant": AutoSmoothQuantConfig,
+    "qronos": partial(QronosConfig, **WITH_OTHERS["qronos"]),
     "autoround": partial(AutoRoundConfig, iters=160, lr=1 / 160, minmax_lr=1 / 160, batch_size=2, fisher="auto"),
 }
 """Configs of algorithms that are asked for by name alone, where their defaults are not the best. SmoothQuant's one
 alpha for all layers, and its default of 1 above all, makes some models much worse; the search leaves those layers
 alone. AutoRound by its documented steps, of 8 batches, takes three times as long and leaves more."""
+
+
+def fields_of_words(name: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an algorithm of a word, such as "qronos:fisher=true", with those that a word has unsaid."""
+    unsaid = WITH_OTHERS.get(name, {})
+    return {"keep_better": True, **({} if unsaid.keys() & said.keys() else unsaid), **said}
 
 
 def algo_config_by_name(name: str) -> AlgoConfig:

@@ -27,7 +27,8 @@ ROWS = 1024
 class ColumnProblem:
     """A problem that is solved at once: layers that read one tensor, with the order in which their columns are visited.
 
-    `damping` is the share of the mean of the diagonal that the factor took; `pulls` are those of layers that have one;
+    `damping` is the share of the mean of the diagonal that the factor took, `own` that of each column's own moment;
+    `pulls` are those of layers that have one;
     `drift`, GPTAQ's P, where all of it is there, so that pulls follow from it; `varied`, by how much the outputs of
     some of their rows drift, summed over these: the mean square of (X - X~) W^T.
     """
@@ -36,6 +37,7 @@ class ColumnProblem:
     layers: dict[str, QuantLayer]
     order: torch.Tensor
     damping: float | torch.Tensor = 0.0
+    own: float = 0.0
     pulls: dict[str, torch.Tensor] = field(default_factory=dict)
     varied: dict[str, torch.Tensor] = field(default_factory=dict)
     drift: torch.Tensor | None = None
@@ -108,7 +110,7 @@ class ColumnProblem:
     def keep_what_is_learned(self, feedback: torch.Tensor, importance: torch.Tensor) -> None:
         """Shrink the pulls by what of them is the noise of few tokens; see `core/solvers/kept_share.py`."""
         diagonal = self.group.gram.diagonal()[self.order]
-        added = torch.where(diagonal == 0, torch.ones_like(diagonal), self.damping * diagonal.mean())
+        added = gptq.added_to(diagonal, self.damping, self.own)
         free = freedom(feedback, importance, added)
         for name, varied in self.varied.items():
             pull = self.pulls[name][:, gptq.some_rows(self.pulls[name].shape[1])][self.order]
@@ -144,6 +146,18 @@ class ColumnProblem:
         exact, rounded = (gptq.offset_of(pull, feedback, importance, way) for way in (False, True))
         lost, gained = (((x * x) * importance[:, None]).sum() for x in (rounded - exact, exact))
         return bool(lost <= gptq.ALLOWED * gained)
+
+    @contextmanager
+    def damped(self) -> Iterator[torch.Tensor]:
+        """Within: the second moments with the damping on their diagonal; a copy would be a matrix more."""
+        gram = self.group.gram
+        diagonal = gram.diagonal()
+        before = diagonal.clone()
+        diagonal += gptq.added_to(before, self.damping, self.own)
+        try:
+            yield gram
+        finally:
+            diagonal.copy_(before)
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -189,15 +203,3 @@ def as_read(group: InputGroup, layers: dict[str, QuantLayer]) -> InputGroup:
     if len(specs) > 1 or spec is None or not spec.dynamic or spec.scale_spec is not None:
         return group
     return group.changed(lambda x: fake_quantize(x.contiguous(), None, spec) if x.numel() else x, spec)
-
-
-@contextmanager
-def damped(gram: torch.Tensor, damping: float | torch.Tensor) -> Iterator[torch.Tensor]:
-    """Within: the second moments with the damping on their diagonal; a copy would be a matrix more."""
-    diagonal = gram.diagonal()
-    before = diagonal.clone()
-    diagonal.copy_(torch.where(before == 0, 1.0, before + damping * before.mean()))
-    try:
-        yield gram
-    finally:
-        diagonal.copy_(before)

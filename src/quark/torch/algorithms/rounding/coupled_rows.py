@@ -12,7 +12,7 @@ from quark.core.solvers.columns.columns import ColumnGrid
 from quark.core.solvers.columns.triangles import solve_lower
 from quark.core.solvers.coupled import Fit, refine_coupled, solve_coupled
 from quark.core.spec import TensorSpec
-from quark.torch.algorithms.rounding.column_problem import ColumnProblem, damped
+from quark.torch.algorithms.rounding.column_problem import ColumnProblem
 from quark.torch.algorithms.rounding.grids import FittedScales, can_be_fitted, static_grid
 
 DAMPING = 0.01
@@ -70,7 +70,7 @@ def refined_rows(
     first = torch.empty_like(columns)
     first[order] = solve_coupled(columns[order], feedback, gptq.factor(scores, DAMPING)[0].float(), in_order)
     both = gptq.damped(scores, DAMPING, "float32")
-    with damped(problem.group.gram, problem.damping) as gram:
+    with problem.damped() as gram:
         found = refine_coupled(columns, first, gram.cpu(), both, of_rows, passes, fitted.size if fitted else 0)
     result = torch.empty_like(solved)
     result.copy_(found.T)

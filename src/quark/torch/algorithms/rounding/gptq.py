@@ -34,7 +34,6 @@ from quark.torch.algorithms.rounding.column_problem import (
     ColumnProblem,
     as_read,
     by_spec,
-    damped,
     names_of,
     stacked,
     unstacked,
@@ -67,6 +66,8 @@ class GPTQ(ByScores):
     needs_compiled = True
     rounds_moved: ClassVar[bool] = True
     """True where the float weight that `pull` moves is rounded itself; else refinement only comes near to it."""
+    own: ClassVar[float] = 0.0
+    """Share of its own diagonal that the damping of each column has beside that of the mean."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -87,7 +88,7 @@ class GPTQ(ByScores):
                 continue
             with naming(", ".join(layers)):
                 group = as_read(group, layers)
-                problem = ColumnProblem(group, layers, self._order(group.gram, layers))
+                problem = ColumnProblem(group, layers, self._order(group.gram, layers), own=self.own)
                 self._add_pulls(problem)
             problems.setdefault(problem.shape, []).append(problem)
         for of_one_shape in problems.values():
@@ -130,7 +131,7 @@ class GPTQ(ByScores):
             with naming(names_of(problems)):
                 feedback, importance, taken = only.group.found(
                     (self, *map(weight_spec, only.layers.values())),  # from which order and damping follow
-                    lambda: gptq.factor(only.group.gram, only.damping, only.order, share),
+                    lambda: gptq.factor(only.group.gram, only.damping, only.order, share, self.own),
                 )
             only.damping = cast(Any, taken)
             return feedback, importance
@@ -140,7 +141,7 @@ class GPTQ(ByScores):
             if any(isinstance(damping, torch.Tensor) for damping in dampings):
                 # Experts with tokens enough keep the number; new_full waits for no device.
                 dampings = torch.stack([d if isinstance(d, torch.Tensor) else whole.new_full((), d) for d in dampings])
-            return gptq.factor(whole, dampings, share=share)[:2]
+            return gptq.factor(whole, dampings, share=share, own=self.own)[:2]
         except CalibrationError:
             alone = [self._factor([problem]) for problem in problems]
             # One may have needed float64.
@@ -201,6 +202,7 @@ class Qronos(GPTQ):
     """Qronos (Zhang et al. 2025): rounds the weight that does best on the real inputs; see `QronosConfig`."""
 
     needs_float = True
+    own = 0.1  # products of different channels are noisier than squares, and others on other texts
 
     def damping(self, hessian: torch.Tensor) -> torch.Tensor:
         # alpha counts in the largest eigenvalue; the solver, in the mean of the diagonal.
@@ -422,7 +424,7 @@ class _Solver:
         """All columns visited again in natural order, the scales of each group fitted before."""
         passes, fitted, rounded = self.algorithm.config.refine_passes, None, products.serves(self.feedback)
         with ExitStack() as stack:
-            grams = [stack.enter_context(damped(problem.group.gram, problem.damping)) for problem in self.problems]
+            grams = [stack.enter_context(problem.damped()) for problem in self.problems]
             if not can_be_fitted(grid.spec):
                 return refine(goal, solved, stacked(grams), grid, passes, gradient=gradient, rounded=rounded), qparams
             fitted = FittedScales(qparams, weights, grid)
