@@ -123,7 +123,10 @@ def added_to(diagonal: Array, damp: _Damping, own: float = 0.0) -> Array:
         damp: One number, or one for each matrix.
         own: Share of its own diagonal that each column gets.
     """
-    return namespace(diagonal).where(diagonal == 0, 1.0, _times_mean(damp, diagonal) + own * diagonal)
+    # A number is not copied to a device, which would wait.
+    share = float(damp) if isinstance(damp, float) else like(damp, diagonal, dtype_name(diagonal))[..., None]
+    added = share * diagonal.mean(-1, keepdims=True) + own * diagonal
+    return namespace(diagonal).where(diagonal == 0, 1.0, added)
 
 
 def _least_damping(diagonal: Array, tokens: int) -> Array:
@@ -160,14 +163,6 @@ def damping_at_least(given: float | Array, diagonal: Array, tokens: int) -> floa
     if isinstance(given, (int, float)) and given >= OF_FEW * diagonal.shape[-1] / max(1, tokens):
         return given
     return namespace(diagonal).clip(_least_damping(diagonal, tokens), given, None)
-
-
-def _times_mean(damp: _Damping, diagonal: Array) -> Array:
-    """Damp times the mean of each diagonal, shape (..., 1). A number is not copied to a device, which would wait."""
-    mean = diagonal.mean(-1, keepdims=True)
-    return (
-        float(damp) * mean if isinstance(damp, float) else like(damp, diagonal, dtype_name(diagonal))[..., None] * mean
-    )
 
 
 def _ordered(matrix: Array, order: Array, dtype: str) -> Array:
