@@ -89,6 +89,34 @@ def test_what_is_tried_is_the_quantization_that_was_refused() -> None:
     assert whole.left.sqnr == pytest.approx(followed.damage.sqnr, abs=0.01) and "corrections" in str(quick)
 
 
+def test_another_configuration_is_tried_without_what_the_refused_one_does_to_the_graph() -> None:
+    """XINT8 makes a HardSigmoid of a Sigmoid, which BF16 keeps."""
+    b = Builder()
+    hidden = b.node("Sigmoid", [b.node("MatMul", ["x", b.constant("w", np.eye(32) * 3)], "hidden")], "gate")
+    b.node("MatMul", [hidden, b.constant("v", b.random.normal(size=(32, 32)))], "y")
+    proto = b.model({"x": ["n", 32]}, {"y": ["n", 32]})
+    found = Trials(proto, ModelQuantizer("XINT8").settings, vectors(8), FOREVER).configured("BF16")
+    followed = ModelQuantizer("BF16")
+    followed.quantize_model(proto, None, vectors(8))
+    assert found is not None and followed.damage is not None
+    assert found.left.sqnr == pytest.approx(followed.damage.sqnr, abs=0.01) and found.left.sqnr > 40
+
+
+def test_a_look_at_nodes_leaves_time_for_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a detector it took all of it, and a refusal named nothing that helps."""
+    steps: list[str] = []
+
+    def look(*given: Any) -> list[Any]:
+        steps.append("nodes" if given[3]() < 0.3 * module.LEAST_SECONDS else "nodes, with all the time")
+        return []
+
+    monkeypatch.setattr(module, "damaged_layers", look)
+    monkeypatch.setattr(Trials, "configured", lambda _, name: steps.append(name))
+    with pytest.raises(DamageError):
+        quantizer().quantize_model(uneven(), None, vectors(8))
+    assert steps == ["BF16", "nodes"]
+
+
 def test_a_refusal_names_the_cause_and_the_scales_that_help(caplog: pytest.LogCaptureFixture) -> None:
     feeds = [{"x": np.random.default_rng(seed).normal(size=(1, 4096)).astype(np.float32)} for seed in range(8)]
     with caplog.at_level(logging.INFO, "quark"), pytest.raises(DamageError) as error:

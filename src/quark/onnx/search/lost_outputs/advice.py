@@ -1,8 +1,9 @@
 """advice: what lost outputs come from and what brings them back, tried before it is given; the error that gives it.
 
-The nodes that lose most are left in float with all that makes or reads the tensors that they lose it in: a tensor has
-codes as long as one of these is quantized. What is lost then names the next ones, a few times over. Beside that, other
-scales and types are tried (`trials.py`). All of it ends at a share of the time that the quantization took.
+Other scales and types are tried first (`trials.py`): that takes the least time, and helps most often. Then the nodes
+that lose most are left in float with all that makes or reads the tensors that they lose it in: a tensor has codes as
+long as one of these is quantized. What is lost then names the next ones, a few times over. All of it ends at a share
+of the time that the quantization took.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from quark.onnx.calibration.data.own_time import own_time
 from quark.onnx.config.config import Config
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.presets import get_default_config
-from quark.onnx.config.settings import Settings
 from quark.onnx.evaluation.compare_models import ComparedLayer, damaged_layers
 from quark.onnx.flow.body_model import bodies_of
 from quark.onnx.graph.model_file import is_constant, to_proto
@@ -34,6 +34,8 @@ from quark.onnx_ops.saving import PROTOBUF_LIMIT, weight_bytes
 
 SHARE, LEAST_SECONDS = 0.5, 5.0
 """Share of the time of a quantization that the advice for it may take, and what it may take in any case."""
+_LOOK = 0.25
+"""Share of the time that is left then, which the look at what nodes lose may take: more samples say little new."""
 _BLAMED = 3
 """Nodes that an error names for what they lose, and that are excluded at once."""
 _TRIES = 4
@@ -103,6 +105,7 @@ def _advice(
         budget: The time for all of it.
     """
     source, feeds = to_proto(model), feeds[:: -(-len(feeds) // _LOOKED)]
+    others = () if trials is None else _other_scales(trials)
     makers = {value.name: node.name or "" for node in model.graph for value in node.outputs}
     layers = _damaged(source, quantized, feeds, budget)
     blamed = {makers[layer.tensor]: (layer, before) for layer, before in reversed(layers[:_BLAMED])}
@@ -111,10 +114,9 @@ def _advice(
     causes = causes_of(model, quantized, tensors, feeds, budget)
     for cause in causes:
         logger.info("%s.", cause)
-    advice = _Advice(tuple(reversed(blamed)), tuple(losses), tuple(causes))
+    advice = _Advice(tuple(reversed(blamed)), tuple(losses), tuple(causes), others=others)
     if trials is None or not layers:
         return advice
-    advice = replace(advice, others=_other_scales(trials))
     chosen, tried = _nodes_that_help(model, source, layers, feeds, trials)
     return replace(advice, nodes=chosen, tried=tried)
 
@@ -147,15 +149,13 @@ def _nodes_that_help(
 
 
 def _other_scales(trials: Trials) -> tuple[str, ...]:
-    """Return what weights with scales of channels, and another type, leave, where it is enough."""
-    half = lower(Config(get_default_config("BF16"))).specs.layer
-
-    def in_half(settings: Settings) -> Settings:
-        return replace(settings, specs=replace(settings.specs, layer=half))
-
-    found = {"weights with a scale for each channel, where the target takes them": trials.with_channel_scales()}
-    if trials.settings.specs.layer != half:
-        found["BF16 (--config BF16)"] = trials.tried("BF16", in_half)
+    """Return what another type, and weights with scales of channels, leave, where it is enough."""
+    found = {}
+    if trials.settings.specs.layer != lower(Config(get_default_config("BF16"))).specs.layer:
+        found["BF16 with --config BF16: weights take two bytes, and the target has to take it"] = trials.configured(
+            "BF16"
+        )
+    found["weights with a scale for each channel, where the target takes them"] = trials.with_channel_scales()
     return tuple(f"{what} (tried: {tried.left})" for what, tried in found.items() if tried and not tried.left.lost)
 
 
@@ -165,7 +165,8 @@ def _damaged(
     # It adds outputs to what it is given.
     copied = onnx.ModelProto()
     copied.CopyFrom(source)
-    return damaged_layers(copied, quantized, feeds, budget.left)
+    part = TimeBudget.of(_LOOK * max(0.0, budget.left()), budget.clock)
+    return damaged_layers(copied, quantized, feeds, part.left)
 
 
 def _around(model: ir.Model, tensors: Sequence[str]) -> set[str]:

@@ -23,11 +23,16 @@ from quark.onnx.calibration.data.readers import TimeUpError
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.calibration.statistics import Statistics, fingerprint
+from quark.onnx.config.config import Config
+from quark.onnx.config.lowering.lower import lower
+from quark.onnx.config.presets import get_default_config
 from quark.onnx.config.settings import Settings
 from quark.onnx.flow.flow import finish
 from quark.onnx.flow.image_layout import with_channels_last
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import checked_proto, load
+from quark.onnx.passes.convert_nchw_to_nhwc import convert_nchw_to_nhwc
+from quark.onnx.passes.fix_shapes import fix_shapes
 from quark.onnx.search.history import TimeBudget
 from quark.onnx.search.lost_outputs.damage import damage
 from quark.onnx.search.lost_outputs.verdict import Damage
@@ -101,21 +106,39 @@ class Trials:
             return None
         return self.tried("weights with scales of channels", lambda settings: replace(settings, specs=changed))
 
+    def configured(self, name: str) -> Tried | None:
+        """Try a named configuration, with all that it does, and nothing that the refused one does to the graph.
+
+        The inputs of the model, the nodes in float and the samples are those of the refused one. None where there is
+        no time, or it does not quantize this model.
+        """
+        other = lower(Config(get_default_config(name)))
+        names, passes = {step.__name__ for step in (fix_shapes, convert_nchw_to_nhwc)}, self.settings.passes
+        settings = replace(
+            other,
+            specs=replace(other.specs, exclude=self.settings.specs.exclude),
+            passes={**other.passes, **{name: passes[name] for name in names & passes.keys()}},
+            calibration=self.settings.calibration,
+            custom_libraries=self.settings.custom_libraries,
+            least_sqnr=self.settings.least_sqnr,
+        )
+        return Trials(self._source, settings, self._feeds, self.budget).tried(name, lambda same: same, whole=True)
+
     def tried(self, what: str, change: Change, whole: bool = False) -> Tried | None:
         """Quantize by changed settings, and say what that gave; None where it cannot be, or the time is up."""
         if self.budget.left() < 0:
             return None
-        model, settings = self._prepared
-        settings = change(settings)
-        if not whole:
-            settings = replace(
-                settings, algorithms=(), equalization=None, equalize_if_better=False, correct_biases=False
-            )
-        data = Samples(self._feeds[:CALIBRATED], model_inputs(model))
-        data.clock, data.until = self.budget.clock, self.budget.end
-        prepared = Prepared(model.clone(), data, fingerprint(model), statistics=self._statistics)
         try:
             with severity(2):
+                model, settings = self._prepared
+                settings = change(settings)
+                if not whole:
+                    settings = replace(
+                        settings, algorithms=(), equalization=None, equalize_if_better=False, correct_biases=False
+                    )
+                data = Samples(self._feeds[:CALIBRATED], model_inputs(model))
+                data.clock, data.until = self.budget.clock, self.budget.end
+                prepared = Prepared(model.clone(), data, fingerprint(model), statistics=self._statistics)
                 quantized = convert(prepared, settings)
                 finish(quantized, settings)
                 proto = checked_proto(quantized)
@@ -128,7 +151,7 @@ class Trials:
             return None
         if left is None:
             return None
-        kind = "the same quantization" if whole else "without corrections"
+        kind = "with all that it does" if whole else "without corrections"
         logger.info("Tried %s (%s): %.1f dB; %.0f s for advice left.", what, kind, left.sqnr, self.budget.shown or 0.0)
         return Tried(proto, left, whole)
 
