@@ -194,13 +194,24 @@ class PartScorer(Scorer):
         """True for a model with which tasks may suffer: an SQNR in dB below the bound; no other metric has one.
 
         The stricter bound holds for all scores where a model wins no time, as its weights alone are integers. What few
-        samples tell badly counts as if it were as bad as it may be, and so do decisions of which little is left.
+        samples tell badly counts as if it were as bad as it may be, unless there are decisions: these tell themselves
+        whether too few are kept.
         """
         if self.metric.name != "sqnr":
             return False
+        value = made.score if any(made.decided) else self.least(made)
+        return value < self._bound(made) or share_kept(made.decided) < FEW_KEPT
+
+    def is_far(self, made: ScoredModel, gain: float) -> bool:
+        """True for a model with which tasks may suffer even where steps make its score better by so many dB."""
+        return made.score + gain < self._bound(made)
+
+    def _bound(self, made: ScoredModel) -> float:
+        """The SQNR in dB below which tasks may suffer; other metrics have none."""
+        if self.metric.name != "sqnr":
+            return -math.inf
         strict = self._strict or made.settings.specs.weights_apart
-        bound = SCORES_LOST if made.output in (self.scored if strict else self._distributions) else LOST
-        return self.least(made) < bound or share_kept(made.decided) < FEW_KEPT
+        return SCORES_LOST if made.output in (self.scored if strict else self._distributions) else LOST
 
     def least(self, made: ScoredModel, new: bool = False) -> float:
         """The value that the metric has at least, as far as the samples tell (`sums.LEVEL`).

@@ -77,7 +77,7 @@ def test_steps_are_needed_where_they_may_reach_what_weights_alone_give(lost: boo
     """Of two that are lost both; one that is not makes all steps needless."""
     search: Any = SimpleNamespace(
         target=None, budget=TimeBudget(lambda: 0.0), fit=SimpleNamespace(clock=lambda: 0.0),
-        best=Best(), scorer=SimpleNamespace(is_lost=lambda made: made.score == 3.0 + REACH),
+        best=Best(), scorer=SimpleNamespace(is_far=lambda made, gain: (made.score, gain) == (3.0, REACH)),
     )  # fmt: skip
     other: Any = SimpleNamespace(lost=lost, score=3.0 + ahead)
     assert _Search.needs_steps(search, lambda: (other, None)) is needed

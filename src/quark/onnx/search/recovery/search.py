@@ -303,7 +303,7 @@ class _Search:
 
         It is far where steps bring no model to what tasks take; where there is a target, all is tried.
         """
-        if self.target is not None or not self.scorer.is_lost(replace(self.best, score=self.best.score + REACH)):
+        if self.target is not None or not self.scorer.is_far(self.best, REACH):
             return True
         start = self.fit.clock()
         if (made := other()) is None:
