@@ -189,6 +189,19 @@ def search(source: str, wanted: Any) -> AutoSearch:
     )
 
 
+def assert_same_but_for_biases(one: onnx.ModelProto, other: onnx.ModelProto) -> None:
+    """Biases are corrected by means that a session with other extra outputs rounds in another way."""
+    first, second = ({x.name: onnx.numpy_helper.to_array(x) for x in m.graph.initializer} for m in (one, other))
+    assert list(first) == list(second)
+    for name, array in first.items():
+        allowed = 1 + 1e-4 * np.abs(array).max() if array.dtype == np.int32 else 0
+        assert np.abs(array.astype(float) - second[name]).max(initial=0) <= allowed, name
+    for model in (one, other):
+        del model.graph.initializer[:]
+    assert one.SerializeToString() == other.SerializeToString()
+
+
+@pytest.mark.slow
 def test_candidates_lie_within_the_tolerance(source: str, tmp_path: Path) -> None:
     every = search(source, searching(tmp_path))
     found = every.search_model()
@@ -199,7 +212,7 @@ def test_candidates_lie_within_the_tolerance(source: str, tmp_path: Path) -> Non
         assert candidate["difference"] == pytest.approx(float(np.mean(errors)), rel=1e-6)
         config = every._config(every.all_configs[candidate["config_index"]])
         alone = ModelQuantizer(config).quantize_model(source, None, Reader(DATA))
-        assert alone.SerializeToString() == model.SerializeToString()  # type: ignore[union-attr]
+        assert_same_but_for_biases(alone, model)
     limit = float(np.median([candidate["difference"] for candidate in found]))
     few = search(source, searching(tmp_path / "few", search_metric_tolerance=limit)).search_model()
     assert few == [
