@@ -48,7 +48,7 @@ class LongWait:
             timeout: Seconds after which the wait ends with an error.
         """
         waited = time.monotonic() - self.begin
-        if waited < self._next:
+        if waited < self._next or waited >= timeout:  # whose error is next
             return
         while self._next <= waited:
             self._next *= 2
