@@ -26,8 +26,9 @@ windows of 512 held-out tokens) MXFP4 loses 1270 to nearest and 679 with Qronos 
 and to nearest, 442 with Qronos; 349 and 285 with rotations in each forward, too. The example model has no channels that
 are far larger than others: 52.9 with Qronos, 51.7 equalized before.
 
-Of weights alone (`uint4_wo_64`, prose and code, 8 windows each), SmolLM2 keeps 309 and 310 to nearest, 40.2 and 70.9
-with Qronos, 38.6 and 66.3 by Fisher information in twice its time: a smaller gain than the example model has.
+Of weights alone (`uint4_wo_64`, prose and code, 8 windows each), SmolLM2 loses 40.2 and 70.9 with Qronos, 38.6 and 66.3
+by Fisher information in twice its time, and to nearest 309 and 310 (16 windows): a smaller gain than that of the
+example model.
 
 Texts that the model writes and distillation after it take another 3 to 30 % off
 (docs/guide/distillation.md). Of 8 bits, to nearest loses 3 of SmolLM2 already; static integer inputs gain by

@@ -28,9 +28,9 @@ class ColumnProblem:
     """A problem that is solved at once: layers that read one tensor, with the order in which their columns are visited.
 
     `damping` is the share of the mean of the diagonal that the factor took, `own` that of each column's own moment;
-    `pulls` are those of layers that have one;
-    `drift`, GPTAQ's P, where all of it is there, so that pulls follow from it; `varied`, by how much the outputs of
-    some of their rows drift, summed over these: the mean square of (X - X~) W^T.
+    `pulls` are those of layers that have one; `drift`, GPTAQ's P, where all of it is there, so that pulls follow from
+    it; `varied`, by how much the outputs of some of their rows drift, summed over these: the mean square of
+    (X - X~) W^T.
     """
 
     group: InputGroup
