@@ -136,16 +136,11 @@ def _widest(request: FolderRequest, open: Callable[[], OpenedFolder] | None, goa
 def choice_for_kind(choice: GoalChoice, folder: OpenedFolder) -> GoalChoice:
     """The choice for the kind of model of a folder; see `GoalChoice.of_other_model`. Reads no weights."""
     # The flow imports torch: after the goal is known.
-    from quark.jobs.folders.models import inputs_of, skeleton_of
+    from quark.jobs.folders.models import inputs_of, skeleton_if_readable
     from quark.torch.model.folder_files import lists_modules
 
-    if not folder.is_read:
-        return choice
-    try:
-        meta = skeleton_of(folder)
-    except QuarkError:  # which the work itself meets
-        return choice
-    if inputs_of(folder.path, meta).continues_text:
+    meta = skeleton_if_readable(folder) if folder.is_read else None
+    if meta is None or inputs_of(folder.path, meta).continues_text:
         return choice
     return choice.of_other_model(type(meta).__name__, lists_modules(folder.path, folder.path.parent))
 

@@ -63,16 +63,14 @@ def calibrated_choice(choice: GoalChoice, request: FolderRequest, folder: Opened
     said = _is_said(request, "effort", "algorithm", "calib", "imatrix", "sensitivity")  # the last two in place of data
     if choice.asked.has_data or said or not folder.is_read:
         return choice
-    from quark.jobs.folders.models import inputs_of, skeleton_of
+    from quark.jobs.folders.models import inputs_of, skeleton_if_readable
     from quark.torch.calibration.distributed import from_first
 
-    better = choose(replace(choice.asked, has_data=True))
-    try:
-        meta = skeleton_of(folder)
-    except QuarkError:  # which the work itself meets
+    better, meta = choose(replace(choice.asked, has_data=True)), skeleton_if_readable(folder)
+    if meta is None or better.algorithms == choice.algorithms:
         return choice
     inputs = inputs_of(folder.path, meta)
-    if better.algorithms == choice.algorithms or not inputs.continues_text:
+    if not inputs.continues_text:
         return choice
     why = from_first(_why_to_nearest(better, request, inputs, meta))
     if why is None:
@@ -126,12 +124,11 @@ def completed_choice(choice: GoalChoice, request: FolderRequest, folder: OpenedF
     """The choice with what its effort adds for the model of a folder and this machine."""
     if not choice.distills:
         return choice
-    from quark.jobs.folders.models import skeleton_of
+    from quark.jobs.folders.models import skeleton_if_readable
     from quark.torch.model.batches import most_tokens, text_config
 
-    try:
-        meta = skeleton_of(folder)
-    except QuarkError:  # which the work itself meets
+    meta = skeleton_if_readable(folder)
+    if meta is None:
         return choice
     length = most_tokens(text_config(getattr(meta, "config", None)), request.length or LENGTH)
     tokens, why = (request.samples or SAMPLES) * length, _why_in_parts(request, folder)

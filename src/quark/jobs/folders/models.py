@@ -18,7 +18,7 @@ from quark.base.libraries.diffusers import is_network
 from quark.base.libraries.loading import as_format_error
 from quark.base.libraries.transformers import import_transformers
 from quark.base.log import logger
-from quark.errors import ConfigError, did_you_mean
+from quark.errors import ConfigError, QuarkError, did_you_mean
 from quark.jobs.folders.model_inputs import ModelInputs, StepInputs
 from quark.jobs.request import AS_STORED, Loading
 from quark.jobs.words import DTYPES
@@ -86,6 +86,14 @@ def skeleton_of(folder: OpenedFolder) -> Any:
     if folder.is_network and folder.metas_if_any:
         check_network(folder.path, folder.skeleton, folder.metas)
     return folder.skeleton
+
+
+def skeleton_if_readable(folder: OpenedFolder) -> Any | None:
+    """The model without weights; None where there is none, whose reason is the error of the work that follows."""
+    try:
+        return skeleton_of(folder)
+    except QuarkError:
+        return None
 
 
 def float_bytes(folder: OpenedFolder) -> int:
