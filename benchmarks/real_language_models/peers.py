@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 GROUP = 64
+FIRST = 4
+"""Blocks that are quantized where all would take hours."""
 EMBEDDED = "embeddings.npy"
 """What a peer writes whose models only it can run: embeddings of the held-out sentences beside its model."""
 WEIGHTS: dict[str, dict[str, Any]] = {
@@ -55,7 +57,7 @@ def llm_compressor(method: str, scheme: str, folder: str, windows: list[list[int
 
 
 def auto_round(method: str, scheme: str, folder: str, windows: list[list[int]], output: str) -> None:
-    """AutoRound with its default steps, as a folder of GPTQ or of its own."""
+    """AutoRound with its default steps, as a folder of GPTQ or of its own; or of FIRST blocks, with rounded floats."""
     import torch
     from auto_round import AutoRound
 
@@ -63,11 +65,15 @@ def auto_round(method: str, scheme: str, folder: str, windows: list[list[int]], 
     what: dict[str, Any] = {"scheme": NAMED.get(scheme)}
     if scheme in WEIGHTS:
         what = {"bits": 4, "group_size": GROUP, "sym": bool(WEIGHTS[scheme]["symmetric"])}
+    few = method == "first blocks"
+    if few:
+        what["to_quant_block_names"] = [[f"model.layers.{index}" for index in range(FIRST)]]
     rounder = AutoRound(
         model, tokenizer, dataset=[{"input_ids": torch.tensor([window])} for window in windows],
         nsamples=len(windows), seqlen=len(windows[0]), batch_size=8, device_map="cpu", **what,
     )  # fmt: skip
-    rounder.quantize_and_save(output, format="auto_gptq" if scheme in WEIGHTS else "llm_compressor")
+    whole = "auto_gptq" if scheme in WEIGHTS else "llm_compressor"
+    rounder.quantize_and_save(output, format="fake" if few else whole)
 
 
 def amd_quark(method: str, scheme: str, folder: str, windows: list[list[int]], output: str) -> None:

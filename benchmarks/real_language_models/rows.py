@@ -53,12 +53,16 @@ def _rows() -> list[Row]:
             rows += [_ours(f"{scheme}:{effort}", *goal, effort) for effort in efforts]
     rows += [_with_algorithms("uint4_wo_64", (name,)) for name in SOLVERS]
     rows += [_with_algorithms("uint4_wo_64", ("awq", "qronos")), _with_algorithms("mxfp4", ("qronos",))]
+    others = ("--exclude", "*layers.[4-9].*", "--exclude", "*layers.[12]?.*")
+    rows += [_ours("uint4_wo_64+qronos first blocks", "--scheme", "uint4_wo_64", "--algorithm", "qronos", *others)]
     for mix in MIXES:
         gguf = ("--scheme", mix, "--export-format", "gguf")
         rows.append(_ours(mix, *gguf, data=False))
         rows += [_ours(f"{mix}:imatrix", *gguf, "--imatrix", IMATRIX, data=False)]
         rows += [_ours(f"{mix}:qronos", *gguf, "--algorithm", "qronos")]
     rows += [_ours(f"bits {bits}", "--bits", bits) for bits in ("3.5", "4.25", "5")]
+    mixed = ("--candidates", "mxfp4,mxfp6_e2m3", "--algorithm", "equalize", "--algorithm", "qronos")
+    rows += [_ours(f"bits {bits} of mxfp4 and mxfp6", "--bits", bits, *mixed) for bits in ("4.5", "5")]
     rows += [_ours(f"kv cache {kind}", "--scheme", "int8_wo", "--kv-cache", kind) for kind in ("fp8", "int8")]
     peers = (
         ("llm-compressor", "gptq", "uint4_wo_64"),
@@ -66,6 +70,7 @@ def _rows() -> list[Row]:
         ("llm-compressor", "awq", "uint4_wo_64"),
         ("llm-compressor", "gptq", "nvfp4"),
         ("llm-compressor", "nearest", "nvfp4"),
+        ("auto-round", "first blocks", "uint4_wo_64"),
         ("auto-round", "tuned", "uint4_wo_64"),
         ("auto-round", "tuned", "mxfp4"),
         ("amd-quark", "gptq", "uint4_wo_64"),
