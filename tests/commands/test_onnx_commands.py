@@ -176,8 +176,10 @@ def test_the_page_explains_each_line_that_its_command_prints(tmp_path: Path, mon
     done = quark(*command.split())
     printed = {*done.log.replace("[QUARK-INFO]: ", "").splitlines(), *done.out.splitlines()}
     explained = set(re.findall(r"^\| `(.*?)` \|", table, re.M))
-    assert done.code == 0
-    assert {re.sub(r"\d", "#", line) for line in explained} == {re.sub(r"\d", "#", line) for line in printed if line}
+    elsewhere = {line for line in printed if line.startswith("This processor has no VNNI")}  # explained below the table
+    assert done.code == 0 and "`This processor has no VNNI" in page
+    kinds = [{re.sub(r"\d", "#", line) for line in lines if line} for lines in (explained, printed - elsewhere)]
+    assert kinds[0] == kinds[1]
 
 
 def test_a_recipe_says_how_images_were_read_where_a_file_beside_the_model_did(tmp_path: Path) -> None:

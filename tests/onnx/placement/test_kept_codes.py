@@ -66,7 +66,8 @@ def test_a_model_that_another_tool_left_partly_in_float_is_finished(
     assert float_weights(part)
     done = ModelQuantizer(config).quantize_model(part, None, Reader(images()))
     assert done is not None and not codes(part) - codes(done) and not float_weights(done)
-    assert sqnr(run(part, images()[0]), run(done, images()[0])) > 25
+    # As they are: to be exact without VNNI, ONNX Runtime moves weights to uint8, and has no QLinearConv of int8 inputs.
+    assert sqnr(run(part, images()[0], optimise=False), run(done, images()[0], optimise=False)) > 25
 
 
 def test_a_tensor_that_has_codes_gets_no_others(tmp_path: Path) -> None:
