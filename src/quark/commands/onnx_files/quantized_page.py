@@ -48,10 +48,11 @@ def _recovery(recovery: Recovery) -> Section:
     if recovery.by_turns:
         where = f"On all {recovery.by_turns}, each with a file that was not calibrated with it,"
     plain, score, least = map(recovery.metric.text, (recovery.plain, recovery.score, recovery.least))
+    became = f"the file keeps {score}" if math.isnan(recovery.plain) else f"{plain} became {score}"
     words = (
         f"Steps were tried one on top of the other, and kept where {recovery.metric.name} gained by them on "
-        f"{recovery.held_out} samples that calibration did not see. {where} {plain} became {score}; new data most "
-        f"often show {least} or more."
+        f"{recovery.held_out} samples that calibration did not see. {where} {became}; new data most often "
+        f"show {least} or more."
     )
     table = PageTable(("step", "before", "after", "seconds", "result"), rows)
     return Section("Recovery", words, [table], [Figure(search_path(steps, recovery.metric.name, recovery.target))])

@@ -159,11 +159,12 @@ def recovery_table(recovery: Recovery) -> Table:
 
 
 def recovery_line(recovery: Recovery) -> str:
-    """Before, after, and whether the target is reached."""
+    """Before, if that was measured, after, and whether the target is reached."""
     from quark.onnx.search.recovery.search import measure_text, reaches  # imports onnx: the flow has run
 
     measure = measure_text(recovery.metric, recovery.by_scores)
-    text = f"{measure}: {recovery.metric.text(recovery.plain)} -> {recovery.metric.text(recovery.score)}"
+    before = "" if math.isnan(recovery.plain) else f"{recovery.metric.text(recovery.plain)} -> "
+    text = f"{measure}: {before}{recovery.metric.text(recovery.score)}"
     if recovery.target is not None:
         here = reaches(recovery.score, recovery.target, recovery.metric)
         how = "reached" if recovery.reached else "reached on these samples alone" if here else "not reached"

@@ -34,6 +34,7 @@ from quark.core.observers.moving_average import MovingAverageObserver
 from quark.core.scales import QParams
 from quark.core.spec import spec
 from quark.errors import CalibrationError, FormatError, one_line
+from quark.onnx.calibration.byproducts import SampleRows
 
 SCALARS = ("count", "low", "high", "low_sum", "high_sum")
 BINS = 1 << 16
@@ -86,6 +87,7 @@ class Statistics:
         solved: (tensors, spec, calibration settings) -> the range of these, once one decision has asked for it.
         weights: (id of a constant, spec, calibration settings) -> that constant, which clones of a model share, and
             its scale and zero point, once one decision has asked for them.
+        means: Tensor name -> the means of its channels, of each sample, once a correction has asked for them.
     """
 
     def __init__(self, fingerprint: str, states: Mapping[str, Mapping[str, NumpyArray]] | None = None) -> None:
@@ -93,6 +95,31 @@ class Statistics:
         self.states = dict(states or {})
         self.solved: dict[Hashable, Observer] = {}
         self.weights: dict[Hashable, tuple[object, QParams]] = {}
+        self.means: dict[str, SampleRows] = {}
+
+    def of_no_sample(self) -> Statistics:
+        """Statistics of the same model that know its weights alone."""
+        found = Statistics(self.fingerprint)
+        found.weights = dict(self.weights)
+        return found
+
+    @classmethod
+    def joined(cls, first: Statistics, second: Statistics) -> Statistics:
+        """The statistics of the samples of both, in this order, of the tensors that both know."""
+        found = first.of_no_sample()
+        for name in [name for name in first.states if name in second.states]:
+            both = EverythingObserver()
+            both.restore(first.states[name])
+            other = EverythingObserver()
+            other.restore(second.states[name])
+            both.merge(other)
+            found.states[name] = both.state()
+        for name in [name for name in first.means if name in second.means]:
+            found.means[name] = SampleRows()
+            for rows in (first.means[name], second.means[name]):
+                found.means[name].add(rows.array, rows.samples)
+        found.weights |= second.weights
+        return found
 
     def add(self, observers: Mapping[str, EverythingObserver]) -> None:
         """Take over what observers saw; a tensor that was always empty has nothing to keep."""

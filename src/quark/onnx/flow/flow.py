@@ -143,6 +143,8 @@ def _write_graph(prepared: Prepared, settings: Settings, choose: Choose) -> Quan
     reference = model.clone()
     float_nodes = dict(zip(model.graph, reference.graph, strict=True))
     if repeats:
+        if (known := prepared.own_statistics) is not None and not prepared.byproducts.means:
+            prepared.byproducts.means = known.means
         prepared.byproducts.want_means(wanted_means(model, settings), LinearMeans.of)
     decision = decide(prepared, settings)
     quantized = QuantizedLayers(decision, reference, data if repeats else None, prepared.byproducts)

@@ -21,6 +21,7 @@ The float model runs once (`calibration/float_outputs.py`), and any number of ot
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections import Counter
@@ -157,12 +158,38 @@ class PartScorer(Scorer):
         self.expected = FloatOutputs(
             reference, names, data, lambda model: model_session(model, [], settings), given=given
         )
+        self._samples = range(len(self.expected))
         self._centers: dict[OutputPart, float] = {}
         self._decided: tuple[ir.Model, float] | None = None
+
+    def __len__(self) -> int:
+        """How many samples models are scored on."""
+        return len(self._samples)
+
+    def on_last(self, count: int) -> PartScorer:
+        """A scorer on the last of the samples; how a part is compared follows from all of them."""
+        chosen = copy.copy(self)
+        chosen._samples = self._samples[-count:]
+        return chosen
 
     def on(self, reference: ir.Model, data: Samples, settings: Settings) -> PartScorer:
         """A scorer by the same measure, of other samples."""
         return PartScorer(reference, data, self.metric, settings, self._by_scores, strict=self._strict)
+
+    def score(self, model: ir.Model, samples: range | None = None) -> Score:
+        """The score of a model on some samples, None for those of the scorer."""
+        return super().score(model, self._samples if samples is None else samples)
+
+    def completed(self, made: ScoredModel, first: ir.Model | None = None) -> ScoredModel:
+        """A model that was scored on the last samples alone, with the score on all.
+
+        Args:
+            made: The model, as a scorer `on_last` scored it.
+            first: Gives the outputs of the other samples; None for the model itself.
+        """
+        others = range(len(self) - len(made.sums))
+        sums, decided = self._sums(self.expected.beside(first or made.model, others))
+        return made.with_score(self.over([*sums, *made.sums], [*decided, *made.decided]))
 
     def of(self, outputs: _Samplewise) -> Score:
         """The metric and the worst part of an output.
@@ -170,6 +197,10 @@ class PartScorer(Scorer):
         Raises:
             NotSupportedError: The shape of an output follows from values.
         """
+        return self.over(*self._sums(outputs))
+
+    def _sums(self, outputs: _Samplewise) -> tuple[Sums, Decided]:
+        """Sums and decisions of each sample. Raises NotSupportedError as `of` does."""
         sums: list[dict[OutputPart, Comparison]] = []
         decided: list[dict[OutputPart, tuple[float, int]]] = []
         for pairs in outputs:
@@ -183,7 +214,7 @@ class PartScorer(Scorer):
                         sums[-1][part].update(x, y)
                     if part in self._distributions and np.isfinite(y).all():
                         decided[-1][part] = kept_decisions(x, y)
-        return self.over(sums, decided)
+        return sums, decided
 
     def over(self, sums: Sums, decided: Decided) -> Score:
         """The metric and the worst part of an output, of what is known of each sample."""
@@ -241,7 +272,7 @@ class PartScorer(Scorer):
         if self._decided is not None and self._decided[0] is model:
             return self._decided[1]
         same, count = Counter[OutputPart](), Counter[OutputPart]()
-        for pairs in self.expected.beside(model):
+        for pairs in self.expected.beside(model, self._samples):
             for parts, (expected, array) in zip(self._parts, pairs, strict=True):
                 for part in self.scored.intersection(parts):
                     x, y = part.of(expected), part.of(array)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import onnx
 import pytest
 
+from quark.commands.results.tables import recovery_line
 from quark.core.metrics import Metric, sqnr
 from quark.onnx import ModelQuantizer
 from quark.onnx.calibration.data.inputs import model_inputs
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.prepared import Prepared
+from quark.onnx.config.settings import Settings
 from quark.onnx.flow.prepare import prepare
 from quark.onnx.graph.model_file import load
-from quark.onnx.search.evaluator import LOST, PartScorer
+from quark.onnx.search.evaluator import LOST, Evaluator, PartScorer
 from quark.onnx.search.recovery import alternative as module
 from quark.onnx.search.recovery import preference
 from quark.onnx.search.recovery.alternative import Alternative, ScoredModel
@@ -127,6 +130,18 @@ def test_it_is_looked_at_when_the_time_of_a_search_has_ended() -> None:
         load(cnn()), settings, data, Metric("sqnr"), 90.0, 1e-3, QUICK_STEPS, quick=True, alternative=alternative
     )
     assert found.score >= found.plain
+
+
+def test_a_config_that_gave_way_at_once_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "time_ratio", lambda *_: 1.3)
+    made, evaluated = list[Settings](), Evaluator.made
+    monkeypatch.setattr(Evaluator, "made", lambda self, *args: made.append(args[0]) or evaluated(self, *args))
+    settings = ModelQuantizer("INT8_CPU").settings
+    alternative = Alternative(load(cnn()), ModelQuantizer("INT8_CPU_WEIGHTS").settings)
+    found, _ = recover(load(cnn()), settings, images(8), Metric("sqnr"), steps=[], quick=True, alternative=alternative)
+    assert found.by_turns == 8 and len(made) == 1
+    # There is no figure of it on these samples, and the line has none.
+    assert math.isnan(found.plain) and "nan" not in recovery_line(found) and "->" not in recovery_line(found)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_decisions_of_one_model_are_counted_once(monkeypatch: pytest.MonkeyPatch
     )
     kept, other = (scored(scorer, scores(factor, "Sigmoid")) for factor in (1.1, -1.0))
     runs, beside = list[ir.Model](), scorer.expected.beside
-    monkeypatch.setattr(scorer.expected, "beside", lambda each: runs.append(each) or beside(each))
+    monkeypatch.setattr(scorer.expected, "beside", lambda each, samples: runs.append(each) or beside(each, samples))
     found = [is_plenty(scorer, SCORES_LOST, each) for each in (kept, kept, other, kept)]
     assert found == [True, True, False, True] and runs == [kept.model, other.model, kept.model]
 

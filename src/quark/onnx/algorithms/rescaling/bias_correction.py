@@ -274,6 +274,7 @@ class _Means:
             for outputs in run.run(feed):
                 for name, output in outputs.items():
                     found[named[name]].add(self._real_values(named[name], sample, output, _axis(named[name])))
+        known |= {layer.counterpart.outputs[0].name or "": rows for layer, rows in found.items()}
         return {layer: rows.array for layer, rows in found.items()}
 
 

@@ -136,8 +136,10 @@ class Alternative:
             made = ScoredModel(settings, model, found.value, found.part, own_time() - start)
             self._scored = made.with_score(found)
             self._scorer = scorer
-        if self._scorer is not scorer:
-            self._scored, self._scorer = self._scored.scored_by(scorer), scorer
+        if self._scorer is not None and self._scorer is not scorer:
+            same = self._scorer.expected is scorer.expected
+            self._scored = scorer.completed(self._scored) if same else self._scored.scored_by(scorer)
+            self._scorer = scorer
         return self._scored
 
 

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -39,7 +40,7 @@ from quark.onnx.calibration.front_ends import leave_ends
 from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.calibration.statistics import Statistics, fingerprint
 from quark.onnx.config.settings import Settings
-from quark.onnx.flow.prepare import prepare
+from quark.onnx.flow.prepare import prepare, same_passes
 from quark.onnx.graph.model_file import is_constant
 from quark.onnx.search.change import Goal, Situation
 from quark.onnx.search.equalize_if_better import equalize_if_better
@@ -88,7 +89,8 @@ class Recovery:
         settings: With which `quark.onnx.search.settle.convert` makes it of the float model after its passes.
         metric: What was measured, on the held-out samples.
         target: The value that ends the search; None for none.
-        plain, score: The metric of the plain config, and of the best model, on the samples of the last look.
+        plain, score: The metric of the plain config, and of the best model, on the samples of the last look. NaN for a
+            plain config that gave way to a model without samples at once: it is not measured again.
         trials: The plain config, then the steps, in order, by the samples that steps are chosen by.
         fitted, held_out: How many samples were calibrated with, and measured on to choose steps.
         last_looked: On how many samples, by which no step was chosen, `plain` and `score` were measured; 0: there were
@@ -165,25 +167,51 @@ def recover(
         prefer: One of PREFERENCES. With ACCURACY tasks are taken to suffer earlier, and nodes in float are taken
             whatever their time.
     """
+    found, write = _searched(
+        model, settings, reader, metric, target, budget, steps, quick, allow_wider, alternative, weights, prefer
+    )
+    return write(found)
+
+
+_Found = tuple[Recovery, Callable[[Recovery], tuple[Recovery, ir.Model]]]
+"""The result of a search, and what makes the file of it: of two searches, one alone does."""
+
+
+def _searched(
+    model: ir.Model,
+    settings: Settings,
+    reader: Any,
+    metric: Metric,
+    target: float | None,
+    budget: float | None,
+    steps: Iterable[Step],
+    quick: bool,
+    allow_wider: bool = False,
+    alternative: Alternative | None = None,
+    weights: WeightsAlone | None = None,
+    prefer: str = BETWEEN,
+    passed: Settings | None = None,
+) -> _Found:
     clock = own_time if quick else time.monotonic  # a result that nobody set a time for does not depend on the load
     time_left = TimeBudget.of(budget, clock)
     _check(settings, metric, target)
-    asked, settings = settings, prepare(model, settings)
-    if alternative is not None:
-        alternative.begin_with(model, asked, settings)
+    asked, settings = settings, prepare(model, settings, passed)
+    _share_passes(model, asked, settings, (alternative, weights))
     data = repeatable(reader, model, settings)
     fit, held_out, last = split(data, quick)
     prepared = Prepared(model, fit)
     settings, kernels = _settled(prepared, settings)
-    scorer = PartScorer(
-        model, held_out, metric, settings, by_scores=quick and target is None, strict=prefer == ACCURACY
+    both = _by_turns(fit, held_out, last, quick)
+    of_all = PartScorer(
+        model, both or held_out, metric, settings, by_scores=quick and target is None, strict=prefer == ACCURACY
     )
+    scorer = of_all.on_last(len(held_out))
     fit.clock = clock
     evaluator = Evaluator(replace(prepared, identity=fingerprint(model), statistics={}), scorer, convert)
     search = _Search(evaluator, fit, scorer, target, time_left, None if prefer == ACCURACY else kernels)
     search.start(settings)
 
-    def apart() -> tuple[Recovery, ir.Model] | None:
+    def apart() -> _Found | None:
         return None if weights is None else weights.recovered(data, metric, target, budget)
 
     # Where static integers win no time, no search makes them worth it.
@@ -192,15 +220,36 @@ def recover(
             search.run(steps, allow_wider, quick)
     else:
         alternative = None  # it is the best
-    fitted = search.end(last, held_out if quick and held_out is not fit else None, alternative)
+    turns = search.end(last, (held_out, of_all) if both else None, alternative)
     best = search.best
     found = Recovery(
-        None, best.settings, metric, target, search.plain.score, best.score, search.trials, fitted, len(held_out),
+        None, best.settings, metric, target, search.plain.score, best.score, search.trials, len(fit), len(held_out),
         search.last_looked, search.by_turns, search.scorer.least(best, new=True), bool(search.scorer.scored),
-        search.lost, element_types(best.model),
+        search.lost,
     )  # fmt: skip
+    write = partial(_written, best, turns)
     other = apart() if found.lost else None
-    return (found, best.model) if other is None else _better((found, best.model), other)
+    return (found, write) if other is None else _better((found, write), other)
+
+
+def _share_passes(
+    model: ir.Model, asked: Settings, prepared: Settings, others: Iterable[Alternative | WeightsAlone | None]
+) -> None:
+    """Offer the model after its passes to what may be made instead."""
+    for other in others:
+        if other is not None:
+            other.begin_with(model, asked, prepared)
+
+
+def _by_turns(fit: Samples, held_out: Samples, last: Samples | None, quick: bool) -> Samples | None:
+    """All samples, where both parts change places at the end; None where they do not."""
+    return fit.followed_by(held_out) if quick and last is None and held_out is not fit else None
+
+
+def _written(best: ScoredModel, turns: Turns | None, chosen: Recovery) -> tuple[Recovery, ir.Model]:
+    """The result with the model, which all samples calibrate where they were measured by turns."""
+    quantized, fitted = (best.model, chosen.fitted) if turns is None else turns.with_all(best)
+    return replace(chosen, fitted=fitted, types=element_types(quantized)), quantized
 
 
 def _check(settings: Settings, metric: Metric, target: float | None) -> None:
@@ -273,7 +322,7 @@ class _Search:
         self._statistics: dict[str, Statistics] = evaluator.prepared.statistics
         self._extra: dict[str, float] = {}
         self._noises: Measured = []
-        self._time: tuple[ir.Model, float] | None = None
+        self._timed: tuple[ir.Model, onnx.ModelProto, float] | None = None
 
     @property
     def done(self) -> bool:
@@ -298,7 +347,7 @@ class _Search:
         best = self.best
         return self.target is None and self.scorer.is_plenty(best)
 
-    def needs_steps(self, other: Callable[[], tuple[Recovery, ir.Model] | None]) -> bool:
+    def needs_steps(self, other: Callable[[], _Found | None]) -> bool:
         """True where steps may make the best as good as another model, which is made where the best is far from a task.
 
         It is far where steps bring no model to what tasks take; where there is a target, all is tried.
@@ -364,28 +413,28 @@ class _Search:
             self._tell(Trial(_ALTERNATIVE, before.score, other.score, self.fit.clock() - start, "kept"))
         return other is not None
 
-    def end(self, last: Samples | None, held_out: Samples | None, alternative: Alternative | None) -> int:
-        """Measure what was made, take the best, and calibrate it with all samples where these were measured by turns.
+    def end(
+        self, last: Samples | None, others: tuple[Samples, PartScorer] | None, alternative: Alternative | None
+    ) -> Turns | None:
+        """Measure what was made, and take the best.
 
         Args:
             last: Samples that are set aside for that; None where there are too few.
-            held_out: Those that steps were chosen by, which may calibrate in turn; None where they may not.
+            others: Those that steps were chosen by, which may calibrate in turn, and the scorer of all samples; None
+                where they may not.
             alternative: What was made without samples.
 
         Returns:
-            How many samples the best was calibrated with.
+            What calibrates the best with all samples, where these were measured by turns.
         """
         turns, in_time = None, self.budget.left() >= CONVERSIONS * self.best.seconds
-        if last is None and held_out is not None and in_time:
-            turns = Turns(self.evaluator, held_out, self._scorer_of, self.budget.left)
-        self.look_at_last(None if last is None else self._scorer_of(last), alternative, turns)
-        if turns is None or not self.by_turns:
-            return len(self.fit)
-        self.best, fitted = turns.with_all(self.best, self.scorer)
-        return fitted
-
-    def _scorer_of(self, samples: Samples) -> PartScorer:
-        return self.scorer.on(self.evaluator.prepared.model, samples, self.plain.settings)
+        if others is not None and in_time:
+            turns = Turns(self.evaluator, *others, self.budget.left)
+        scorer = None
+        if last is not None:
+            scorer = self.scorer.on(self.evaluator.prepared.model, last, self.plain.settings)
+        self.look_at_last(scorer, alternative, turns)
+        return turns if self.by_turns else None
 
     def look_at_last(
         self, scorer: PartScorer | None, alternative: Alternative | None = None, turns: Turns | None = None
@@ -399,11 +448,15 @@ class _Search:
             alternative: What was made without samples, too.
             turns: What measures on all samples, where none are set aside; None: those of the steps have to do.
         """
-        if turns is not None and (looked := turns.scored(self.plain, self.best)) is not None:
-            self.scorer, (self.plain, self.best) = looked
-            self.by_turns = len(self.scorer.expected)
+        # A plain config that no step was built on, and that another model is better than, would be made in vain.
+        gave_way = self.best is not self.plain and not self._has_steps
+        made = [self.best] if gave_way else [self.plain, self.best]
+        if turns is not None and (looked := turns.scored(*made)) is not None:
+            self.scorer, self.best = turns.scorer, looked[-1]
+            self.plain = replace(self.plain, score=math.nan) if gave_way else looked[0]
+            self.by_turns = len(self.scorer)
         if scorer is not None:
-            is_plain, self.scorer, self.last_looked = self.best is self.plain, scorer, len(scorer.expected)
+            is_plain, self.scorer, self.last_looked = self.best is self.plain, scorer, len(scorer)
             self.plain = self.plain.scored_by(scorer)
             self.best = self.plain if is_plain else self.best.scored_by(scorer)
         if self._has_steps and self.scorer.metric.better(self.plain.score, self.best.score):
@@ -477,14 +530,17 @@ class _Search:
             return ""
         best, (feed, threads) = self.best, (self.fit[0], found.settings.measurement.threads)
         try:
-            if self._time is None or self._time[0] is not best.model:
-                reference = float_file(self.evaluator.prepared.model)
-                self._time = best.model, time_ratio(reference, file_of(best), feed, threads)
-            longer = 100 * self._time[1] * (time_ratio(file_of(best), file_of(found), feed, threads) - 1)
+            if self._timed is None or self._timed[0] is not best.model:
+                reference, file = float_file(self.evaluator.prepared.model), file_of(best)
+                self._timed = best.model, file, time_ratio(reference, file, feed, threads)
+            _, file, time = self._timed
+            other = file_of(found)
+            ratio = time_ratio(file, other, feed, threads)
         except QuarkError as error:
             return f"its time is not known: {one_line(error).rstrip('.')}"
-        gain = found.score - best.score
+        gain, longer = found.score - best.score, 100 * time * (ratio - 1)
         if gain >= step.price * longer:
+            self._timed = found.model, other, time * ratio  # it becomes the best
             return ""
         return f"{gain:.2f} dB for {longer:.1f}% of the time of the float model, less than {step.price:g} dB for 1%"
 
@@ -529,7 +585,7 @@ class _Search:
         share = 1.0 if work <= left else left / work
         outputs, worst = [value.name for value in self.evaluator.prepared.model.graph.outputs], self.best.output
         output = 0 if worst is None else outputs.index(worst.tensor)
-        goal = Goal(self.scorer.metric, self.target, len(self.scorer.expected), output)
+        goal = Goal(self.scorer.metric, self.target, len(self.scorer), output)
         forward, seconds = self.scorer.expected.forward_seconds, self.left(step) - self.best.seconds
         return Situation(
             self.plain.settings, share, goal, self.evaluator.prepared, self.lost, self._noises, self.scorer.values,
@@ -553,26 +609,33 @@ class WeightsAlone:
 
     def __init__(self, model: ir.Model, settings: Settings) -> None:
         self._model, self._settings = model, settings
-        self._found: tuple[Recovery, ir.Model] | None = None
+        self._passed: Settings | None = None
+        self._found: _Found | None = None
 
-    def recovered(
-        self, data: Samples | None, metric: Metric, target: float | None, budget: float | None
-    ) -> tuple[Recovery, ir.Model]:
+    def begin_with(self, model: ir.Model, asked: Settings, prepared: Settings) -> None:
+        """Take the model that `prepare` made by other settings, where the passes are the same."""
+        if same_passes(asked, self._settings):
+            self._model, self._passed = model.clone(), prepared
+
+    def recovered(self, data: Samples | None, metric: Metric, target: float | None, budget: float | None) -> _Found:
         """The result of a quick recovery in half of the budget, which the first call makes."""
         if self._found is None:
             seconds = None if budget is None else budget / 2
-            self._found = recover(self._model, self._settings, data, metric, target, seconds, WEIGHTS_STEPS, quick=True)
+            self._found = _searched(
+                self._model, self._settings, data, metric, target, seconds, WEIGHTS_STEPS, quick=True,
+                passed=self._passed,
+            )  # fmt: skip
         return self._found
 
 
-def _better(best: tuple[Recovery, ir.Model], other: tuple[Recovery, ir.Model]) -> tuple[Recovery, ir.Model]:
+def _better(best: _Found, other: _Found) -> _Found:
     """The better of two by the same measure on the same samples, told as one recovery with one more step."""
     (found, _), (apart, _) = best, other
     kept = found.metric.better(apart.score, found.score)
     took = sum(trial.seconds for trial in apart.trials)
     trial = Trial(STEP, found.score, apart.score, took, "kept" if kept else "no gain")
-    chosen, quantized = other if kept else best
-    return replace(chosen, plain=found.plain, trials=[*found.trials, trial]), quantized
+    chosen, write = other if kept else best
+    return replace(chosen, plain=found.plain, trials=[*found.trials, trial]), write
 
 
 # What a model holds --------------------------------------------------------------------------------------------------

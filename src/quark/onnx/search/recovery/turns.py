@@ -14,9 +14,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import onnx_ir as ir
+
 from quark.base.log import logger
 from quark.errors import QuarkError
 from quark.onnx.calibration.data.samples import Samples
+from quark.onnx.calibration.statistics import Statistics
 from quark.onnx.config.settings import Settings
 from quark.onnx.search.evaluator import Evaluator, PartScorer, ScoredModel
 
@@ -32,7 +35,7 @@ class Turns:
     Args:
         evaluator: It, and the samples that it calibrates with.
         held_out: The others.
-        scorer_of: Gives a scorer of samples.
+        scorer: Of all of them, these at last.
         seconds: Gives those that are left.
     """
 
@@ -40,66 +43,69 @@ class Turns:
         self,
         evaluator: Evaluator,
         held_out: Samples,
-        scorer_of: Callable[[Samples], PartScorer],
+        scorer: PartScorer,
         seconds: Callable[[], float],
     ) -> None:
         fit: Samples = evaluator.prepared.data
         held_out.clock = fit.clock
-        self._first, self._seconds = len(fit), seconds
-        self._evaluator = replace(evaluator, prepared=replace(evaluator.prepared, data=held_out, statistics={}))
-        self._all, self._scorer_of = fit.followed_by(held_out), scorer_of
+        self.scorer, self._first, self._seconds = scorer, len(fit), seconds
+        self._known = evaluator.prepared.statistics or {}
+        of_weights = {identity: known.of_no_sample() for identity, known in self._known.items()}
+        self._evaluator = replace(evaluator, prepared=replace(evaluator.prepared, data=held_out, statistics=of_weights))
+        self._all = fit.followed_by(held_out)
         self._all.until = math.inf  # the last step may have had no time left; this takes a few seconds in any case
 
-    def scored(self, *made: ScoredModel) -> tuple[PartScorer, list[ScoredModel]] | None:
-        """The scorer of all samples, and the models with the scores on these; None where there is no time for that.
+    def scored(self, *made: ScoredModel) -> list[ScoredModel] | None:
+        """The models with the scores on all samples; None where there is no time for that.
 
         Args:
-            made: Models that were calibrated with the first samples; equal ones are measured once.
+            made: Models that were calibrated with the first samples, and scored on the others; equal ones are measured
+                once.
         """
-        scorer = self._scorer_of(self._all)
         try:
             found: dict[int, ScoredModel] = {}
             for each in made:
                 if id(each) not in found:
-                    found[id(each)] = self._scored(each, scorer)
+                    found[id(each)] = self._scored(each)
         except QuarkError as error:
             logger.info("No sample is measured by turns: %s", error)
             return None
-        return scorer, [found[id(each)] for each in made]
+        return [found[id(each)] for each in made]
 
-    def with_all(self, made: ScoredModel, scorer: PartScorer) -> tuple[ScoredModel, int]:
+    def with_all(self, made: ScoredModel) -> tuple[ir.Model, int]:
         """The model by the same settings that was calibrated with all samples, where it is no worse on these.
 
         Args:
             made: A model that `scored` gave.
-            scorer: That of all samples.
 
         Returns:
-            The model, with the score that it had, and how many samples it was calibrated with.
+            The model, and how many samples it was calibrated with.
         """
         if _needs_none(made.settings):
-            return made, self._first
+            return made.model, self._first
+        on_others = replace(made, sums=made.sums[self._first :], decided=made.decided[self._first :])
         try:
-            prepared = replace(self._evaluator.prepared, data=self._all, statistics={})
+            prepared = self._evaluator.prepared
+            others = prepared.statistics or {}
+            # What was seen of both parts is not looked at again.
+            seen = {name: Statistics.joined(one, others[name]) for name, one in self._known.items() if name in others}
+            prepared = replace(prepared, data=self._all, statistics=seen)
             model = replace(self._evaluator, prepared=prepared).made(made.settings)
-            found, before = scorer.score(model), scorer.score(made.model)
+            found, before = self.scorer.score(model), self.scorer.completed(on_others)
         except QuarkError as error:
             logger.info("The file is not calibrated with all samples: %s", error)
-            return made, self._first
-        if scorer.metric.better(before.value, found.value):
-            return made, self._first
-        return replace(made, model=model), len(self._all)
+            return made.model, self._first
+        if self.scorer.metric.better(before.score, found.value):
+            return made.model, self._first
+        return model, len(self._all)
 
-    def _scored(self, made: ScoredModel, scorer: PartScorer) -> ScoredModel:
+    def _scored(self, made: ScoredModel) -> ScoredModel:
         if _needs_none(made.settings):
-            return made.scored_by(scorer)
+            return self.scorer.completed(made)
         # Ranges that a step has fixed stay: they are those of a few tensors.
         data: Samples = self._evaluator.prepared.data
         data.until = data.clock() + max(self._seconds(), made.seconds) if math.isfinite(self._seconds()) else math.inf
-        other = self._evaluator.made(made.settings)
-        parts = scorer.score(other, range(self._first)), scorer.score(made.model, range(self._first, len(self._all)))
-        sums, decided = ([*before, *after] for before, after in zip(*(part[2:] for part in parts), strict=True))
-        return made.with_score(scorer.over(sums, decided))
+        return self.scorer.completed(made, self._evaluator.made(made.settings))
 
 
 def _needs_none(settings: Settings) -> bool:
