@@ -21,7 +21,7 @@ from quark.core.array import NumpyArray
 from quark.onnx.graph.edit import axes_of, dims, is_op
 from quark.onnx.graph.model_file import constant, infer_shapes, is_constant
 
-_BOUNDED = ("Sigmoid", "Softmax", "HardSigmoid")
+BOUNDED = ("Sigmoid", "Softmax", "HardSigmoid")
 """Op types whose values lie from 0 to 1."""
 SILENT = 0.05
 """A part from 0 to 1 that stays below it on all samples holds no event; a quantized model may give twice as much."""
@@ -256,4 +256,4 @@ def _bounded(value: ir.Value) -> bool:
         node = source.producer()
     if is_op(node, "Clip") and node is not None and len(node.inputs) == 3:
         return constant(node.inputs[1]) == 0 and constant(node.inputs[2]) == 1
-    return is_op(node, *_BOUNDED)
+    return is_op(node, *BOUNDED)

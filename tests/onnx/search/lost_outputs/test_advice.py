@@ -17,6 +17,7 @@ from quark.onnx.graph.model_file import load, read
 from quark.onnx.search.history import TimeBudget
 from quark.onnx.search.lost_outputs import advice as module
 from quark.onnx.search.lost_outputs.causes import causes_of, channel_ratios
+from quark.onnx.search.lost_outputs.dead_channels import dead_channels
 from quark.onnx.search.lost_outputs.trials import Trials
 from tests.models.onnx_zoo import Builder, vectors
 
@@ -41,6 +42,16 @@ def spiky() -> onnx.ModelProto:
     return b.model({"x": ["n", 4096]}, {"y": ["n", 16]})
 
 
+def with_dead_channels() -> onnx.ModelProto:
+    """A quarter of the channels have weights near zero, a quarter small ones behind a Relu that never fires."""
+    b, part = Builder(), np.arange(32) % 4
+    weight = b.random.normal(0, 0.2, (32, 32)) * np.choose(part, [1e-9, 1e-2, 1.0, 1.0])
+    hidden = b.node("MatMul", ["x", b.constant("w", weight)], "hidden")
+    shifted = b.node("Add", [hidden, b.constant("bias", np.choose(part, [1.0, -9.0, 0.1, 0.1]))], "shifted")
+    b.node("MatMul", [b.node("Relu", [shifted], "active"), b.constant("v", b.random.normal(size=(32, 8)))], "y")
+    return b.model({"x": ["n", 32]}, {"y": ["n", 8]})
+
+
 def quantizer(least: float = 40.0, **more: Any) -> ModelQuantizer:
     made = ModelQuantizer(QConfig(QLayerConfig(input_tensors=Int8Spec(), weight=Int8Spec()), **more))
     made.settings = replace(made.settings, least_sqnr=least)
@@ -55,6 +66,26 @@ def test_channels_under_one_scale_are_named_with_their_ratio() -> None:
     assert 20 < ratios["hidden_node"] < 80 and set(ratios) == {"hidden_node", "y_node"}
     (cause,) = causes_of(load(uneven(40.0)), quantized, [], vectors(1), FOREVER)
     assert "in 1 of 2 weights: hidden_node (" in cause
+
+
+def test_dead_channels_are_no_cause() -> None:
+    """They have no codes either: without samples nobody can tell them from small ones."""
+    proto, feeds = with_dead_channels(), vectors(8)
+    made = ModelQuantizer(QConfig(QLayerConfig(input_tensors=Int8Spec(), weight=Int8Spec())))
+    quantized = made.quantize_model(proto, None, feeds)
+    assert quantized is not None
+    assert causes_of(load(proto), quantized, [], feeds, FOREVER) == []
+    (cause,) = causes_of(load(proto), quantized, [], [], FOREVER)
+    assert "hidden_node (" in cause
+    dead = dead_channels(load(proto), ["hidden_node"], feeds)["hidden_node"]
+    assert dead.tolist() == [channel % 4 < 2 for channel in range(32)]
+
+
+def test_what_a_softmax_gives_has_no_outliers() -> None:
+    b = Builder()
+    b.node("Softmax", [b.node("MatMul", ["x", b.constant("w", 40 * np.eye(2048))], "loud")], "y", axis=-1)
+    proto = b.model({"x": ["n", 2048]}, {"y": ["n", 2048]})
+    assert causes_of(load(proto), proto, ["y"], [{"x": np.eye(1, 2048, dtype=np.float32)}], FOREVER) == []
 
 
 def test_outliers_masks_and_spectra_are_told_apart() -> None:

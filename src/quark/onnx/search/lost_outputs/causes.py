@@ -1,15 +1,18 @@
 """causes: what lost outputs come from, in figures, before a cure is looked for.
 
 channels    weights of one scale: the largest |w| of each output channel; ratio of the largest to the tenth smallest
-in a hundred. With a ratio r the small channels have 127 / r codes on each side
+in a hundred, of those that are not dead (`dead_channels.py`). With a ratio r the small channels have 127 / r codes on
+each side
 outliers    an activation: ratio of its largest |x| to that which one value in a thousand is above
 spectra     what a logarithm reads: ratio of its largest value to its median. One scale of 8 bits tells 255 steps
 masks       a value that stands for minus infinity, far from all others of its tensor
+
+What a softmax or a sigmoid gives has no outliers: its largest values are what it is for, and its range is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +23,11 @@ from quark.core.array import NumpyArray
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.graph.edit import is_op
 from quark.onnx.graph.model_file import constant, read, split_weights
+from quark.onnx.graph.output_parts import BOUNDED
 from quark.onnx.graph.sessions import ask_for, open_session, run_sample
 from quark.onnx.operators import LAYERS, output_axis
 from quark.onnx.search.history import TimeBudget
+from quark.onnx.search.lost_outputs.dead_channels import dead_channels
 
 UNEVEN = 16.0
 """Ratio of channels from which on small ones have 8 codes or fewer on each side."""
@@ -49,12 +54,12 @@ def causes_of(
         model: The float model.
         quantized: What was made of it.
         tensors: In which most is lost.
-        feeds: Samples, of which the first is run.
+        feeds: Samples, of which the first is run, or a few.
         budget: The time that is left.
     """
     if budget.left() < 0:
         return []
-    found = list(_uneven_channels(quantized))
+    found = list(_uneven_channels(model, read(quantized), feeds))
     logs = {node.inputs[0].name or "": node.name or "" for node in model.graph if is_op(node, "Log") and node.inputs[0]}
     if feeds and budget.left() >= 0:
         for name, array in _arrays(model, (*tensors, *logs), feeds[0]).items():
@@ -63,8 +68,8 @@ def causes_of(
 
 
 def _arrays(model: ir.Model, names: Iterable[str], feed: Feed) -> dict[str, NumpyArray]:
-    """The values of float tensors that nodes make, for a sample."""
-    made = {value.name for node in model.graph for value in node.outputs}
+    """The values of float tensors that nodes make, for a sample; none of those that lie from 0 to 1."""
+    made = {value.name for node in model.graph if not is_op(node, *BOUNDED) for value in node.outputs}
     wanted = [name for name in dict.fromkeys(names) if name in made]
     proto, weights = split_weights(model)
     ask_for(proto, wanted)
@@ -76,26 +81,36 @@ def _arrays(model: ir.Model, names: Iterable[str], feed: Feed) -> dict[str, Nump
     }
 
 
-def _uneven_channels(quantized: onnx.ModelProto | Path) -> Iterator[str]:
+def _uneven_channels(model: ir.Model, quantized: ir.Model, feeds: Sequence[Feed]) -> Iterator[str]:
     """Yield a sentence about weights of one scale whose channels differ."""
-    ratios = sorted(channel_ratios(read(quantized)), key=lambda each: -each[1])
-    uneven = [(name, ratio) for name, ratio in ratios if ratio >= UNEVEN]
+    uneven = [name for name, ratio in channel_ratios(quantized) if ratio >= UNEVEN]
+    dead = dead_channels(model, uneven, feeds) if uneven else {}
+    ratios = sorted(channel_ratios(quantized, dead), key=lambda each: -each[1])
+    uneven = [f"{name} ({ratio:.0f} times)" for name, ratio in ratios if ratio >= UNEVEN]
     if uneven:
-        shown = ", ".join(f"{name} ({ratio:.0f} times)" for name, ratio in uneven[:_NAMED])
         yield (
-            f"One scale serves channels of very different ranges in {len(uneven)} of {len(ratios)} weights: {shown}; "
-            "the small channels keep few codes of it"
+            f"One scale serves channels of very different ranges in {len(uneven)} of {len(ratios)} weights: "
+            f"{', '.join(uneven[:_NAMED])}; the small channels keep few codes of it"
         )
 
 
-def channel_ratios(quantized: ir.Model) -> Iterator[tuple[str, float]]:
-    """Yield (layer, ratio of its channels) of each layer whose weight has one scale, by its codes."""
+def channel_ratios(quantized: ir.Model, dead: Mapping[str, NumpyArray] | None = None) -> Iterator[tuple[str, float]]:
+    """Yield (layer, ratio of its channels) of each layer whose weight has one scale, by its codes.
+
+    Args:
+        quantized: The model.
+        dead: Of some layers, which channels are left out, (channels,) of bool.
+    """
     for node in quantized.graph:
         codes = _codes(node.inputs[1]) if is_op(node, *LAYERS) and len(node.inputs) > 1 else None
-        if codes is not None and codes.shape[output_axis(node)] > 1:
-            rows = np.moveaxis(codes, output_axis(node), 0)
-            largest = np.maximum(np.abs(rows).reshape(len(rows), -1).max(1), 0.5)  # half a code is rounded to none
-            yield node.name or "", float(largest.max() / np.percentile(largest, _SMALL))
+        if codes is None or codes.shape[output_axis(node)] < 2:
+            continue
+        rows = np.moveaxis(codes, output_axis(node), 0)
+        largest = np.maximum(np.abs(rows).reshape(len(rows), -1).max(1), 0.5)  # half a code is rounded to none
+        left_out = (dead or {}).get(node.name or "")
+        if left_out is not None and left_out.shape == largest.shape:
+            largest = largest[~left_out]
+        yield node.name or "", float(largest.max() / np.percentile(largest, _SMALL))
 
 
 def _codes(weight: ir.Value | None) -> NumpyArray | None:

@@ -1,0 +1,90 @@
+"""dead_channels: channels that a layer has and nobody hears of, as training let their weights go to zero.
+
+    dead    std(x of the channel) <= 1e-4 max over channels of std(x)
+
+over the positions of some samples, x: what the layer gives after its bias, its normalization and its activation, so
+that a channel is dead, too, where its activation never fires. A channel of 1e-4 has an eighth of a step of 8 bits even
+where its weights have a scale for themselves; what is constant, a bias gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from quark.core.array import NumpyArray
+from quark.onnx.algorithms.rescaling.gates import gate_of, is_pointwise
+from quark.onnx.calibration.data.inputs import Feed
+from quark.onnx.graph.edit import is_op, read_once
+from quark.onnx.graph.model_file import is_constant, split_weights
+from quark.onnx.graph.sessions import ask_for, open_session, run_sample
+from quark.onnx.operators import result_axis
+
+DEAD = 1e-4
+"""Share of the largest deviation of a channel: what trained models have is above 1e-2, or below 1e-5."""
+SAMPLES = 4
+"""Samples that are run where a channel has few positions in one."""
+_POSITIONS = 64
+"""Values of a channel that tell its deviation."""
+_AFTER = ("BatchNormalization", "Add", "Mul", "Relu", "LeakyRelu", "PRelu", "Clip", "HardSwish")
+"""Op types that a layer is followed by, where their other inputs are constant."""
+
+
+def dead_channels(model: ir.Model, layers: Collection[str], feeds: Sequence[Feed]) -> dict[str, NumpyArray]:
+    """Find the dead channels of some layers of a float model.
+
+    Args:
+        model: The float model.
+        layers: Names of its nodes; others are left out.
+        feeds: Samples, of which as few are run as tell it.
+
+    Returns:
+        Of each layer that was found, which of its channels are dead, (channels,) of bool; a layer of which too few
+        values were seen is left out.
+    """
+    ends = {node.name or "": (_end(node.outputs[0]), result_axis(node)) for node in model.graph if node.name in layers}
+    ends = {name: end for name, end in ends.items() if end[0].name}
+    if not ends or not feeds:
+        return {}
+    names = list(dict.fromkeys(value.name or "" for value, _ in ends.values()))
+    proto, weights = split_weights(model)
+    ask_for(proto, names)
+    session = open_session(proto, weights=weights)
+    seen: dict[str, list[NumpyArray]] = {name: [] for name in ends}
+    for feed in feeds[:SAMPLES]:
+        arrays = dict(zip(names, run_sample(session, names, feed), strict=True))
+        for name, (value, axis) in ends.items():
+            rows = np.moveaxis(np.asarray(arrays[value.name or ""], np.float64), axis, 0)
+            seen[name].append(rows.reshape(len(rows), -1))
+        if all(sum(rows.shape[1] for rows in each) >= _POSITIONS for each in seen.values()):
+            break
+    return {name: _is_dead(np.concatenate(rows, 1)) for name, rows in seen.items() if _tells(rows)}
+
+
+def _tells(rows: Sequence[NumpyArray]) -> bool:
+    """Return True where the rows of some samples are of the same channels, and more than one value of each."""
+    return len({len(each) for each in rows}) == 1 and sum(each.shape[1] for each in rows) > 1
+
+
+def _is_dead(rows: NumpyArray) -> NumpyArray:
+    """Which channels are dead, of all their values, (channels, values); none where nothing deviates."""
+    deviation = np.nan_to_num(rows.std(1))
+    return np.asarray(deviation <= DEAD * deviation.max()) & bool(deviation.max())
+
+
+def _end(value: ir.Value) -> ir.Value:
+    """The tensor behind the bias, the normalization and the activation of a layer that gives `value`."""
+    while True:
+        if read_once(value):
+            ((node, index),) = value.uses()
+            others = [each for place, each in enumerate(node.inputs) if place != index and each is not None]
+            if not is_op(node, *_AFTER) or not all(map(is_constant, others)):
+                return value
+            value = node.outputs[0]
+        else:
+            found = gate_of(value)
+            if found is None or not is_pointwise(found[0]):
+                return value
+            value = found[2]
