@@ -60,12 +60,14 @@ class _Source:
         model: The float model as it was loaded, which nothing changes.
         kept: Some of its calibration samples, where there are any.
         start: When its quantization began, by the clock of this process.
+        settings: Those that are left to do with the model as it was loaded.
     """
 
     given: Model
     model: ir.Model
     kept: SpreadSamples | None
     start: float
+    settings: Settings
 
     @property
     def bytes(self) -> int:
@@ -165,6 +167,7 @@ class ModelQuantizer:
         Raises:
             ConfigError: As there, and for a name or a pattern that matches nothing.
         """
+        start = own_time()
         from quark.onnx.evaluation.cpu_price import cpu_price, in_integers_unasked, saturating_layers
         from quark.onnx.flow.image_layout import with_channels_last
         from quark.onnx.search.lost_outputs.damage import SpreadSamples
@@ -179,7 +182,7 @@ class ModelQuantizer:
                 model = _load(model_input)
                 settings, reader = with_channels_last(model, settings, reader)
                 kept = reader = None if reader is None else SpreadSamples(reader, model)
-                source = _Source(model_input, model.clone(), kept, own_time())
+                source = _Source(model_input, model.clone(), kept, start, settings)
                 if settings.metrics:
                     reader = repeatable(reader, model, settings)
                 model = quantize(model, settings, reader, None if kept is None else kept.outputs)
@@ -239,6 +242,7 @@ class ModelQuantizer:
             CalibrationError: Fewer than four samples, or none.
             QuarkError: See its children; no file is written then.
         """
+        start = own_time()
         from quark.onnx.evaluation.cpu_price import saturating_layers
         from quark.onnx.flow.image_layout import with_channels_last
         from quark.onnx.search.history import duration
@@ -257,7 +261,7 @@ class ModelQuantizer:
                 model = _load(model_input)
                 settings, reader = with_channels_last(model, self.settings, reader)
                 kept = None if reader is None else SpreadSamples(reader, model)
-                source = _Source(model_input, model.clone(), kept, own_time())
+                source = _Source(model_input, model.clone(), kept, start, settings)
                 data = repeatable(kept, model, settings)
                 alternative = None
                 if without_samples is not None:
@@ -325,8 +329,8 @@ class ModelQuantizer:
                 require_loads(quantized, MADE)
         if kept is not None:
             budget = TimeBudget.of(max(LEAST_SECONDS, SHARE * (own_time() - source.start)), own_time)
-            trials = Trials(source.given, self.settings, kept.feeds(), budget) if self.settings.tries_advice else None
-            refuse_damage(self.damage, self.settings.least_sqnr, model, quantized, kept.feeds(), trials, budget)
+            trials = Trials(model, source.settings, feeds, budget, kept) if self.settings.tries_advice else None
+            refuse_damage(self.damage, self.settings.least_sqnr, model, quantized, feeds, trials, budget)
         elif self.settings.least_sqnr is not None:
             _refuse_lost_on_noise(source, quantized, self.settings)
         if self.settings.measurement.whole_file:

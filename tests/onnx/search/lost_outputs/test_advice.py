@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from quark.onnx.config.settings import Settings
 from quark.onnx.graph.model_file import load, read
 from quark.onnx.search.history import TimeBudget
 from quark.onnx.search.lost_outputs import advice as module
-from quark.onnx.search.lost_outputs.causes import causes_of, channel_ratios
+from quark.onnx.search.lost_outputs.causes import channel_ratios, tensor_causes, uneven_channels
 from quark.onnx.search.lost_outputs.dead_channels import dead_channels
 from quark.onnx.search.lost_outputs.trials import Trials
 from tests.models.onnx_zoo import Builder, vectors
@@ -64,8 +65,7 @@ def test_channels_under_one_scale_are_named_with_their_ratio() -> None:
     assert quantized is not None
     ratios = dict(channel_ratios(read(quantized)))
     assert 20 < ratios["hidden_node"] < 80 and set(ratios) == {"hidden_node", "y_node"}
-    (cause,) = causes_of(load(uneven(40.0)), quantized, [], vectors(1), FOREVER)
-    assert "in 1 of 2 weights: hidden_node (" in cause
+    assert "in 1 of 2 weights: hidden_node (" in str(uneven_channels(load(uneven(40.0)), quantized, vectors(1)))
 
 
 def test_dead_channels_are_no_cause() -> None:
@@ -74,9 +74,8 @@ def test_dead_channels_are_no_cause() -> None:
     made = ModelQuantizer(QConfig(QLayerConfig(input_tensors=Int8Spec(), weight=Int8Spec())))
     quantized = made.quantize_model(proto, None, feeds)
     assert quantized is not None
-    assert causes_of(load(proto), quantized, [], feeds, FOREVER) == []
-    (cause,) = causes_of(load(proto), quantized, [], [], FOREVER)
-    assert "hidden_node (" in cause
+    assert uneven_channels(load(proto), quantized, feeds) is None
+    assert "hidden_node (" in str(uneven_channels(load(proto), quantized, []))
     dead = dead_channels(load(proto), ["hidden_node"], feeds)["hidden_node"]
     assert dead.tolist() == [channel % 4 < 2 for channel in range(32)]
 
@@ -85,7 +84,7 @@ def test_what_a_softmax_gives_has_no_outliers() -> None:
     b = Builder()
     b.node("Softmax", [b.node("MatMul", ["x", b.constant("w", 40 * np.eye(2048))], "loud")], "y", axis=-1)
     proto = b.model({"x": ["n", 2048]}, {"y": ["n", 2048]})
-    assert causes_of(load(proto), proto, ["y"], [{"x": np.eye(1, 2048, dtype=np.float32)}], FOREVER) == []
+    assert tensor_causes(load(proto), ["y"], [{"x": np.eye(1, 2048, dtype=np.float32)}], FOREVER) == []
 
 
 def test_outliers_masks_and_spectra_are_told_apart() -> None:
@@ -99,17 +98,17 @@ def test_outliers_masks_and_spectra_are_told_apart() -> None:
     ends = {name: ["n", 2048] for name in ("outlier", "mask", "y")}
     proto = b.model({"x": ["n", 2048]}, ends)
     feed = {"x": b.random.normal(size=(1, 2048)).astype(np.float32)}
-    found = causes_of(load(proto), proto, ["outlier", "mask"], [feed], FOREVER)
+    found = tensor_causes(load(proto), ["outlier", "mask"], [feed], FOREVER)
     assert [("an outlier" in each, "a mask" in each, "The logarithm y_node" in each) for each in found] == [
         (True, False, False), (False, True, False), (False, False, True),
     ]  # fmt: skip
-    assert causes_of(load(proto), proto, ["outlier"], [feed], TimeBudget(lambda: 1.0, 0.0)) == []
+    assert tensor_causes(load(proto), ["outlier"], [feed], TimeBudget(lambda: 1.0, 0.0)) == []
 
 
 def test_what_is_tried_is_the_quantization_that_was_refused() -> None:
     """With its algorithms; a quick trial leaves them out."""
     made = quantizer(algo_config=[BiasCorrectionConfig()])
-    trials = Trials(uneven(), made.settings, vectors(8), FOREVER)
+    trials = Trials(load(uneven()), made.settings, vectors(8), FOREVER)
     names = frozenset({"hidden_node"})
     quick, whole = trials.without(names), trials.without(names, whole=True)
     assert quick is not None and whole is not None and quick.whole is False and whole.whole is True
@@ -126,11 +125,55 @@ def test_another_configuration_is_tried_without_what_the_refused_one_does_to_the
     hidden = b.node("Sigmoid", [b.node("MatMul", ["x", b.constant("w", np.eye(32) * 3)], "hidden")], "gate")
     b.node("MatMul", [hidden, b.constant("v", b.random.normal(size=(32, 32)))], "y")
     proto = b.model({"x": ["n", 32]}, {"y": ["n", 32]})
-    found = Trials(proto, ModelQuantizer("XINT8").settings, vectors(8), FOREVER).configured("BF16")
+    found = Trials(load(proto), ModelQuantizer("XINT8").settings, vectors(8), FOREVER).configured("BF16")
     followed = ModelQuantizer("BF16")
     followed.quantize_model(proto, None, vectors(8))
     assert found is not None and followed.damage is not None
     assert found.left.sqnr == pytest.approx(followed.damage.sqnr, abs=0.01) and found.left.sqnr > 40
+
+
+def spread_inputs() -> list[dict[str, Any]]:
+    """Values of which one in a thousand is 3000 times as large as the others."""
+    random = np.random.default_rng(0)
+    feeds = [{"x": random.normal(size=(256, 32)).astype(np.float32)} for _ in range(16)]
+    for feed in feeds:
+        feed["x"][::32, 0] = 3000.0
+    return feeds
+
+
+def with_outliers() -> onnx.ModelProto:
+    """The outlier is read by one of the outputs alone, as large; 8 bits leave nothing of the others."""
+    b = Builder()
+    weight = np.diag([1e-3, *np.ones(31)])
+    hidden = b.node("MatMul", ["x", b.constant("w", weight)], "hidden")
+    b.node("MatMul", [b.node("Tanh", [hidden], "bounded"), b.constant("v", np.eye(32))], "y")
+    return b.model({"x": ["n", 32]}, {"y": ["n", 32]})
+
+
+def test_activations_of_16_bits_are_named_where_they_keep_the_outputs() -> None:
+    """With what they leave, at least; their layers are quantized as those of --config A16W8."""
+    proto, feeds = with_outliers(), spread_inputs()
+    with pytest.raises(DamageError) as error:
+        quantizer(least=10.0).quantize_model(proto, None, feeds)
+    promised = re.search(r"A16W8 with --config A16W8: .*?tried: SQNR (\S+) dB", str(error.value))
+    followed = ModelQuantizer("A16W8")
+    followed.quantize_model(proto, None, feeds)
+    assert promised is not None and followed.damage is not None
+    assert float(promised[1]) == pytest.approx(followed.damage.sqnr, abs=1.0) and followed.damage.sqnr > 20
+
+
+def test_activations_of_16_bits_are_tried_where_there_were_8_and_the_target_runs_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(Trials, "configured", lambda _, name, budget=None: tried.append(name))
+    for settings in (
+        ModelQuantizer("XINT8").settings, ModelQuantizer("A16W8").settings, ModelQuantizer("BF16").settings,
+        ModelQuantizer("INT8_CPU").settings, ModelQuantizer("INT8_OPENVINO").settings,
+    ):  # fmt: skip
+        tried.append("-")
+        Trials(load(uneven()), settings, vectors(1), FOREVER).with_int16()
+    assert tried == ["-", "A16W8", "-", "-", "-", "-"]
 
 
 def test_a_look_at_nodes_leaves_time_for_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,10 +185,10 @@ def test_a_look_at_nodes_leaves_time_for_what_would_help(monkeypatch: pytest.Mon
         return []
 
     monkeypatch.setattr(module, "damaged_layers", look)
-    monkeypatch.setattr(Trials, "configured", lambda _, name: steps.append(name))
+    monkeypatch.setattr(Trials, "configured", lambda _, name, budget=None: steps.append(name))
     with pytest.raises(DamageError):
         quantizer().quantize_model(uneven(), None, vectors(8))
-    assert steps == ["BF16", "nodes"]
+    assert steps == ["BF16", "A16W8", "nodes"]
 
 
 def test_a_refusal_names_the_cause_and_the_scales_that_help(caplog: pytest.LogCaptureFixture) -> None:

@@ -61,6 +61,44 @@ def test_the_figure_is_that_of_samples_spread_over_all(
     assert (found.sqnr < LEAST) == hurt
 
 
+@pytest.mark.parametrize(("kept", "samples"), [(0.99, 4), (0.68, 8), (-1.0, 2)])
+def test_a_trial_is_compared_on_as_many_samples_as_tell(
+    kept: float, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A good one on a few, one near the bound on more, as its samples differ, a hopeless one on two."""
+    monkeypatch.setattr("quark.onnx.search.lost_outputs.damage.PRODUCTS", 0)
+    source, changed = model(), model()
+    for tensor in changed.graph.initializer:
+        if tensor.name == "y_w":
+            tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor) * np.float32(kept), "y_w"))
+    noisy = [{"x": feed["x"] * (1 if index % 16 else 20)} for index, feed in enumerate(feeds(32))]
+    loaded = load(source)
+    spread = SpreadSamples(noisy, loaded)
+    found = damage(loaded, changed, spread.feeds(32), ModelQuantizer(config(False)).settings, spread, trial=True)
+    assert found is not None and found.samples == samples and found.lost == (kept < 0.68)
+
+
+def test_a_trial_takes_the_outputs_of_the_float_model_from_the_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of one sample tells, once, that they are those of the model as it was loaded."""
+    opened: list[Any] = []
+    session = damage.__globals__["model_session"]
+    monkeypatch.setitem(
+        damage.__globals__, "model_session", lambda *given, **more: opened.append(given) or session(*given, **more)
+    )
+    source = load(model())
+    spread = SpreadSamples(feeds(), source)
+    samples = spread.feeds(8)
+    names, known = ["y"], spread.outputs
+    known.begin(load(model()))  # other objects: passes have made them anew
+    for index, feed in enumerate(feeds()):
+        known.add(index, "y", run(model(), feed))
+    settings = ModelQuantizer(config(False)).settings
+    for _ in range(3):
+        found = damage(source, model(), samples, settings, spread, trial=True)
+        assert found is not None and names == known.names
+    assert len(opened) == 1
+
+
 def test_where_samples_differ_twice_as_many_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all 32, which would take longer than the calibration; each once, though reading more changes their order."""
     monkeypatch.setattr("quark.onnx.search.lost_outputs.damage.PRODUCTS", 0)
@@ -179,7 +217,7 @@ def test_no_exclusion_is_offered_where_no_node_is_named(monkeypatch: pytest.Monk
     monkeypatch.setattr("quark.onnx.search.lost_outputs.advice.damaged_layers", lambda *_: [])
     quantizer = ModelQuantizer(config(True))
     quantizer.settings = replace(quantizer.settings, least_sqnr=LEAST)
-    with pytest.raises(DamageError, match=r"10 dB are asked for\. Possible: BF16 with --config BF16") as raised:
+    with pytest.raises(DamageError, match=r"10 dB are asked for\. Possible: A16W8 with --config A16W8") as raised:
         quantizer.quantize_model(model(), None, feeds())
     assert "exclud" not in str(raised.value)
 

@@ -19,14 +19,11 @@ from quark.base.log import logger
 from quark.errors import DamageError
 from quark.onnx.calibration.data.inputs import Feed
 from quark.onnx.calibration.data.own_time import own_time
-from quark.onnx.config.config import Config
-from quark.onnx.config.lowering.lower import lower
-from quark.onnx.config.presets import get_default_config
 from quark.onnx.evaluation.compare_models import ComparedLayer, damaged_layers
 from quark.onnx.flow.body_model import bodies_of
 from quark.onnx.graph.model_file import is_constant, to_proto
 from quark.onnx.search.history import TimeBudget
-from quark.onnx.search.lost_outputs.causes import causes_of
+from quark.onnx.search.lost_outputs.causes import tensor_causes, uneven_channels
 from quark.onnx.search.lost_outputs.damage import Model
 from quark.onnx.search.lost_outputs.trials import Trials, Tried
 from quark.onnx.search.lost_outputs.verdict import Damage
@@ -105,15 +102,18 @@ def _advice(
         budget: The time for all of it.
     """
     source, feeds = to_proto(model), feeds[:: -(-len(feeds) // _LOOKED)]
-    others = () if trials is None else _other_scales(trials)
+    uneven = uneven_channels(model, quantized, feeds) if budget.left() >= 0 else None
+    if uneven:
+        logger.info("%s.", uneven)
+    others = () if trials is None else _other_types(trials, uneven is not None)
     makers = {value.name: node.name or "" for node in model.graph for value in node.outputs}
     layers = _damaged(source, quantized, feeds, budget)
     blamed = {makers[layer.tensor]: (layer, before) for layer, before in reversed(layers[:_BLAMED])}
     losses = [f"{before:.1f} dB -> {layer.sqnr:.1f}" for layer, before in reversed(blamed.values())]
-    tensors = [layer.tensor for layer, _ in layers[:_BLAMED]]
-    causes = causes_of(model, quantized, tensors, feeds, budget)
+    causes = tensor_causes(model, [layer.tensor for layer, _ in layers[:_BLAMED]], feeds, budget)
     for cause in causes:
         logger.info("%s.", cause)
+    causes = [uneven, *causes] if uneven else causes
     advice = _Advice(tuple(reversed(blamed)), tuple(losses), tuple(causes), others=others)
     if trials is None or not layers:
         return advice
@@ -148,15 +148,21 @@ def _nodes_that_help(
     return tuple(chosen), whole or tried
 
 
-def _other_scales(trials: Trials) -> tuple[str, ...]:
-    """Return what another type, and weights with scales of channels, leave, where it is enough."""
-    found = {}
-    if trials.settings.specs.layer != lower(Config(get_default_config("BF16"))).specs.layer:
-        found["BF16 with --config BF16: weights take two bytes, and the target has to take it"] = trials.configured(
-            "BF16"
-        )
-    found["weights with a scale for each channel, where the target takes them"] = trials.with_channel_scales()
-    return tuple(f"{what} (tried: {tried.left})" for what, tried in found.items() if tried and not tried.left.lost)
+def _other_types(trials: Trials, uneven: bool) -> tuple[str, ...]:
+    """Return what scales of channels, and other types, leave, in the order of their price; where it is enough.
+
+    Args:
+        trials: What tries them.
+        uneven: Whether channels of one scale differ: else scales of their own are not tried.
+    """
+    scales = trials.with_channel_scales() if uneven else None
+    bfloat16 = trials.with_bfloat16()  # before A16W8, as without a calibration it takes a third of the time
+    found = {
+        "weights with a scale for each channel, where the target takes them": scales,
+        "A16W8 with --config A16W8: activations take two bytes, and the target has to take them": trials.with_int16(),
+        "BF16 with --config BF16: weights take two bytes, and the target has to take it": bfloat16,
+    }
+    return tuple(f"{what} (tried: {tried})" for what, tried in found.items() if tried and not tried.left.lost)
 
 
 def _damaged(

@@ -41,25 +41,16 @@ _SMALL = 10
 _NAMED = 3
 
 
-def causes_of(
-    model: ir.Model,
-    quantized: onnx.ModelProto | Path,
-    tensors: Sequence[str],
-    feeds: Sequence[Feed],
-    budget: TimeBudget,
-) -> list[str]:
-    """Describe each cause in a sentence; none once the time is up.
+def tensor_causes(model: ir.Model, tensors: Sequence[str], feeds: Sequence[Feed], budget: TimeBudget) -> list[str]:
+    """Describe each cause that lies in values in a sentence; none once the time is up.
 
     Args:
         model: The float model.
-        quantized: What was made of it.
         tensors: In which most is lost.
-        feeds: Samples, of which the first is run, or a few.
+        feeds: Samples, of which the first is run.
         budget: The time that is left.
     """
-    if budget.left() < 0:
-        return []
-    found = list(_uneven_channels(model, read(quantized), feeds))
+    found = list[str]()
     logs = {node.inputs[0].name or "": node.name or "" for node in model.graph if is_op(node, "Log") and node.inputs[0]}
     if feeds and budget.left() >= 0:
         for name, array in _arrays(model, (*tensors, *logs), feeds[0]).items():
@@ -81,17 +72,25 @@ def _arrays(model: ir.Model, names: Iterable[str], feed: Feed) -> dict[str, Nump
     }
 
 
-def _uneven_channels(model: ir.Model, quantized: ir.Model, feeds: Sequence[Feed]) -> Iterator[str]:
-    """Yield a sentence about weights of one scale whose channels differ."""
-    uneven = [name for name, ratio in channel_ratios(quantized) if ratio >= UNEVEN]
+def uneven_channels(model: ir.Model, quantized: onnx.ModelProto | Path, feeds: Sequence[Feed]) -> str | None:
+    """Describe in a sentence where channels of one scale differ; None where they do not.
+
+    Args:
+        model: The float model.
+        quantized: What was made of it.
+        feeds: Samples, of which a few are run.
+    """
+    after = read(quantized)
+    uneven = [name for name, ratio in channel_ratios(after) if ratio >= UNEVEN]
     dead = dead_channels(model, uneven, feeds) if uneven else {}
-    ratios = sorted(channel_ratios(quantized, dead), key=lambda each: -each[1])
-    uneven = [f"{name} ({ratio:.0f} times)" for name, ratio in ratios if ratio >= UNEVEN]
-    if uneven:
-        yield (
-            f"One scale serves channels of very different ranges in {len(uneven)} of {len(ratios)} weights: "
-            f"{', '.join(uneven[:_NAMED])}; the small channels keep few codes of it"
-        )
+    ratios = sorted(channel_ratios(after, dead), key=lambda each: -each[1])
+    named = [f"{name} ({ratio:.0f} times)" for name, ratio in ratios if ratio >= UNEVEN]
+    if not named:
+        return None
+    return (
+        f"One scale serves channels of very different ranges in {len(named)} of {len(ratios)} weights: "
+        f"{', '.join(named[:_NAMED])}; the small channels keep few codes of it"
+    )
 
 
 def channel_ratios(quantized: ir.Model, dead: Mapping[str, NumpyArray] | None = None) -> Iterator[tuple[str, float]]:

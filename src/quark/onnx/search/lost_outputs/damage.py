@@ -7,6 +7,9 @@ the decisions that are kept (`verdict.py`); the worst part counts. A few samples
 model is small, twice as many where these differ, and up to all that were kept while these hold no event, or tell that
 the outputs are lost. What the float model gives for them is known where calibration ran it: it need not run again, but
 for one sample where passes have changed it since it was loaded, which tells whether it still gives the same.
+
+A trial of another quantization ends after two samples where nothing is left, and takes more than the first few only
+where it is near the bound.
 """
 
 from __future__ import annotations
@@ -56,6 +59,12 @@ MOST, MOST_BYTES = 512, 1 << 26
 """Samples that are kept, and their bytes."""
 
 
+HOPELESS = 0.0
+"""dB on the first samples, below which a trial needs no others: the noise is larger than the output."""
+_FIRST = 2
+"""Samples that tell that."""
+_NEAR = 5.0
+"""dB from the bound, within which a trial is compared on more samples."""
 ROUNDING = 1e-8
 """Share of the power by which float outputs may differ and still be those of one model: what is lost shows above it."""
 
@@ -71,12 +80,14 @@ class SpreadSamples:
 
     Attributes:
         outputs: Takes those of the float model, where it runs over what is read here.
+        confirmed: Whether a run of the model has shown that they are those of the model as it was loaded.
     """
 
     def __init__(self, data: Any, model: ir.Model) -> None:
         self._data, self._inputs, self._feeds = without_padding(data, model), model_inputs(model), list[Feed]()
         self._count, self._stride, self._bytes = 0, 1, 0
         self.outputs = SampleOutputs([value.name or "" for value in model.graph.outputs], MOST_BYTES)
+        self.confirmed = False
 
     @cached_property
     def _reader(self) -> Any:
@@ -120,7 +131,12 @@ def _bytes_of(feed: Feed) -> int:
 
 
 def damage(
-    model: ir.Model, quantized: Model, feeds: Sequence[Feed], settings: Settings, more: SpreadSamples | None = None
+    model: ir.Model,
+    quantized: Model,
+    feeds: Sequence[Feed],
+    settings: Settings,
+    more: SpreadSamples | None = None,
+    trial: bool = False,
 ) -> Damage | None:
     """Compare the outputs of two models.
 
@@ -130,6 +146,7 @@ def damage(
         feeds: Samples, of which the first ones are spread over all.
         settings: The execution providers.
         more: What gives other samples, where those are too few.
+        trial: Whether it is enough to tell a good quantization from a bad one.
 
     Returns:
         None where nothing can be compared: no samples, no float output with values, outputs whose shape follows from
@@ -140,7 +157,8 @@ def damage(
     """
     if not feeds or not _have_same_outputs(model, quantized):
         return None
-    looked = _Looked(compared_parts(model), Padding.of(model))
+    least = LEAST if settings.least_sqnr is None else settings.least_sqnr
+    looked = _Looked(compared_parts(model), Padding.of(model), least if trial else None)
     if not looked.parts:
         return None
     try:
@@ -153,7 +171,6 @@ def damage(
     found = looked.found
     if not found:
         return None
-    least = LEAST if settings.least_sqnr is None else settings.least_sqnr
     worst = min(found, key=lambda each: each.rank_at(least))
     sqnr = math.nan if worst.sqnr is None else worst.sqnr
     silent = all(each.silent for each in found)
@@ -194,7 +211,8 @@ class _FloatModel:
 
     def __init__(self, model: ir.Model, names: Sequence[str], settings: Settings, more: SpreadSamples | None) -> None:
         self._model, self._names, self._settings, self._more = model, names, settings, more
-        self._confirmed = more is not None and more.outputs.are_of(model)
+        if more is not None and not more.confirmed:
+            more.confirmed = more.outputs.are_of(model)
         self._stack = ExitStack()
         self._session: Any = None
 
@@ -211,18 +229,18 @@ class _FloatModel:
 
     def __call__(self, feed: Feed) -> list[Any]:
         """The outputs for a sample."""
-        seen = None if self._more is None else self._more.outputs_of(feed)
-        if seen is None or any(name not in seen for name in self._names):
+        more, seen = self._more, None if self._more is None else self._more.outputs_of(feed)
+        if more is None or seen is None or any(name not in seen for name in self._names):
             if self._session is None:
                 self._session = self._stack.enter_context(model_session(self._model, [], self._settings))
             return run_sample(self._session, self._names, feed)
         known = [seen[name] for name in self._names]
-        if self._confirmed:
+        if more.confirmed:
             return known
         with model_session(self._model, [], self._settings, once=True) as session:
             arrays = run_sample(session, self._names, feed)
-        self._confirmed = all(map(_same, arrays, known))
-        if not self._confirmed:
+        more.confirmed = all(map(_same, arrays, known))
+        if not more.confirmed:
             self._more = None
         return arrays
 
@@ -246,10 +264,11 @@ class _Looked:
     Args:
         parts: Of the outputs that are compared.
         padding: Of the model: masked positions are not compared.
+        trial: The bound in dB of which it is enough to tell which side a trial is on; None of what is no trial.
     """
 
-    def __init__(self, parts: Sequence[OutputPart], padding: Padding) -> None:
-        self.parts, self.count, self._padding = parts, 0, padding
+    def __init__(self, parts: Sequence[OutputPart], padding: Padding, trial: float | None = None) -> None:
+        self.parts, self.count, self._padding, self._trial = parts, 0, padding, trial
         self._names = list(dict.fromkeys(part.tensor for part in parts))
         self._store, self._peaks, self.found = Store(MOST_BYTES), list[float](), list[Verdict]()
 
@@ -258,7 +277,7 @@ class _Looked:
     ) -> None:
         """Run both models on as many samples as it takes; the arguments are those of `damage`."""
         enough, ran = _enough(model, feeds), dict[int, Feed]()
-        chosen = list(feeds[:enough])
+        chosen = list(feeds[: enough if self._trial is None else _FIRST])
         with _FloatModel(model, self._names, settings, more) as before:
             self._take(0, before, chosen)
             if weight_bytes(model) > MOST_BYTES:  # two models in memory are one too many
@@ -268,7 +287,8 @@ class _Looked:
             while self._looked_at(chosen, enough):
                 others = feeds if more is None else more.feeds(MOST)
                 ran |= {id(feed): feed for feed in chosen}  # the order changes when more are read
-                chosen = [feed for feed in others if id(feed) not in ran][: self.count]
+                wanted = max(self.count, enough - self.count)
+                chosen = [feed for feed in others if id(feed) not in ran][:wanted]
                 if not chosen:
                     break
                 self._take(0, before, chosen)
@@ -289,8 +309,26 @@ class _Looked:
             self._peaks.append(max((float(np.abs(array).max(initial=0)) for array in floats), default=0.0))
         self.count += len(feeds)
         self.found = self.verdicts()
+        if self._trial is not None and not self._may_turn(self._trial, self.count < enough):
+            return False
+        if self._trial is not None and self.count < enough:
+            return True
         # Whether more samples are worth their time: twice as many where some differ, all where something seems lost.
         return any(each.unclear and (self.count <= enough or each.silent or each.lost()) for each in self.found)
+
+    def _may_turn(self, least: float, first: bool) -> bool:
+        """Return True where more samples may show a trial on the other side of a bound than those that were run.
+
+        Args:
+            least: The bound, in dB.
+            first: Whether these are the first few.
+        """
+        worst = min(self.found, key=lambda each: each.rank_at(least), default=None)
+        if worst is None or worst.sqnr is None:
+            return first
+        if first:
+            return worst.sqnr >= HOPELESS or not worst.lost(least)
+        return abs(worst.sqnr - least) <= _NEAR
 
     def verdicts(self) -> list[Verdict]:
         """Return a verdict of each part that can be compared: over all samples, where it is lost, or the usual ones."""

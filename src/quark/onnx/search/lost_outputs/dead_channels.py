@@ -9,7 +9,7 @@ where its weights have a scale for themselves; what is constant, a bias gives.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -44,23 +44,36 @@ def dead_channels(model: ir.Model, layers: Collection[str], feeds: Sequence[Feed
         Of each layer that was found, which of its channels are dead, (channels,) of bool; a layer of which too few
         values were seen is left out.
     """
-    ends = {node.name or "": (_end(node.outputs[0]), result_axis(node)) for node in model.graph if node.name in layers}
-    ends = {name: end for name, end in ends.items() if end[0].name}
-    if not ends or not feeds:
-        return {}
-    names = list(dict.fromkeys(value.name or "" for value, _ in ends.values()))
+    ends: dict[str, tuple[str, int]] = {}
+    for node in model.graph:
+        axis = result_axis(node) if node.name in layers else None
+        if axis is not None:
+            ends[node.name or ""] = _end(node.outputs[0]).name or "", axis
+    seen = _values(model, ends, feeds) if ends and feeds else {}
+    return {name: _is_dead(np.concatenate(rows, 1)) for name, rows in seen.items() if _tells(rows)}
+
+
+def _values(model: ir.Model, ends: Mapping[str, tuple[str, int]], feeds: Sequence[Feed]) -> dict[str, list[NumpyArray]]:
+    """The values of some layers for each sample that was run, (channels, positions).
+
+    Args:
+        model: The float model.
+        ends: The tensor of each layer, and the axis of its channels.
+        feeds: Samples, of which as few are run as give enough values.
+    """
+    names = list(dict.fromkeys(tensor for tensor, _ in ends.values()))
     proto, weights = split_weights(model)
     ask_for(proto, names)
     session = open_session(proto, weights=weights)
     seen: dict[str, list[NumpyArray]] = {name: [] for name in ends}
     for feed in feeds[:SAMPLES]:
         arrays = dict(zip(names, run_sample(session, names, feed), strict=True))
-        for name, (value, axis) in ends.items():
-            rows = np.moveaxis(np.asarray(arrays[value.name or ""], np.float64), axis, 0)
+        for name, (tensor, axis) in ends.items():
+            rows = np.moveaxis(np.asarray(arrays[tensor], np.float64), axis, 0)
             seen[name].append(rows.reshape(len(rows), -1))
         if all(sum(rows.shape[1] for rows in each) >= _POSITIONS for each in seen.values()):
             break
-    return {name: _is_dead(np.concatenate(rows, 1)) for name, rows in seen.items() if _tells(rows)}
+    return seen
 
 
 def _tells(rows: Sequence[NumpyArray]) -> bool:
@@ -75,7 +88,7 @@ def _is_dead(rows: NumpyArray) -> NumpyArray:
 
 
 def _end(value: ir.Value) -> ir.Value:
-    """The tensor behind the bias, the normalization and the activation of a layer that gives `value`."""
+    """The tensor after the bias, the normalization and the activation of a layer that gives `value`."""
     while True:
         if read_once(value):
             ((node, index),) = value.uses()

@@ -2,14 +2,17 @@
 
 A quick trial leaves out the algorithms and corrections of the quantization that lost the outputs, which take most of
 its time: it finds nodes, and compares kinds of scales. What an error promises is the value of a whole one.
+
+The outputs of the float model are those that calibration saw, and a trial that has lost everything ends after two
+samples (`damage.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -28,18 +31,23 @@ from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.presets import get_default_config
 from quark.onnx.config.settings import Settings
 from quark.onnx.flow.flow import finish
-from quark.onnx.flow.image_layout import with_channels_last
 from quark.onnx.flow.prepare import prepare
-from quark.onnx.graph.model_file import checked_proto, load
+from quark.onnx.graph.model_file import checked_proto, opset
+from quark.onnx.operators.targets import TARGETS
 from quark.onnx.passes.convert_nchw_to_nhwc import convert_nchw_to_nhwc
+from quark.onnx.passes.convert_opset_version import convert_opset_version
 from quark.onnx.passes.fix_shapes import fix_shapes
 from quark.onnx.search.history import TimeBudget
-from quark.onnx.search.lost_outputs.damage import damage
+from quark.onnx.search.lost_outputs.damage import SpreadSamples, damage
 from quark.onnx.search.lost_outputs.verdict import Damage
 from quark.onnx.search.settle import convert
+from quark.onnx_ops.element_types import PER_CHANNEL_OPSET
 
-CALIBRATED = 64
-"""Samples that a trial calibrates on."""
+CALIBRATED, CALIBRATED_WHOLE = 64, 8
+"""Samples that a trial of other settings calibrates on, and one of another configuration: as few as correct biases."""
+
+_MORE = 0.5
+"""Share of the time that is left, which A16W8 may take in addition: stopped near its end, it says nothing."""
 
 Change = Callable[[Settings], Settings]
 
@@ -66,14 +74,24 @@ class Trials:
     """Quantizes a model in other ways, as often as there is time; the model is calibrated once.
 
     Args:
-        source: The float model, as `load` takes it.
+        model: The float model as it was loaded, which nothing changes.
         settings: Of the quantization that lost the outputs.
         feeds: Samples.
         budget: The time for all trials.
+        kept: Where the samples are from: it may know the outputs of the float model.
+        calibrated: Most samples that each calibrates on, spread over all.
     """
 
-    def __init__(self, source: Any, settings: Settings, feeds: Sequence[Feed], budget: TimeBudget) -> None:
-        self._source, self._feeds, self.budget = source, feeds, budget
+    def __init__(
+        self,
+        model: ir.Model,
+        settings: Settings,
+        feeds: Sequence[Feed],
+        budget: TimeBudget,
+        kept: SpreadSamples | None = None,
+        calibrated: int = CALIBRATED,
+    ) -> None:
+        self._model, self._feeds, self._kept, self.budget, self._calibrated = model, feeds, kept, budget, calibrated
         calibration = replace(settings.calibration, statistics=None, range_file=None, figures=False)
         self.settings = replace(
             settings, calibration=calibration, prepared_file=None,
@@ -82,14 +100,17 @@ class Trials:
         self._statistics: dict[str, Statistics] = {}
 
     @cached_property
-    def _prepared(self) -> tuple[ir.Model, Settings]:
-        model, settings = self._loaded()
-        return model, prepare(model, settings)
+    def _base(self) -> ir.Model:
+        """The float model in the opset that every configuration needs: what converts it checks it, which takes time."""
+        model = self._model.clone()
+        with suppress(QuarkError):  # `prepare` says why
+            convert_opset_version(model, max(opset(model), PER_CHANNEL_OPSET))
+        return model
 
-    def _loaded(self) -> tuple[ir.Model, Settings]:
-        """The float model as the feeds fit it, and what is then left to do."""
-        model = load(self._source)
-        return model, with_channels_last(model, self.settings, None)[0]
+    @cached_property
+    def _prepared(self) -> tuple[ir.Model, Settings]:
+        model = self._base.clone()
+        return model, prepare(model, self.settings)
 
     def without(self, names: frozenset[str], whole: bool = False) -> Tried | None:
         """Try some nodes in float; None where there is no time, or nothing to compare."""
@@ -101,28 +122,47 @@ class Trials:
 
     def with_channel_scales(self) -> Tried | None:
         """Try a scale for each output channel of a weight; None where the target has one for all."""
-        changed = self._prepared[1].specs.with_layers(_with_channel_scales)
-        if changed == self._prepared[1].specs:
+        if self.settings.specs.with_layers(_with_channel_scales) == self.settings.specs:
             return None
+        changed = self._prepared[1].specs.with_layers(_with_channel_scales)
         return self.tried("weights with scales of channels", lambda settings: replace(settings, specs=changed))
 
-    def configured(self, name: str) -> Tried | None:
-        """Try a named configuration, with all that it does, and nothing that the refused one does to the graph.
+    def with_int16(self) -> Tried | None:
+        """Try A16W8; None where activations have no integers of 8 bits, or the target runs no others."""
+        given, target = self.settings.specs.layer.input, TARGETS[self.settings.qdq.target]
+        narrow = given is not None and given.has_zero_point and not given.dynamic and given.dtype.bits <= 8
+        if not narrow or self.settings.specs.weights_only or target.activations or target.fuses is not None:
+            return None
+        left = max(0.0, self.budget.left())
+        return self.configured("A16W8", TimeBudget(self.budget.clock, self.budget.end + _MORE * left))
 
-        The inputs of the model, the nodes in float and the samples are those of the refused one. None where there is
-        no time, or it does not quantize this model.
+    def with_bfloat16(self) -> Tried | None:
+        """Try BF16; None where that is what lost the outputs."""
+        if self.settings.specs.layer == _configuration("BF16").specs.layer:
+            return None
+        return self.configured("BF16")
+
+    def configured(self, name: str, budget: TimeBudget | None = None) -> Tried | None:
+        """Try a named configuration, and nothing that the refused one does to the graph.
+
+        The inputs of the model, the nodes in float and the samples are those of the refused one. Where it would
+        compare whether to equalize, it equalizes: that takes half of the time. None where there is no time, or it does
+        not quantize this model.
         """
-        other = lower(Config(get_default_config(name)))
+        other, calibration = _configuration(name), self.settings.calibration
         names, passes = {step.__name__ for step in (fix_shapes, convert_nchw_to_nhwc)}, self.settings.passes
         settings = replace(
             other,
             specs=replace(other.specs, exclude=self.settings.specs.exclude),
             passes={**other.passes, **{name: passes[name] for name in names & passes.keys()}},
-            calibration=self.settings.calibration,
+            calibration=replace(other.calibration, samples=calibration.samples, providers=calibration.providers),
             custom_libraries=self.settings.custom_libraries,
             least_sqnr=self.settings.least_sqnr,
+            equalize_if_better=False,
         )
-        return Trials(self._source, settings, self._feeds, self.budget).tried(name, lambda same: same, whole=True)
+        trials = Trials(self._model, settings, self._feeds, budget or self.budget, self._kept, CALIBRATED_WHOLE)
+        trials._base = self._base
+        return trials.tried(name, lambda same: same, whole=True)
 
     def tried(self, what: str, change: Change, whole: bool = False) -> Tried | None:
         """Quantize by changed settings, and say what that gave; None where it cannot be, or the time is up."""
@@ -136,13 +176,13 @@ class Trials:
                     settings = replace(
                         settings, algorithms=(), equalization=None, equalize_if_better=False, correct_biases=False
                     )
-                data = Samples(self._feeds[:CALIBRATED], model_inputs(model))
+                data = Samples(self._feeds[:: -(-len(self._feeds) // self._calibrated)], model_inputs(model))
                 data.clock, data.until = self.budget.clock, self.budget.end
                 prepared = Prepared(model.clone(), data, fingerprint(model), statistics=self._statistics)
                 quantized = convert(prepared, settings)
                 finish(quantized, settings)
                 proto = checked_proto(quantized)
-            left = damage(self._loaded()[0], proto, self._feeds, settings)
+            left = damage(self._model, proto, self._feeds, settings, self._kept, trial=True)
         except TimeUpError:
             logger.info("Tried %s: stopped, as the time for advice is up.", what)
             return None
@@ -154,6 +194,10 @@ class Trials:
         kind = "with all that it does" if whole else "without corrections"
         logger.info("Tried %s (%s): %.1f dB; %.0f s for advice left.", what, kind, left.sqnr, self.budget.shown or 0.0)
         return Tried(proto, left, whole)
+
+
+def _configuration(name: str) -> Settings:
+    return lower(Config(get_default_config(name)))
 
 
 def _with_channel_scales(layer: LayerSpec) -> LayerSpec:
