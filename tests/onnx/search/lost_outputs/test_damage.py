@@ -46,15 +46,15 @@ def config(hurt: bool) -> QConfig:
 def test_the_figure_is_that_of_samples_spread_over_all(
     hurt: bool, to_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A few of a model that counts as large; all of them, where these tell that it is lost."""
+    """Sixteen of a model that counts as large; all of them, where these tell that it is lost."""
     monkeypatch.setattr("quark.onnx.search.lost_outputs.damage.PRODUCTS", 0)
     quantizer, out = ModelQuantizer(config(hurt)), tmp_path / "out.onnx"
     onnx.save(model(), tmp_path / "in.onnx")
     source = tmp_path / "in.onnx" if to_file else model()
-    written = quantizer.quantize_model(source, out if to_file else None, feeds())
+    written = quantizer.quantize_model(source, out if to_file else None, feeds(32))
     written = onnx.load(out) if to_file else written
     found = quantizer.damage
-    spread = feeds() if hurt else feeds()[::2]
+    spread = feeds(32) if hurt else feeds(32)[::2]
     x, y = (np.stack([run(each, feed) for feed in spread]).astype(np.float64) for each in (model(), written))
     assert found is not None and found.samples == len(spread) and found.output == "y"
     assert found.sqnr == pytest.approx(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()), abs=0.01)
@@ -100,10 +100,10 @@ def test_a_trial_takes_the_outputs_of_the_float_model_from_the_calibration(monke
 
 
 def test_where_samples_differ_twice_as_many_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not all 32, which would take longer than the calibration; each once, though reading more changes their order."""
+    """Not all 128, which would take longer than the calibration; each once, though reading more changes their order."""
     monkeypatch.setattr("quark.onnx.search.lost_outputs.damage.PRODUCTS", 0)
     source, seen = model(), list[float]()
-    noisy = [{"x": feed["x"] * (1 if index % 2 else 20)} for index, feed in enumerate(feeds(32))]
+    noisy = [{"x": feed["x"] * (1 if index % 2 else 20)} for index, feed in enumerate(feeds(128))]
     run_sample = damage.__globals__["run_sample"]
 
     def recorded(session: Any, names: Any, feed: Any) -> Any:
@@ -112,10 +112,10 @@ def test_where_samples_differ_twice_as_many_are_looked_at(monkeypatch: pytest.Mo
 
     monkeypatch.setitem(damage.__globals__, "run_sample", recorded)
     loaded = load(source)
+    settings = ModelQuantizer(config(False)).settings
     kept = SpreadSamples(noisy, loaded)
-    few = kept.feeds(6)
-    found = damage(loaded, source, few, ModelQuantizer(config(False)).settings, kept)
-    assert found is not None and (found.samples, len(seen)) == (8, 16) and len(set(seen)) == 8
+    found = damage(loaded, source, kept.feeds(), settings, kept)
+    assert found is not None and (found.samples, len(seen)) == (32, 64) and len(set(seen)) == 32
 
 
 @pytest.mark.parametrize("known", ["same model", "changed", "changed wrongly", "too large", "none"])
@@ -142,8 +142,9 @@ def test_the_float_model_runs_again_only_where_calibration_did_not_give_its_outp
         monkeypatch.setattr(SampleOutputs, "add", lambda *_: None)
     quantizer = ModelQuantizer(config(False))
     written = quantizer.quantize_model(source, None, feeds(16))
-    x, y = (np.stack([run(each, feed) for feed in feeds(16)[::4]]).astype(np.float64) for each in (source, written))
-    assert quantizer.damage is not None and quantizer.damage.samples == 4
+    kept = feeds(16)[::4] if known == "too large" else feeds(16)
+    x, y = (np.stack([run(each, feed) for feed in kept]).astype(np.float64) for each in (source, written))
+    assert quantizer.damage is not None and quantizer.damage.samples == len(kept)
     assert quantizer.damage.sqnr == pytest.approx(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()), abs=0.01)
     expected = {"same model": [], "changed": [True], "changed wrongly": [True, False]}
     assert once == expected.get(known, [False])
