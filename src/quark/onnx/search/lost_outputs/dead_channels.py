@@ -23,7 +23,7 @@ from quark.onnx.graph.sessions import ask_for, open_session, run_sample
 from quark.onnx.operators import result_axis
 
 DEAD = 1e-4
-"""Share of the largest deviation of a channel: what trained models have is above 1e-2, or below 1e-5."""
+"""Share of the largest deviation of a channel: most of what trained models have is above 1e-2, or below 1e-5."""
 SAMPLES = 4
 """Samples that are run where a channel has few positions in one."""
 _POSITIONS = 64
