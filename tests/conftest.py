@@ -45,7 +45,7 @@ OVER_REGISTRIES = {
     "contracts/test_doors_gguf.py::test_the_bytes_of_every_door": 4,
     "contracts/test_export_onnx.py": 4,
     "contracts/test_parts.py": 4,
-    "contracts/test_parts.py::test_a_command_writes_what_it_writes_at_once": 80,
+    "contracts/test_parts.py::test_a_command_writes_what_it_writes_at_once": 160,
     "contracts/test_surroundings.py": 4,
     "contracts/test_exported_dtypes.py": 4,
     "contracts/test_float_layers.py": 30,
