@@ -4,7 +4,7 @@ KL divergence from the float model in millinats, over all positions, the first a
 tokens give the scales, two of other prose judge. What a program rounds itself, with scales of each new token and none
 in a file, is rounded as that program does: q8_0 and q4_0 by the gguf package (`llama-server --cache-type-k`), and the
 4-bit types of `vllm serve --kv-cache-dtype` by their description, int4_per_token_head with a zero point after a
-Hadamard rotation, nvfp4 in groups of 16 with scales in E4M3.
+Hadamard rotation, nvfp4 in groups of 16 with scales in E4M3 below one of all keys or values of a layer.
 """
 
 from __future__ import annotations
