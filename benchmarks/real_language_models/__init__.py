@@ -12,8 +12,9 @@ points among themselves, and those without.
 
 Calibration: 32 windows of 512 tokens of the language reference that Python carries (`pydoc_data.topics`). Held out: 16
 windows of 512 tokens of other topics of it (prose), and of modules of the standard library (code). Each row is a
-process of its own on one thread. A peer runs in an environment of its own, which is made where it is missing, and what
-it writes is read and measured by the same code as what quark writes.
+process of its own on one thread. A peer runs in an environment of its own, which is made where it is missing, in
+float32, so what it leaves in float is written in float32 too. What it writes is read and measured by the same code as
+what quark writes.
 
     KL          mean divergence of the next token's distribution from the float model's, in millinats
     perplexity  its rise over the float model's
