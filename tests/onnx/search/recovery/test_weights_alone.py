@@ -80,7 +80,8 @@ def test_steps_are_needed_where_they_may_reach_what_weights_alone_give(lost: boo
         best=Best(), scorer=SimpleNamespace(is_far=lambda made, gain: (made.score, gain) == (3.0, REACH)),
     )  # fmt: skip
     other: Any = SimpleNamespace(lost=lost, score=3.0 + ahead)
-    assert _Search.needs_steps(search, lambda: (other, None)) is needed
+    made: Any = SimpleNamespace(recovery=other)
+    assert _Search.needs_steps(search, lambda: made) is needed
 
 
 def test_the_last_resort_has_all_of_the_time_that_is_left() -> None:

@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -167,14 +166,32 @@ def recover(
         prefer: One of PREFERENCES. With ACCURACY tasks are taken to suffer earlier, and nodes in float are taken
             whatever their time.
     """
-    found, write = _searched(
+    found = _searched(
         model, settings, reader, metric, target, budget, steps, quick, allow_wider, alternative, weights, prefer
     )
-    return write(found)
+    return found.written()
 
 
-_Found = tuple[Recovery, Callable[[Recovery], tuple[Recovery, ir.Model]]]
-"""The result of a search, and what makes the file of it: of two searches, one alone does."""
+@dataclass(frozen=True)
+class _Found:
+    """What a search found; of two searches, one alone is written.
+
+    Attributes:
+        recovery: The result, without the model.
+        best: The best model.
+        turns: What calibrates it with all samples, where these were measured by turns.
+    """
+
+    recovery: Recovery
+    best: ScoredModel
+    turns: Turns | None
+
+    def written(self) -> tuple[Recovery, ir.Model]:
+        """The result with the model, which all samples calibrate where they were measured by turns."""
+        quantized, fitted = self.best.model, self.recovery.fitted
+        if self.turns is not None:
+            quantized, fitted = self.turns.with_all(self.best)
+        return replace(self.recovery, fitted=fitted, types=element_types(quantized)), quantized
 
 
 def _searched(
@@ -227,9 +244,8 @@ def _searched(
         search.last_looked, search.by_turns, search.scorer.least(best, new=True), bool(search.scorer.scored),
         search.lost,
     )  # fmt: skip
-    write = partial(_written, best, turns)
     other = apart() if found.lost else None
-    return (found, write) if other is None else _better((found, write), other)
+    return _Found(found, best, turns) if other is None else _better(_Found(found, best, turns), other)
 
 
 def _share_passes(
@@ -244,12 +260,6 @@ def _share_passes(
 def _by_turns(fit: Samples, held_out: Samples, last: Samples | None, quick: bool) -> Samples | None:
     """All samples, where both parts change places at the end; None where they do not."""
     return fit.followed_by(held_out) if quick and last is None and held_out is not fit else None
-
-
-def _written(best: ScoredModel, turns: Turns | None, chosen: Recovery) -> tuple[Recovery, ir.Model]:
-    """The result with the model, which all samples calibrate where they were measured by turns."""
-    quantized, fitted = (best.model, chosen.fitted) if turns is None else turns.with_all(best)
-    return replace(chosen, fitted=fitted, types=element_types(quantized)), quantized
 
 
 def _check(settings: Settings, metric: Metric, target: float | None) -> None:
@@ -358,7 +368,7 @@ class _Search:
         if (made := other()) is None:
             return True
         self.budget = replace(self.budget, end=self.budget.end + self.fit.clock() - start)
-        found, _ = made
+        found = made.recovery
         # With no more than noise (-inf dB) there is no telling what steps bring.
         ahead = found.score - self.best.score if math.isfinite(self.best.score) else 0.0
         if found.lost and ahead <= REACH:
@@ -628,14 +638,15 @@ class WeightsAlone:
         return self._found
 
 
-def _better(best: _Found, other: _Found) -> _Found:
+def _better(first: _Found, other: _Found) -> _Found:
     """The better of two by the same measure on the same samples, told as one recovery with one more step."""
-    (found, _), (apart, _) = best, other
+    found, apart = first.recovery, other.recovery
     kept = found.metric.better(apart.score, found.score)
     took = sum(trial.seconds for trial in apart.trials)
     trial = Trial(STEP, found.score, apart.score, took, "kept" if kept else "no gain")
-    chosen, write = other if kept else best
-    return replace(chosen, plain=found.plain, trials=[*found.trials, trial]), write
+    chosen = other if kept else first
+    told = replace(chosen.recovery, plain=found.plain, trials=[*found.trials, trial])
+    return replace(chosen, recovery=told)
 
 
 # What a model holds --------------------------------------------------------------------------------------------------
