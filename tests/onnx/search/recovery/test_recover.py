@@ -321,10 +321,12 @@ def test_a_step_that_fails_is_told_and_leaves_the_best() -> None:
     def diverge(data: Any) -> int:
         raise ConfigError("layer 3\ndiverges.")
 
-    result = found(mlp(), vectors(8), fake_step(diverge), fake_step(lambda data: 0), weights_of("int16"))
+    none = Step("no op type", lambda settings, _: replace(settings, specs=replace(settings.specs, op_types=("Relu",))))
+    result = found(mlp(), vectors(8), fake_step(diverge), fake_step(lambda data: 0), none, weights_of("int16"))
     assert [trial.result for trial in result.trials[1:]] == [
         "layer 3 diverges",
         "nothing in this model qualifies",
+        "no node would stay in integers",
         "kept",
     ]
     assert result.trials[1].after is None

@@ -30,7 +30,14 @@ from quark.base.log import logger
 from quark.base.memory_and_disk import give_back_memory
 from quark.base.progress import seconds_text, write_event
 from quark.core.metrics import Metric
-from quark.errors import CalibrationError, ConfigError, NothingQualifiesError, QuarkError, one_line
+from quark.errors import (
+    CalibrationError,
+    ConfigError,
+    NothingQualifiesError,
+    NothingToQuantizeError,
+    QuarkError,
+    one_line,
+)
 from quark.onnx.calibration.calibrate import repeatable
 from quark.onnx.calibration.data.own_time import own_time
 from quark.onnx.calibration.data.readers import TimeUpError
@@ -519,6 +526,8 @@ class _Search:
             result, found = "stopped: the budget ended", None
         except NothingQualifiesError:
             result, found = "nothing in this model qualifies", None
+        except NothingToQuantizeError:
+            result, found = "no node would stay in integers", None
         except QuarkError as error:
             result, found = one_line(error).rstrip("."), None
         better = found is not None and self.scorer.metric.better(found.score, self.best.score)
