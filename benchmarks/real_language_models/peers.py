@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 GROUP = 64
-FIRST = 4
-"""Blocks that are quantized where all would take hours."""
+FIRST, FEW = 4, "first blocks"
+"""Blocks that are quantized where all would take hours, and how the method of such a row ends."""
+OTHERS = r"re:.*layers\.([4-9]|[1-9]\d)\..*"
+"""The blocks after these, as llm-compressor takes them."""
 EMBEDDED = "embeddings.npy"
 """What a peer writes whose models only it can run: embeddings of the held-out sentences beside its model."""
 WEIGHTS: dict[str, dict[str, Any]] = {
@@ -38,19 +40,23 @@ def _float_model(folder: str) -> tuple[Any, Any]:
 
 def llm_compressor(method: str, scheme: str, folder: str, windows: list[list[int]], output: str) -> None:
     """GPTQ, AWQ or rounding to nearest by llm-compressor, as a folder of compressed-tensors."""
+    import torch
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.awq import AWQModifier
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 
+    if not torch.cuda.is_available():  # its AWQ pins what it keeps for a GPU, and fails where there is none
+        torch.Tensor.pin_memory = lambda tensor, *where: tensor
     model, tokenizer = _float_model(folder)
-    kind = {"gptq": GPTQModifier, "awq": AWQModifier, "nearest": QuantizationModifier}[method]
+    kind = {"gptq": GPTQModifier, "awq": AWQModifier, "nearest": QuantizationModifier}[method.split()[0]]
+    ignored = ["lm_head", OTHERS] if method.endswith(FEW) else ["lm_head"]
     what: dict[str, Any] = {"scheme": NAMED.get(scheme), "targets": "Linear"}
     if scheme in WEIGHTS:
         what = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS[scheme]}}}
     data = Dataset.from_dict({"input_ids": windows, "attention_mask": [[1] * len(window) for window in windows]})
     oneshot(
-        model=model, processor=tokenizer, dataset=data, recipe=kind(ignore=["lm_head"], **what),
+        model=model, processor=tokenizer, dataset=data, recipe=kind(ignore=ignored, **what),
         max_seq_length=len(windows[0]), num_calibration_samples=len(windows),
     )  # fmt: skip
     model.save_pretrained(output, save_compressed=True)
@@ -66,7 +72,7 @@ def auto_round(method: str, scheme: str, folder: str, windows: list[list[int]], 
     what: dict[str, Any] = {"scheme": NAMED.get(scheme)}
     if scheme in WEIGHTS:
         what = {"bits": 4, "group_size": GROUP, "sym": bool(WEIGHTS[scheme]["symmetric"])}
-    few = method == "first blocks"
+    few = method == FEW
     if few:
         what["to_quant_block_names"] = [[f"model.layers.{index}" for index in range(FIRST)]]
     rounder = AutoRound(

@@ -54,7 +54,8 @@ def _rows() -> list[Row]:
     rows += [_with_algorithms("uint4_wo_64", (name,)) for name in SOLVERS]
     rows += [_with_algorithms("uint4_wo_64", ("awq", "qronos")), _with_algorithms("mxfp4", ("qronos",))]
     others = ("--exclude", "*layers.[4-9].*", "--exclude", "*layers.[12]?.*")
-    rows += [_ours("uint4_wo_64+qronos first blocks", "--scheme", "uint4_wo_64", "--algorithm", "qronos", *others)]
+    first = ("--scheme", "uint4_wo_64", *others, "--algorithm")
+    rows += [_ours(f"uint4_wo_64+{name} first blocks", *first, name) for name in ("awq", "qronos")]
     for mix in MIXES:
         gguf = ("--scheme", mix, "--export-format", "gguf")
         rows.append(_ours(mix, *gguf, data=False))
@@ -68,6 +69,7 @@ def _rows() -> list[Row]:
         ("llm-compressor", "gptq", "uint4_wo_64"),
         ("llm-compressor", "gptq", "int4_wo_64"),
         ("llm-compressor", "awq", "uint4_wo_64"),
+        ("llm-compressor", "awq first blocks", "uint4_wo_64"),
         ("llm-compressor", "gptq", "nvfp4"),
         ("llm-compressor", "nearest", "nvfp4"),
         ("auto-round", "first blocks", "uint4_wo_64"),
