@@ -99,11 +99,19 @@ def test_a_trial_takes_the_outputs_of_the_float_model_from_the_calibration(monke
     assert len(opened) == 1
 
 
-def test_where_samples_differ_twice_as_many_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not all 128, which would take longer than the calibration; each once, though reading more changes their order."""
+@pytest.mark.parametrize(("loud", "count"), [(1, 4), (2, 16), (20, 32)])
+def test_as_many_samples_are_looked_at_as_tell(loud: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few that agree; more where others may show another value; twice as many where they differ much.
+
+    Not all 128, which would take longer than the calibration; each once, though reading more changes their order.
+    """
     monkeypatch.setattr("quark.onnx.search.lost_outputs.damage.PRODUCTS", 0)
-    source, seen = model(), list[float]()
-    noisy = [{"x": feed["x"] * (1 if index % 2 else 20)} for index, feed in enumerate(feeds(128))]
+    b = Builder()
+    b.node("Add", ["x", b.constant("error", np.full(16, 0.01))], "y")
+    noisy, plain = b.model({"x": ["n", 16]}, {"y": ["n", 16]}), Builder()
+    plain.node("Identity", ["x"], "y")
+    source, seen = plain.model({"x": ["n", 16]}, {"y": ["n", 16]}), list[float]()
+    given = [{"x": np.full((4, 16), index * 1e-4 + (1 if index % 3 else loud), np.float32)} for index in range(128)]
     run_sample = damage.__globals__["run_sample"]
 
     def recorded(session: Any, names: Any, feed: Any) -> Any:
@@ -112,10 +120,10 @@ def test_where_samples_differ_twice_as_many_are_looked_at(monkeypatch: pytest.Mo
 
     monkeypatch.setitem(damage.__globals__, "run_sample", recorded)
     loaded = load(source)
-    settings = ModelQuantizer(config(False)).settings
-    kept = SpreadSamples(noisy, loaded)
-    found = damage(loaded, source, kept.feeds(), settings, kept)
-    assert found is not None and (found.samples, len(seen)) == (32, 64) and len(set(seen)) == 32
+    kept = SpreadSamples(given, loaded)
+    found = damage(loaded, noisy, kept.feeds(), ModelQuantizer(config(False)).settings, kept)
+    assert found is not None and (found.samples, len(seen), len(set(seen))) == (count, 2 * count, count)
+    assert ("Other samples most often show" in found.bound) == (loud > 1)
 
 
 @pytest.mark.parametrize("known", ["same model", "changed", "changed wrongly", "too large", "none"])

@@ -210,7 +210,7 @@ def refuse_damage(
     if found is None:
         return
     if not found.lost:
-        logger.info(f"Quantized against float on calibration samples: {found}.")
+        logger.info(f"Quantized against float on calibration samples: {found}.{found.bound}")
         return
     if least is None:
         logger.warning(f"The quantized model has lost its outputs on calibration samples: {found}.")

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from quark.core.array import NumpyArray
 from quark.core.metrics import decibel
 from quark.onnx.graph.output_parts import SILENT, OutputPart
+from quark.onnx.search.sums import LEVEL, margin
 
 LEAST = 10.0
 """dB: below it, the noise has a third of the size of the output."""
@@ -43,6 +44,7 @@ class Verdict:
         decisions: Share of the decisions that are kept; None where nothing stands out.
         silent: Whether it stored nothing on all samples.
         unclear: Whether more samples may tell more.
+        margin: dB by which as many other samples may show a lower SQNR; 0 where these do not tell.
     """
 
     part: OutputPart
@@ -50,6 +52,7 @@ class Verdict:
     decisions: float | None
     silent: bool = False
     unclear: bool = False
+    margin: float = 0.0
 
     def lost(self, least: float = LEAST) -> bool:
         """Return True where too little is left: a bound above LEAST is one for the SQNR alone."""
@@ -94,6 +97,15 @@ class _Sums:
         return _decibels(sum(self.signal), sum(self.noise))
 
     @property
+    def margin(self) -> float:
+        """By how many dB as many other samples may show less; see `quark.onnx.search.sums`."""
+        signal, noise = sum(self.signal), sum(self.noise)
+        if not math.isfinite(noise):
+            return 0.0
+        rest = ((signal - s, max(0.0, noise - n)) for s, n in zip(self.signal, self.noise, strict=True))
+        return margin([_decibels(*each) for each in rest], LEVEL)
+
+    @property
     def disagree(self) -> bool:
         """True where some samples say another thing than others."""
         powers = [10 * math.log10(max(signal, 1e-300)) for signal in self.signal]
@@ -121,8 +133,8 @@ def verdict_of(part: OutputPart, pairs: Iterable[Pair]) -> Verdict | None:
         return None
     if part.bounded and sums.peak < SILENT and sums.other_peak < 2 * SILENT:
         return Verdict(part, sums.sqnr, None, silent=True, unclear=True)
-    found = Verdict(part, sums.sqnr, _events(pairs, sums.peak) if len(pairs) > 1 else None)
-    return found if not (found.lost() or sums.disagree) else Verdict(part, found.sqnr, found.decisions, unclear=True)
+    found = Verdict(part, sums.sqnr, _events(pairs, sums.peak) if len(pairs) > 1 else None, margin=sums.margin)
+    return replace(found, unclear=True) if found.lost() or sums.disagree else found
 
 
 def _events(pairs: list[Pair], peak: float) -> float | None:
@@ -168,6 +180,7 @@ class Damage:
         decisions: Share of its decisions that are kept; None where no value stands out.
         lost: Whether that is too little for any task.
         silent: Whether no output stored anything on these samples.
+        margin: dB by which as many other samples may show less; 0 where that is little.
     """
 
     sqnr: float
@@ -176,6 +189,12 @@ class Damage:
     decisions: float | None = None
     lost: bool = False
     silent: bool = False
+    margin: float = 0.0
+
+    @property
+    def bound(self) -> str:
+        """A sentence that says what other samples show at least, where these samples differ; else ""."""
+        return f" Other samples most often show {self.sqnr - self.margin:.1f} dB or more." if self.margin else ""
 
     def __str__(self) -> str:
         told = "of the values that stand out (peaks, detections) still do"
