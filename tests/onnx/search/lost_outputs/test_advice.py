@@ -176,6 +176,28 @@ def test_activations_of_16_bits_are_tried_where_there_were_8_and_the_target_runs
     assert tried == ["-", "A16W8", "-", "-", "-", "-"]
 
 
+def test_the_default_is_named_where_other_types_lose_the_outputs_too() -> None:
+    """BF16 has steps of 4 at 1000; what is quantized for MatMuls alone keeps the sum. With A16W8 there is no need."""
+    b = Builder()
+    hidden = b.node("MatMul", ["x", b.constant("w", b.random.normal(size=(32, 32)) / 8)], "hidden")
+    shift = b.constant("shift", np.array(1000.0))
+    b.node("Sub", [b.node("Add", [hidden, shift], "shifted"), shift], "y")
+    proto = b.model({"x": ["n", 32]}, {"y": ["n", 32]})
+    errors = []
+    for config in ("BF16", "XINT8"):
+        refused = ModelQuantizer(config)
+        refused.settings = replace(refused.settings, least_sqnr=10.0)
+        with pytest.raises(DamageError) as error:
+            refused.quantize_model(proto, None, vectors(8))
+        errors.append(str(error.value))
+    promised = re.search(r"INT8_CPU_DYNAMIC with --config INT8_CPU_DYNAMIC: .*?tried: SQNR (\S+) dB", errors[0])
+    followed = ModelQuantizer("INT8_CPU_DYNAMIC")
+    followed.quantize_model(proto, None, vectors(8))
+    assert promised is not None and followed.damage is not None
+    assert float(promised[1]) == pytest.approx(followed.damage.sqnr, abs=0.1) and followed.damage.sqnr > 30
+    assert "with --config A16W8" in errors[1] and "INT8_CPU_DYNAMIC" not in errors[1]
+
+
 def test_a_look_at_nodes_leaves_time_for_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a detector it took all of it, and a refusal named nothing that helps."""
     steps: list[str] = []
@@ -188,7 +210,7 @@ def test_a_look_at_nodes_leaves_time_for_what_would_help(monkeypatch: pytest.Mon
     monkeypatch.setattr(Trials, "configured", lambda _, name, budget=None: steps.append(name))
     with pytest.raises(DamageError):
         quantizer().quantize_model(uneven(), None, vectors(8))
-    assert steps == ["BF16", "A16W8", "nodes"]
+    assert steps == ["BF16", "A16W8", "INT8_CPU_DYNAMIC", "nodes"]
 
 
 def test_a_refusal_names_the_cause_and_the_scales_that_help(caplog: pytest.LogCaptureFixture) -> None:

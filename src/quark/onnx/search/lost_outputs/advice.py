@@ -151,6 +151,8 @@ def _nodes_that_help(
 def _other_types(trials: Trials, uneven: bool) -> tuple[str, ...]:
     """Return what scales of channels, and other types, leave, in the order of their price; where it is enough.
 
+    The default, which is for another target, is tried where none of them is.
+
     Args:
         trials: What tries them.
         uneven: Whether channels of one scale differ: else scales of their own are not tried.
@@ -162,7 +164,13 @@ def _other_types(trials: Trials, uneven: bool) -> tuple[str, ...]:
         "A16W8 with --config A16W8: activations take two bytes, and the target has to take them": trials.with_int16(),
         "BF16 with --config BF16: weights take two bytes, and the target has to take it": bfloat16,
     }
-    return tuple(f"{what} (tried: {tried})" for what, tried in found.items() if tried and not tried.left.lost)
+    kept = {what: tried for what, tried in found.items() if tried and not tried.left.lost}
+    if not kept:
+        default = trials.with_default()
+        if default and not default.left.lost:
+            what = "the default without samples, for ONNX Runtime on a CPU"
+            kept = {f"INT8_CPU_DYNAMIC with --config INT8_CPU_DYNAMIC: {what}": default}
+    return tuple(f"{what} (tried: {tried})" for what, tried in kept.items())
 
 
 def _damaged(

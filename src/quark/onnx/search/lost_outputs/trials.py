@@ -142,6 +142,12 @@ class Trials:
             return None
         return self.configured("BF16")
 
+    def with_default(self) -> Tried | None:
+        """Try what quark makes for CPUs without samples; None where that is what lost the outputs."""
+        if self.settings.specs.layer == _configuration("INT8_CPU_DYNAMIC").specs.layer:
+            return None
+        return self.configured("INT8_CPU_DYNAMIC")
+
     def configured(self, name: str, budget: TimeBudget | None = None) -> Tried | None:
         """Try a named configuration, and nothing that the refused one does to the graph.
 
