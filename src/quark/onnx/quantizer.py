@@ -328,8 +328,10 @@ class ModelQuantizer:
             with suppress(NotSupportedError):  # of operators that it does not know it cannot say
                 require_loads(quantized, MADE)
         if kept is not None:
-            budget = TimeBudget.of(max(LEAST_SECONDS, SHARE * (own_time() - source.start)), own_time)
-            trials = Trials(model, source.settings, feeds, budget, kept) if self.settings.tries_advice else None
+            took = own_time() - source.start
+            budget = TimeBudget.of(max(LEAST_SECONDS, SHARE * took), own_time)
+            tries = self.settings.tries_advice
+            trials = Trials(model, source.settings, feeds, budget, kept, seconds=took) if tries else None
             refuse_damage(self.damage, self.settings.least_sqnr, model, quantized, feeds, trials, budget)
         elif self.settings.least_sqnr is not None:
             _refuse_lost_on_noise(source, quantized, self.settings)

@@ -43,6 +43,10 @@ def spiky() -> onnx.ModelProto:
     return b.model({"x": ["n", 4096]}, {"y": ["n", 16]})
 
 
+def wide_vectors() -> list[dict[str, Any]]:
+    return [{"x": np.random.default_rng(seed).normal(size=(1, 4096)).astype(np.float32)} for seed in range(8)]
+
+
 def with_dead_channels() -> onnx.ModelProto:
     """A quarter of the channels have weights near zero, a quarter small ones behind a Relu that never fires."""
     b, part = Builder(), np.arange(32) % 4
@@ -198,6 +202,27 @@ def test_the_default_is_named_where_other_types_lose_the_outputs_too() -> None:
     assert "with --config A16W8" in errors[1] and "INT8_CPU_DYNAMIC" not in errors[1]
 
 
+@pytest.mark.parametrize(("missing", "named"), [(1.0, True), (5.0, False)])
+def test_adaround_is_named_with_its_time_where_its_gain_may_be_enough(missing: float, named: bool) -> None:
+    made = ModelQuantizer("A8W8")
+    made.settings = replace(made.settings, least_sqnr=None)
+    made.quantize_model(spiky(), None, wide_vectors())
+    assert made.damage is not None
+    made.settings = replace(made.settings, least_sqnr=made.damage.sqnr + missing)
+    with pytest.raises(DamageError) as error:
+        made.quantize_model(spiky(), None, wide_vectors())
+    words = r"AdaRound with --algorithm adaround:num_iterations=100: .*not tried: it takes up to \d+ s more"
+    assert (re.search(words, str(error.value)) is not None) is named
+
+
+def test_adaround_is_for_integers_that_nothing_has_learned() -> None:
+    may = {
+        name: Trials(load(uneven()), ModelQuantizer(name).settings, vectors(1), FOREVER).may_learn
+        for name in ("XINT8", "A8W8", "A8W8_ADAROUND", "BF16", "INT8_CPU_DYNAMIC")
+    }
+    assert [name for name, each in may.items() if each] == ["XINT8", "A8W8"]
+
+
 def test_a_look_at_nodes_leaves_time_for_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a detector it took all of it, and a refusal named nothing that helps."""
     steps: list[str] = []
@@ -214,7 +239,7 @@ def test_a_look_at_nodes_leaves_time_for_what_would_help(monkeypatch: pytest.Mon
 
 
 def test_a_refusal_names_the_cause_and_the_scales_that_help(caplog: pytest.LogCaptureFixture) -> None:
-    feeds = [{"x": np.random.default_rng(seed).normal(size=(1, 4096)).astype(np.float32)} for seed in range(8)]
+    feeds = wide_vectors()
     with caplog.at_level(logging.INFO, "quark"), pytest.raises(DamageError) as error:
         quantizer(least=28.0).quantize_model(spiky(), None, feeds)
     assert "One scale serves channels of very different ranges" in str(error.value)

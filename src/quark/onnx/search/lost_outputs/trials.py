@@ -26,6 +26,7 @@ from quark.onnx.calibration.data.readers import TimeUpError
 from quark.onnx.calibration.data.samples import Samples
 from quark.onnx.calibration.prepared import Prepared
 from quark.onnx.calibration.statistics import Statistics, fingerprint
+from quark.onnx.config.algo_configs import AdaQuantConfig, AdaRoundConfig, GPTQConfig
 from quark.onnx.config.config import Config
 from quark.onnx.config.lowering.lower import lower
 from quark.onnx.config.presets import get_default_config
@@ -80,6 +81,7 @@ class Trials:
         budget: The time for all trials.
         kept: Where the samples are from: it may know the outputs of the float model.
         calibrated: Most samples that each calibrates on, spread over all.
+        seconds: That the quantization took which lost the outputs.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class Trials:
         budget: TimeBudget,
         kept: SpreadSamples | None = None,
         calibrated: int = CALIBRATED,
+        seconds: float = 0.0,
     ) -> None:
+        self.seconds = seconds
         self._model, self._feeds, self._kept, self.budget, self._calibrated = model, feeds, kept, budget, calibrated
         calibration = replace(settings.calibration, statistics=None, range_file=None, figures=False)
         self.settings = replace(
@@ -129,12 +133,25 @@ class Trials:
 
     def with_int16(self) -> Tried | None:
         """Try A16W8; None where activations have no integers of 8 bits, or the target runs no others."""
-        given, target = self.settings.specs.layer.input, TARGETS[self.settings.qdq.target]
-        narrow = given is not None and given.has_zero_point and not given.dynamic and given.dtype.bits <= 8
-        if not narrow or self.settings.specs.weights_only or target.activations or target.fuses is not None:
+        target = TARGETS[self.settings.qdq.target]
+        if not self._narrow or target.activations or target.fuses is not None:
             return None
         left = max(0.0, self.budget.left())
         return self.configured("A16W8", TimeBudget(self.budget.clock, self.budget.end + _MORE * left))
+
+    @property
+    def _narrow(self) -> bool:
+        """True where activations have integers of 8 bits, of known ranges."""
+        specs = self.settings.specs
+        given = None if specs.weights_only else specs.layer.input
+        return given is not None and given.has_zero_point and not given.dynamic and given.dtype.bits <= 8
+
+    @property
+    def may_learn(self) -> bool:
+        """True where AdaRound can learn how the weights round, and nothing has learned it."""
+        weight, tuning = self.settings.specs.layer.weight, (AdaRoundConfig, AdaQuantConfig, GPTQConfig)
+        learned = any(isinstance(one, tuning) for one in self.settings.algorithms)
+        return self._narrow and weight is not None and weight.has_zero_point and not learned
 
     def with_bfloat16(self) -> Tried | None:
         """Try BF16; None where that is what lost the outputs."""
