@@ -181,7 +181,7 @@ def recover(
 
 @dataclass(frozen=True)
 class _Found:
-    """What a search found; of two searches, one alone is written.
+    """The result of a search, and what is written of it; of two searches, one alone is.
 
     Attributes:
         recovery: The result, without the model.
@@ -318,6 +318,18 @@ def split(data: Samples | None, quick: bool = False) -> tuple[Samples, Samples, 
 
 def _all_but(data: Samples, positions: Collection[int]) -> Samples:
     return data.part([i for i in range(len(data)) if i not in positions])
+
+
+_WHY_NOT: dict[type[Exception], str] = {
+    TimeUpError: "stopped: the budget ended",
+    NothingQualifiesError: "nothing in this model qualifies",
+    NothingToQuantizeError: "no node would stay in integers",
+}
+"""The result of a step that ended in such an error; of others, the error says it."""
+
+
+def _why_not(error: Exception) -> str:
+    return _WHY_NOT.get(type(error), one_line(error).rstrip("."))
 
 
 class _Search:
@@ -493,11 +505,8 @@ class _Search:
         situation, self.fit.until = self._situation(step), start + self.left(step)
         try:
             changed = step.change(before.settings, situation)
-        except TimeUpError:
-            # A change that looks at samples itself.
-            changed = "stopped: the budget ended"
-        except QuarkError as error:
-            changed = one_line(error).rstrip(".")
+        except (TimeUpError, QuarkError) as error:  # time ends within a change that looks at samples itself
+            changed = _why_not(error)
         if changed is None:
             return
         result = changed if isinstance(changed, str) else self._unfit(step)
@@ -522,14 +531,8 @@ class _Search:
         present = set(self._statistics)
         try:
             found = self.evaluator.evaluate(settings)
-        except TimeUpError:
-            result, found = "stopped: the budget ended", None
-        except NothingQualifiesError:
-            result, found = "nothing in this model qualifies", None
-        except NothingToQuantizeError:
-            result, found = "no node would stay in integers", None
-        except QuarkError as error:
-            result, found = one_line(error).rstrip("."), None
+        except (TimeUpError, QuarkError) as error:
+            result, found = _why_not(error), None
         better = found is not None and self.scorer.metric.better(found.score, self.best.score)
         sure = better and found is not None and is_sure(self.scorer.metric, self.best.sums, found.sums)
         dear = self._dear(step, found) if sure and found is not None else ""
