@@ -60,7 +60,8 @@ class _Source:
         model: The float model as it was loaded, which nothing changes.
         kept: Some of its calibration samples, where there are any.
         start: When its quantization began, by the clock of this process.
-        settings: Those that are left to do with the model as it was loaded.
+        settings: Those that are left to do with the model as it was loaded. Once it is quantized, they say whether it
+            is equalized.
     """
 
     given: Model
@@ -171,7 +172,7 @@ class ModelQuantizer:
         from quark.onnx.evaluation.cpu_price import cpu_price, in_integers_unasked, saturating_layers
         from quark.onnx.flow.image_layout import with_channels_last
         from quark.onnx.search.lost_outputs.damage import SpreadSamples
-        from quark.onnx.search.settle import check_algorithms, quantize
+        from quark.onnx.search.settle import check_algorithms, quantize_as_decided
 
         settings = lower(self.config, tuple(algorithms)) if algorithms else self.settings
         reader = _reader(model_input, calibration_data_reader, calibration_data_path)
@@ -185,7 +186,9 @@ class ModelQuantizer:
                 source = _Source(model_input, model.clone(), kept, start, settings)
                 if settings.metrics:
                     reader = repeatable(reader, model, settings)
-                model = quantize(model, settings, reader, None if kept is None else kept.outputs)
+                outputs = None if kept is None else kept.outputs
+                model, decided = quantize_as_decided(model, settings, reader, outputs)
+                source = replace(source, settings=decided)
                 self.metrics = _metrics(source.model, model, settings, reader) if settings.metrics else None
             notes = [note(model, settings) for note in (cpu_price, in_integers_unasked, saturating_layers)]
             written = self._write_result(model, model_output, source)

@@ -46,6 +46,13 @@ def check_algorithms(algorithms: Sequence[Any]) -> None:
 
 
 def quantize(model: ir.Model, settings: Settings, data: Any = None, outputs: SampleOutputs | None = None) -> ir.Model:
+    """Quantize a float model, as `quantize_as_decided` does; return the quantized model alone."""
+    return quantize_as_decided(model, settings, data, outputs)[0]
+
+
+def quantize_as_decided(
+    model: ir.Model, settings: Settings, data: Any = None, outputs: SampleOutputs | None = None
+) -> tuple[ir.Model, Settings]:
     """Quantize a float model, which is changed; the quantized one may be another. See `convert`.
 
     Args:
@@ -53,12 +60,16 @@ def quantize(model: ir.Model, settings: Settings, data: Any = None, outputs: Sam
         settings: Those that were asked for.
         data: Calibration data.
         outputs: Takes the outputs of the float model, where calibration runs it over the samples as it is.
+
+    Returns:
+        The model, and the settings that were asked for with its equalization decided.
     """
     identity = fingerprint(model) if settings.calibration.statistics else ""
-    settings = prepare(model, settings)
+    asked, settings = settings, prepare(model, settings)
     if settings.prepared_file is not None:
         save(model.clone(), settings.prepared_file)
-    return convert(Prepared(model, data, identity, byproducts=Byproducts(all_outputs=outputs)), settings)
+    quantized, found = _converted(Prepared(model, data, identity, byproducts=Byproducts(all_outputs=outputs)), settings)
+    return quantized, replace(asked, equalize_if_better=False, equalization=found.equalization)
 
 
 def convert(prepared: Prepared, settings: Settings) -> ir.Model:
@@ -68,6 +79,11 @@ def convert(prepared: Prepared, settings: Settings) -> ir.Model:
         prepared: The float model.
         settings: Those that `prepare` gave; searches decide what they leave open.
     """
+    return _converted(prepared, settings)[0]
+
+
+def _converted(prepared: Prepared, settings: Settings) -> tuple[ir.Model, Settings]:
+    """The quantized model, and the settings with its equalization decided."""
     written: Written | None = None
     if settings.equalize_if_better:
         prepared, settings = leave_ends(prepared, settings)
@@ -77,7 +93,7 @@ def convert(prepared: Prepared, settings: Settings) -> ir.Model:
             check_data(prepared.model, settings, data)
             prepared = replace(prepared, data=data)
         settings, written = equalize_if_better(prepared, settings, start_as_chosen)
-    return complete(written or start_as_chosen(prepared, settings), convert)
+    return complete(written or start_as_chosen(prepared, settings), convert), settings
 
 
 def start_as_chosen(prepared: Prepared, settings: Settings) -> Written:

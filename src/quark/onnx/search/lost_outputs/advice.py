@@ -154,7 +154,7 @@ def _nodes_that_help(
 
 
 def _other_types(trials: Trials, uneven: bool) -> tuple[str, ...]:
-    """Return what scales of channels, and other types, leave, in the order of their price; where it is enough.
+    """Return what other scales, and other types, leave, in the order of their price; where it is enough.
 
     The default, which is for another target, is tried where none of them is.
 
@@ -164,15 +164,18 @@ def _other_types(trials: Trials, uneven: bool) -> tuple[str, ...]:
     """
     scales = trials.with_channel_scales() if uneven else None
     bfloat16 = trials.with_bfloat16()  # before A16W8, as without a calibration it takes a third of the time
+    int16 = trials.with_int16()  # before A8W8, as it keeps more
+    int8 = trials.with_float_scales()
     found = {
         "weights with a scale for each channel, where the target takes them": scales,
-        "A16W8 with --config A16W8: activations take two bytes, and the target has to take them": trials.with_int16(),
+        "A8W8 with --config A8W8: scales are no powers of two, and the target has to take them": int8,
+        "A16W8 with --config A16W8: activations take two bytes, and the target has to take them": int16,
         "BF16 with --config BF16: weights take two bytes, and the target has to take it": bfloat16,
     }
-    kept = {what: tried for what, tried in found.items() if tried and not tried.left.lost}
+    kept = {what: tried for what, tried in found.items() if tried and tried.is_enough(trials.least)}
     if not kept:
         default = trials.with_default()
-        if default and not default.left.lost:
+        if default and default.is_enough(trials.least):
             what = "the default without samples, for ONNX Runtime on a CPU"
             kept = {f"INT8_CPU_DYNAMIC with --config INT8_CPU_DYNAMIC: {what}": default}
     return tuple(f"{what} (tried: {tried})" for what, tried in kept.items())

@@ -40,7 +40,7 @@ from quark.onnx.passes.convert_opset_version import convert_opset_version
 from quark.onnx.passes.fix_shapes import fix_shapes
 from quark.onnx.search.history import TimeBudget
 from quark.onnx.search.lost_outputs.damage import SpreadSamples, damage
-from quark.onnx.search.lost_outputs.verdict import Damage
+from quark.onnx.search.lost_outputs.verdict import KEPT, LEAST, Damage
 from quark.onnx.search.settle import convert
 from quark.onnx_ops.element_types import PER_CHANNEL_OPSET
 
@@ -49,6 +49,9 @@ CALIBRATED, CALIBRATED_WHOLE = 64, 8
 
 _MORE = 0.5
 """Share of the time that is left, which A16W8 may take in addition: stopped near its end, it says nothing."""
+
+_CLEAR = 2.0
+"""dB above the bound: a recognizer was promised 10.4 dB by a trial of few samples, the whole gave 9.1."""
 
 Change = Callable[[Settings], Settings]
 
@@ -66,6 +69,11 @@ class Tried:
     model: onnx.ModelProto
     left: Damage
     whole: bool
+
+    def is_enough(self, least: float) -> bool:
+        """Return True where what is left is clearly more than a bound, in dB, or keeps the decisions."""
+        kept = self.left.decisions is not None and self.left.decisions >= KEPT
+        return not self.left.lost and (kept or self.left.sqnr >= least + _CLEAR)
 
     def __str__(self) -> str:
         return f"{self.left}{'' if self.whole else ', without the corrections, for which there was no time'}"
@@ -131,13 +139,30 @@ class Trials:
         changed = self._prepared[1].specs.with_layers(_with_channel_scales)
         return self.tried("weights with scales of channels", lambda settings: replace(settings, specs=changed))
 
+    def with_float_scales(self) -> Tried | None:
+        """Try A8W8; None where scales are no powers of two, or the target runs no others."""
+        given = self.settings.specs.layer.input
+        if not self._narrow or self._has_own_types or given is None or given.scale_type is not ScaleType.pof2:
+            return None
+        return self.configured("A8W8")
+
     def with_int16(self) -> Tried | None:
         """Try A16W8; None where activations have no integers of 8 bits, or the target runs no others."""
-        target = TARGETS[self.settings.qdq.target]
-        if not self._narrow or target.activations or target.fuses is not None:
+        if not self._narrow or self._has_own_types:
             return None
         left = max(0.0, self.budget.left())
         return self.configured("A16W8", TimeBudget(self.budget.clock, self.budget.end + _MORE * left))
+
+    @property
+    def least(self) -> float:
+        """The bound in dB, below which outputs are lost."""
+        return LEAST if self.settings.least_sqnr is None else self.settings.least_sqnr
+
+    @property
+    def _has_own_types(self) -> bool:
+        """True where the target says which types activations have."""
+        target = TARGETS[self.settings.qdq.target]
+        return bool(target.activations) or target.fuses is not None
 
     @property
     def _narrow(self) -> bool:
@@ -168,9 +193,9 @@ class Trials:
     def configured(self, name: str, budget: TimeBudget | None = None) -> Tried | None:
         """Try a named configuration, and nothing that the refused one does to the graph.
 
-        The inputs of the model, the nodes in float and the samples are those of the refused one. Where it would
-        compare whether to equalize, it equalizes: that takes half of the time. None where there is no time, or it does
-        not quantize this model.
+        The inputs of the model, the nodes in float and the samples are those of the refused one. It equalizes only
+        where the refused one did, and does not compare, which takes half of the time. None where there is no time, or
+        it does not quantize this model.
         """
         other, calibration = _configuration(name), self.settings.calibration
         names, passes = {step.__name__ for step in (fix_shapes, convert_nchw_to_nhwc)}, self.settings.passes
@@ -182,6 +207,7 @@ class Trials:
             custom_libraries=self.settings.custom_libraries,
             least_sqnr=self.settings.least_sqnr,
             equalize_if_better=False,
+            equalization=None if self.settings.equalization is None else other.equalization,
         )
         trials = Trials(self._model, settings, self._feeds, budget or self.budget, self._kept, CALIBRATED_WHOLE)
         trials._base = self._base
