@@ -15,7 +15,7 @@ from typing import Any
 GROUP = 64
 FIRST, FEW = 4, "first blocks"
 """Blocks that are quantized where all would take hours, and how the method of such a row ends."""
-OTHERS = r"re:.*layers\.([4-9]|[1-9]\d)\..*"
+OTHERS = rf"re:.*layers\.(?!({'|'.join(map(str, range(FIRST)))})\.).*"
 """The blocks after these, as llm-compressor takes them."""
 EMBEDDED = "embeddings.npy"
 """What a peer writes whose models only it can run: embeddings of the held-out sentences beside its model."""
